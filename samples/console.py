@@ -1,0 +1,337 @@
+"""What every sample needs around its idea: arguments, checked input, streaming, Ctrl-C, summary, one-sentence errors.
+
+Copy it along with a sample. The pipeline, the draft model and the generation config stay in the sample itself.
+"""
+
+import argparse
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import openvino
+import openvino_genai
+
+MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
+CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
+WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "f32": "fp32"}
+
+
+def run(main):
+    """Run a sample and end the process: 0 done, 1 failed, 2 bad usage, 130 Ctrl-C. A stack trace only with --debug."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")
+    ctrl_c.listen()
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) or getattr(error, "errno", None) == errno.EINVAL:  # EINVAL: on Windows
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more: end quietly
+            sys.exit(0)
+        if "--debug" in sys.argv:
+            raise
+        fail(sentence(error), status=1)
+
+
+def say(text):
+    """Print one line on stderr: stdout is the model's text alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def fail(sentence, status=2):
+    """End the process with one sentence: status 2 for bad usage, 1 for a job that failed."""
+    say(f"error: {sentence}")
+    sys.exit(status)
+
+
+def sentence(error):
+    """Return an error of the engine on one line, without its source locations."""
+    text = str(error)
+    if isinstance(error, MemoryError) or any(
+        sign in text.lower() for sign in ("bad_alloc", "out of memory", "out_of_")
+    ):
+        return (
+            "not enough memory for the models and their caches: close programs, or convert to a smaller format (int4)."
+        )
+    lines = (line.strip() for line in text.splitlines())
+    kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return " ".join(kept or [text or type(error).__name__]) + " (--debug shows where)"
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(description, *names):
+    """Parse the named arguments (keys of ARGUMENTS), check all that can be checked before a model is compiled, say
+    what is loaded. `args.property` and `args.draft_property` come back as dictionaries."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in (*names, "--debug"):
+        flags = ("-k", name) if name == "--num-assistant-tokens" else (name,)
+        parser.add_argument(*flags, **ARGUMENTS[name])
+    args = parser.parse_args()
+
+    args.property = dict(args.property)
+    models = {"main": (args.main, args.device, args.property)}
+    if "draft" in names:
+        if args.draft_device == args.device:  # as the engine does where the draft has no properties
+            args.draft_property = args.draft_property or args.property
+        args.draft_property = dict(args.draft_property)
+        models["draft"] = (args.draft, args.draft_device, args.draft_property)
+    for role, (folder, device, properties) in models.items():
+        check_model(role, Path(folder))
+        check_device(device, properties)
+    if "draft" in names:
+        check_pair(Path(args.main), Path(args.draft))
+    if "prompt" in names:
+        args.prompt = read_prompt(args.prompt)
+        args.max_new_tokens = room_in_context(args)
+    say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
+    return args
+
+
+def whole_number(low, high):
+    """Return an argparse type that takes whole numbers from `low` to `high`, both included."""
+
+    def parse(text):
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+
+    return parse
+
+
+def key_value(text):
+    """Split KEY=VALUE; a number becomes one, as some plugin properties take nothing else."""
+    key, _, value = text.partition("=")
+    if not key or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, like INFERENCE_PRECISION_HINT=f32")
+    return key, int(value) if value.isdecimal() else value
+
+
+DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
+PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
+ARGUMENTS = {
+    "main": {"help": "folder of the main model (OpenVINO IR)"},
+    "draft": {"help": "folder of the draft model (OpenVINO IR): smaller, with the same tokenizer"},
+    "prompt": {"help": "the text to go on from; - reads it from standard input (less one newline at its end)"},
+    "--device": DEVICE,
+    "--draft-device": DEVICE,
+    "--num-assistant-tokens": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "default": 5,
+        "metavar": "K",
+        "help": f"tokens drafted for one inference of the main model, 1 to {MAX_DRAFT_LENGTH} (default: %(default)s)",
+    },
+    "--max-ngram-size": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "default": 3,
+        "metavar": "N",
+        "help": "longest run of last tokens that is looked up in the text so far (default: %(default)s)",
+    },
+    "--max-new-tokens": {
+        "type": whole_number(1, 1_000_000),
+        "default": 100,
+        "metavar": "N",
+        "help": "stop after N new tokens (default: %(default)s)",
+    },
+    "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32; repeat for more"},
+    "--draft-property": {**PROPERTY, "help": "the same for the draft (default: the main model's, on the same device)"},
+    "--debug": {"action": "store_true", "help": "show the stack trace of an error"},
+}
+
+
+# ---- checked input --------------------------------------------------------------------------------------------------
+
+
+def check_model(role, folder):
+    """Refuse a folder that the engine cannot load, with the reason."""
+    if not folder.is_dir():
+        fail(f"{folder} is not a folder: give the {role} model's folder of OpenVINO IR.")
+    if not (folder / "openvino_model.xml").exists():
+        if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+            command = "python convert/export_pair.py MAIN DRAFT OUT_DIR"
+            fail(f"{folder} is a Hugging Face checkpoint, not OpenVINO IR: convert the pair first with `{command}`.")
+        fail(f"{folder} has no openvino_model.xml: give the {role} model's folder of OpenVINO IR.")
+    for part in ("model", "tokenizer", "detokenizer"):
+        xml, weights = folder / f"openvino_{part}.xml", folder / f"openvino_{part}.bin"
+        if not xml.exists():
+            command = f"convert_tokenizer HUB_ID_OR_CHECKPOINT --with-detokenizer -o {folder}"
+            fail(f"{folder} has no openvino_{part}.xml: make it with `{command}`.")
+        try:
+            needed = max((offset + size for offset, size in constants(xml)), default=0)
+        except ElementTree.ParseError as error:
+            fail(f"{xml} is corrupt ({error}): copy or convert the model again.", status=1)
+        found = weights.stat().st_size if weights.exists() else 0
+        if found < needed:
+            fail(f"{weights} has {found} of {needed} bytes: copy or convert the model again.", status=1)
+
+
+def constants(xml):
+    """Return {(offset, size): element type} of the constants in the .bin beside an IR's .xml, in bytes."""
+    found = (node.attrib for _, node in ElementTree.iterparse(xml) if node.tag == "data" and "offset" in node.attrib)
+    return {(int(node["offset"]), int(node["size"])): node["element_type"] for node in found}
+
+
+def check_device(device, properties):
+    """Refuse a device of which OpenVINO finds none here. AUTO:GPU,CPU names two, GPU.1 is one of the GPUs."""
+    here = openvino.Core().available_devices
+    kinds = {name.partition(".")[0] for name in here} | {"AUTO", "HETERO", "MULTI", "BATCH"}
+    if "NPUW_DEVICES" in properties:  # the NPU's code path on another device
+        kinds.add("NPU")
+    for name in (device.partition(":")[2] or device).split(","):
+        if name.strip("-").partition(".")[0].partition("(")[0] not in kinds:
+            fail(f"there is no device {name!r} here, only {', '.join(here)}: install its driver or choose another.")
+
+
+def check_pair(main, draft):
+    """Refuse a draft whose tokens are not the main model's: the engine compares a token count and the special ids."""
+    first, second = openvino_genai.Tokenizer(main), openvino_genai.Tokenizer(draft)
+    differ = sorted(first.get_vocab().items() ^ second.get_vocab().items(), key=lambda entry: entry[1])
+    if differ:
+        shown = ", ".join(f"{token.decode(errors='replace')!r} = {number}" for token, number in differ[:4])
+        fail(f"the tokenizers of {main} and {draft} differ ({shown}, ...): take a draft with the same tokenizer.")
+    text = "def f(x):\n    return x ** 2  # naïve Σ 你好 🙂 1234"
+    if first.encode(text).input_ids.data.tolist() != second.encode(text).input_ids.data.tolist():
+        fail(f"the tokenizers of {main} and {draft} split {text!r} differently: take a draft with the same tokenizer.")
+    if (draft / "openvino_model.bin").stat().st_size > (main / "openvino_model.bin").stat().st_size:
+        say(f"warning: the draft {draft} is larger than the main model {main}: are they swapped?")
+
+
+def read_prompt(prompt):
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            fail(f"standard input is not UTF-8 (byte {error.start}): save the prompt as UTF-8.")
+    if not prompt:
+        fail("the prompt is empty: give the text to go on from.")
+    return prompt
+
+
+def room_in_context(args):
+    """Return max_new_tokens, lowered (and said) where the context length in config.json leaves less."""
+    config = Path(args.main, "config.json")
+    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), None)
+    if context is None:
+        return args.max_new_tokens
+    tokenizer = openvino_genai.Tokenizer(args.main)
+    prompt = args.prompt
+    if tokenizer.chat_template:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    room = context - tokenizer.encode(prompt).input_ids.shape[1]
+    if room < 1:
+        fail(f"the prompt takes {context - room} tokens and the context of {args.main} is {context}: shorten it.")
+    if room < args.max_new_tokens:
+        say(f"note: the context of {context} tokens has room for {room} new tokens, not {args.max_new_tokens}.")
+    return min(room, args.max_new_tokens)
+
+
+# ---- streaming and Ctrl-C -------------------------------------------------------------------------------------------
+
+
+class CtrlC:
+    """Ctrl-C, heard while the engine holds the main thread.
+
+    Python runs a signal handler between two bytecodes of the main thread, and loading or generating is one long call
+    there. But the C-level handler writes to the wakeup socket at once: a thread reads that and sets `pressed`, which
+    the streamer looks at. What cannot be stopped so, like loading, is left with status 130 after `patience` seconds.
+    """
+
+    def __init__(self):
+        self.pressed = threading.Event()
+        self.patience = 1.0
+        self._handled = threading.Event()
+
+    def listen(self):
+        self._wakeup, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.detach())
+        signal.signal(signal.SIGINT, self._handle)
+        if hasattr(signal, "SIGBREAK"):  # Ctrl-Break on Windows
+            signal.signal(signal.SIGBREAK, self._handle)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _handle(self, *_):
+        self._handled.set()
+        raise KeyboardInterrupt
+
+    def _watch(self):
+        while self._wakeup.recv(1):
+            self.pressed.set()
+            if not self._handled.wait(self.patience):
+                os._exit(130)
+            self._handled.clear()
+
+
+ctrl_c = CtrlC()
+write_error = None  # what happened to stdout while the engine streamed
+
+
+def write(text):
+    """Print `text` at once and tell the engine whether to go on. Runs in the engine's thread, so it never raises."""
+    global write_error
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        write_error = error
+    stop = write_error or ctrl_c.pressed.is_set()
+    return openvino_genai.StreamingStatus.CANCEL if stop else openvino_genai.StreamingStatus.RUNNING
+
+
+# ---- summary --------------------------------------------------------------------------------------------------------
+
+
+def print_summary(args, result):
+    """Print the figures of one generation on stderr. Times are the engine's, counts are tokens."""
+    if write_error:
+        raise write_error
+    metrics, drafting = result.perf_metrics, result.extended_perf_metrics
+    # One entry an inference of the main model: the tokens it gained. get_num_accepted_tokens() leaves out the last.
+    gained = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)
+    tokens, inferences = sum(gained) - 1, len(gained) - 1  # the prompt's inference gives the first token
+    seconds = (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1000
+    rows = {"new tokens": tokens + 1, "time to first token": f"{metrics.get_ttft().mean:.0f} ms"}
+    if tokens:
+        rows["throughput"] = f"{tokens / seconds:.1f} tokens/s (decode only)"
+        rows["main inferences"] = f"{inferences} after the prompt's"
+        rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
+    if drafting and (proposed := proposed_tokens(args, drafting, gained)):
+        accepted = tokens - inferences
+        rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+    rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
+    if drafting:
+        rows["draft"] = f"{args.draft} on {args.draft_device}, "
+        rows["draft"] += precision(args.draft, args.draft_device, args.draft_property)
+    say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
+
+
+def proposed_tokens(args, drafting, gained):
+    """Return how many tokens the draft proposed. The engine leaves out the last iteration, except where an NPU takes
+    part; there the draft was as long as K and the tokens still wanted allowed."""
+    if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
+        return drafting.get_num_draft_tokens()
+    wanted = args.max_new_tokens - sum(gained[:-1])
+    return drafting.get_num_draft_tokens() + min(args.num_assistant_tokens, wanted - 1)
+
+
+def precision(folder, device, properties):
+    """Return the weight format, read from the IR, and the inference precision, as the device tells it."""
+    sizes = Counter()
+    for (_, size), element_type in constants(Path(folder, "openvino_model.xml")).items():
+        sizes[WEIGHT_FORMATS.get(element_type, element_type)] += size
+    weights = "+".join(name for name, size in sizes.most_common() if size > 0.1 * sizes.total())
+    try:
+        hint = openvino.Core().get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+    except RuntimeError:  # AUTO and HETERO leave it to the devices below them
+        hint = "the device's own"
+    return f"{weights} weights, {properties.get('INFERENCE_PRECISION_HINT', hint)} inference"

@@ -1,0 +1,32 @@
+"""Speculative decoding: a small draft model proposes K tokens, the main model checks them in one inference.
+
+    python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
+
+Greedy: the text is the main model's own (token by token in f32; lower precisions can flip near-ties), made in fewer of
+its inferences. The text streams to standard output, a summary follows on standard error.
+"""
+
+import console
+import openvino_genai
+
+
+def main():
+    args = console.parse_arguments(
+        __doc__, "main", "draft", "prompt", "--device", "--draft-device", "--num-assistant-tokens", "--max-new-tokens",
+        "--property", "--draft-property",
+    )  # fmt: skip
+
+    draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)
+    pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **args.property)
+
+    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json asks for
+    config.max_new_tokens = args.max_new_tokens
+    config.num_assistant_tokens = args.num_assistant_tokens
+
+    # A list, not a str: generate("text") returns a plain str, without metrics.
+    result = pipe.generate([args.prompt], config, console.write)
+    console.print_summary(args, result)
+
+
+if __name__ == "__main__":
+    console.run(main)
