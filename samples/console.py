@@ -15,8 +15,10 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-import openvino
-import openvino_genai
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine takes a moment
+
+import openvino  # noqa: E402
+import openvino_genai  # noqa: E402
 
 MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
@@ -55,7 +57,7 @@ def fail(sentence, status=2):
 
 def sentence(error):
     """Return an error of the engine on one line, without its source locations."""
-    text = str(error)
+    text = getattr(error, "strerror", None) or str(error)
     if isinstance(error, MemoryError) or any(
         sign in text.lower() for sign in ("bad_alloc", "out of memory", "out_of_")
     ):
@@ -243,34 +245,28 @@ class CtrlC:
     """Ctrl-C, heard while the engine holds the main thread.
 
     Python runs a signal handler between two bytecodes of the main thread, and loading or generating is one long call
-    there. But the C-level handler writes to the wakeup socket at once: a thread reads that and sets `pressed`, which
-    the streamer looks at. What cannot be stopped so, like loading, is left with status 130 after `patience` seconds.
+    there. But the C-level handler writes to the wakeup socket at once, and a thread reads that: while text streams it
+    sets `pressed`, which the streamer looks at; at any other time, and the second time, it ends the process.
     """
 
     def __init__(self):
         self.pressed = threading.Event()
-        self.patience = 1.0
-        self._handled = threading.Event()
+        self.streaming = False
 
     def listen(self):
-        self._wakeup, wakeup = socket.socketpair()
+        self._socket, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach())
-        signal.signal(signal.SIGINT, self._handle)
-        if hasattr(signal, "SIGBREAK"):  # Ctrl-Break on Windows
-            signal.signal(signal.SIGBREAK, self._handle)
+        for name in ("SIGINT", "SIGBREAK"):  # Ctrl-Break exists on Windows
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_: None)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def _handle(self, *_):
-        self._handled.set()
-        raise KeyboardInterrupt
-
     def _watch(self):
-        while self._wakeup.recv(1):
-            self.pressed.set()
-            if not self._handled.wait(self.patience):
+        while self._socket.recv(1):
+            if self.pressed.is_set() or not self.streaming:
                 os._exit(130)
-            self._handled.clear()
+            self.pressed.set()
 
 
 ctrl_c = CtrlC()
@@ -280,6 +276,7 @@ write_error = None  # what happened to stdout while the engine streamed
 def write(text):
     """Print `text` at once and tell the engine whether to go on. Runs in the engine's thread, so it never raises."""
     global write_error
+    ctrl_c.streaming = True
     try:
         print(text, end="", flush=True)
     except OSError as error:
@@ -295,6 +292,8 @@ def print_summary(args, result):
     """Print the figures of one generation on stderr. Times are the engine's, counts are tokens."""
     if write_error:
         raise write_error
+    if ctrl_c.pressed.is_set():
+        raise KeyboardInterrupt
     metrics, drafting = result.perf_metrics, result.extended_perf_metrics
     # One entry an inference of the main model: the tokens it gained. get_num_accepted_tokens() leaves out the last.
     gained = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)
