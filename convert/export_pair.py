@@ -1,0 +1,348 @@
+"""Convert a main model and its draft to OpenVINO IR, and check that they are a sound pair.
+
+    python convert/export_pair.py MAIN DRAFT OUT_DIR
+    python convert/export_pair.py Qwen/Qwen3-8B Qwen/Qwen3-0.6B models/qwen3 --weight-format int4
+    python convert/export_pair.py --pair qwen3-8b models/qwen3
+    python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
+    python convert/export_pair.py MAIN DRAFT OUT_DIR --weight-format int4 -- --awq --dataset wikitext2
+
+MAIN and DRAFT are hub ids, folders of Hugging Face checkpoints, or either of them as OpenVINO IR already (then only
+fetched, copied and checked). Every `optimum-cli export openvino` is printed before it runs; what follows `--` goes to it,
+for both models. OUT_DIR gets main/, draft/, their logs and pair.json (what made them), or stays as it was: nothing
+half-written ever looks usable, and the same command run again goes on where the last one ended.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import shlex
+import shutil
+import signal
+import sys
+import traceback
+from datetime import datetime, timezone
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from convert import optimum_cli, source  # noqa: E402
+from convert.errors import ConvertError  # noqa: E402
+from convert.pair_folder import HALVES, PairFolder, folder_bytes  # noqa: E402
+from speculative.pair_check import PairCheck, check_pair  # noqa: E402
+
+BYTES_ORDER = ("int4", "mxfp4", "nf4", "cb4", "int8", "fp16", "fp32")
+EXPORT_PACKAGES = ("optimum", "optimum-intel", "transformers", "torch", "nncf")
+RUN_PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
+    try:
+        if options.list:
+            print_known_pairs()
+        else:
+            export_pair(options)
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where it ended", file=sys.stderr)
+        return 130
+    except ConvertError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"export_pair: {error}", file=sys.stderr)
+        return error.status
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        reason = str(error).strip().splitlines()
+        name = type(error).__name__
+        print(
+            f"export_pair: {name}: {reason[0] if reason else 'no reason given'}; --debug shows where", file=sys.stderr
+        )
+        return 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line into options: main, draft, out_dir, a weight format and extra arguments for each half."""
+    own, extra = arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        own, extra = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="export_pair.py",
+        usage="%(prog)s [options] MAIN DRAFT OUT_DIR [-- OPTIMUM-CLI OPTIONS]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MAIN DRAFT OUT_DIR", help="the two models, and the folder to write")
+    add("--pair", metavar="NAME", help="take MAIN and DRAFT from convert/pairs.toml; OUT_DIR defaults to models/NAME")
+    add("--list", action="store_true", help="print the known pairs and stop")
+    add(
+        "--draft-from-main",
+        action="store_true",
+        help="the draft is MAIN again in a smaller weight format; give no DRAFT",
+    )
+    add("--weight-format", choices=optimum_cli.FORMATS, help="weights of the main model (int8)")
+    add(
+        "--draft-weight-format",
+        choices=optimum_cli.FORMATS,
+        help="weights of the draft (int8; int4 with --draft-from-main)",
+    )
+    add("--main-args", default="", metavar="'...'", help="optimum-cli options for the main model only, in quotes")
+    add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft only, in quotes")
+    add("--for", dest="device", choices=["NPU"], help="add what this device needs of the weights (and say so)")
+    add("--revision", help="branch, tag or commit of MAIN on the hub")
+    add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the models, with your rights")
+    add("--dry-run", action="store_true", help="print the commands and stop")
+    add("--force", action="store_true", help="export again what is complete already")
+    add(
+        "--verbose",
+        action="store_true",
+        help="show optimum-cli's own output (otherwise kept in OUT_DIR/NAME.log on failure)",
+    )
+    add("--debug", action="store_true", help="show stack traces")
+    options = parser.parse_args(own)
+    if options.list:
+        return options
+    pair = known_pair(parser, options.pair) if options.pair else {}
+    wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
+    if pair and options.draft_from_main:
+        parser.error("--pair names a draft already; leave --draft-from-main out")
+    if pair and not options.models:
+        options.models = [str(Path("models", options.pair))]
+    if len(options.models) != len(wanted) + 1:
+        given = " ".join(options.models) or "nothing"
+        parser.error(
+            f"needs {' '.join([*wanted, 'OUT_DIR'])}, got {given}; --list shows known pairs, --help everything"
+        )
+
+    *models, out_dir = options.models
+    options.out_dir = Path(out_dir)
+    options.main = models[0] if models else pair["main"]
+    options.draft = options.main if options.draft_from_main else models[1] if models else pair["draft"]
+    npu = options.device == "NPU"
+    options.weight_format = options.weight_format or pair.get("weight_format") or ("int4" if npu else "int8")
+    smaller = "int4" if options.draft_from_main else "int8"
+    options.draft_weight_format = options.draft_weight_format or pair.get("draft_weight_format") or smaller
+    options.draft_revision = options.revision if options.draft_from_main else options.draft_revision
+    order = BYTES_ORDER.index
+    if options.draft_from_main and order(options.draft_weight_format) >= order(options.weight_format):
+        parser.error(
+            f"--draft-from-main needs a draft format smaller than {options.weight_format}, not "
+            f"{options.draft_weight_format}; give --weight-format fp16 --draft-weight-format int4, say"
+        )
+    options.main_args = [*extra, *shlex.split(options.main_args)]
+    options.draft_args = [*extra, *shlex.split(options.draft_args)]
+    for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
+        if name in [*options.main_args, *options.draft_args]:
+            parser.error(f"{name} is an option of this program; give it before the --")
+    return options
+
+
+def known_pairs() -> dict[str, dict]:
+    """The pairs of convert/pairs.toml by name."""
+    return tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
+
+
+def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
+    pairs = known_pairs()
+    if name not in pairs:
+        parser.error(f"no pair is called {name!r}; known are: {', '.join(pairs)}")
+    return pairs[name]
+
+
+def print_known_pairs() -> None:
+    for name, pair in known_pairs().items():
+        print(f"{name}\n  main   {pair['main']}  ({pair['main_size']}, {pair['weight_format']})")
+        print(f"  draft  {pair['draft']}  ({pair['draft_size']}, {pair['draft_weight_format']})")
+        for key in ("why", "licence", "device", "verified"):
+            print(f"  {key}: {pair[key]}")
+
+
+def export_pair(options: argparse.Namespace) -> None:
+    """Make the pair: open both sources, check what can be checked, export each half, check the pair, install it."""
+    if options.trust_remote_code:
+        print("--trust-remote-code: Python code that comes with these models will run here, with your rights")
+    if options.dry_run:
+        print_commands(options)
+        return
+    folder = PairFolder(options.out_dir)
+    folder.prepare()
+    try:
+        sources = {
+            "main": source.open_source(options.main, options.revision),
+            "draft": source.open_source(options.draft, options.draft_revision),
+        }
+        check = check_pair(sources["main"].folder, sources["draft"].folder, npu=options.device == "NPU")
+        refuse_unsound(check, "before exporting")
+        requests = {half: request(half, sources[half], options) for half in HALVES}
+        records = {half: None if options.force else folder.finished(half, requests[half]) for half in HALVES}
+        require_space(folder, [(sources[half], requests[half]) for half in HALVES if not records[half]])
+        for half in HALVES:
+            if records[half]:
+                print(f"{half}: complete already, made {records[half]['date']}; --force makes it again")
+            else:
+                records[half] = make_half(half, sources[half], requests[half], folder, options)
+        check = check_pair(folder.place("main"), folder.place("draft"), npu=options.device == "NPU")
+        print("is this a sound pair?")
+        for finding in check.findings:
+            print(f"  {finding.level:8}{finding.what}: {finding.message}")
+        refuse_unsound(check, "after exporting")
+        folder.install({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
+    finally:
+        folder.clean()
+    total = folder_bytes(options.out_dir / "main") + folder_bytes(options.out_dir / "draft")
+    print(f"done: {options.out_dir}/main, {options.out_dir}/draft, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
+    sample = "samples/speculative_decoding_lm.py"
+    print(f'try: python {sample} {options.out_dir}/main {options.out_dir}/draft "def read_file(path):"')
+
+
+def refuse_unsound(check: PairCheck, when: str) -> None:
+    if not check.sound:
+        errors = (finding for finding in check.findings if finding.level == "error")
+        reasons = "; ".join(f"{finding.what}: {finding.message}" for finding in errors)
+        raise ConvertError(f"not a sound pair, {when}: {reasons}")
+
+
+def request(half: str, model: source.Source, options: argparse.Namespace) -> dict:
+    """What is asked of a half: the part of its record that decides whether it has to be made again."""
+    asked = {"source": model.given, "revision": model.commit, "content": None, "arguments": None}
+    if model.commit is None:
+        asked["content"] = source.content_hash(model.folder)
+    if not model.is_ir:
+        asked["arguments"] = half_arguments(half, options, model)
+    return asked
+
+
+def half_arguments(half: str, options: argparse.Namespace, model: source.Source | None) -> list[str]:
+    """The optimum-cli options of a half; `model` is None in a dry run on a hub id, whose size is not known."""
+    weight_format, extra = (
+        (options.weight_format, options.main_args)
+        if half == "main"
+        else (options.draft_weight_format, options.draft_args)
+    )
+    if options.device == "NPU":
+        parameters = source.count_parameters(model.folder) if model else 0
+        added, sentence = optimum_cli.npu_arguments(weight_format, parameters, extra)
+        print(f"{half}: {sentence}")
+        extra = [*added, *extra]
+    if "--quant-mode" in extra:  # excludes --weight-format
+        weight_format = None
+    return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
+
+
+def print_commands(options: argparse.Namespace) -> None:
+    """What would run, as a person types it; the hub is not asked."""
+    for half, given, revision in (
+        ("main", options.main, options.revision),
+        ("draft", options.draft, options.draft_revision),
+    ):
+        output = str(options.out_dir / half)
+        if source.is_hub_id(given):
+            pinned = ["--revision", revision] if revision else []
+            print(optimum_cli.shown(["hf", "download", given, *pinned]))
+            if given.endswith("-ov"):
+                print(f"# {given} is OpenVINO IR by its name: copied to {output}")
+                continue
+            arguments = half_arguments(half, options, None)
+        else:
+            model = source.open_source(given, revision)
+            if model.is_ir:
+                print(f"# {given} is OpenVINO IR: copied to {output}")
+                continue
+            arguments = half_arguments(half, options, model)
+        print(optimum_cli.shown(optimum_cli.command(given, arguments, output)))
+
+
+def require_space(folder: PairFolder, todo: list[tuple[source.Source, dict]]) -> None:
+    """Refuse when the disk has less room than the exports need, before hours are spent."""
+    if not todo:
+        return
+    needed = [space_for(model, asked["arguments"]) for model, asked in todo]
+    free = shutil.disk_usage(folder.work).free
+    if sum(needed) > free:
+        raise ConvertError(
+            f"the disk of {folder.target} has {free / 1e9:.1f} GB free and this needs about {sum(needed) / 1e9:.1f} "
+            "GB; make room, choose a smaller --weight-format, or another OUT_DIR"
+        )
+
+
+def space_for(model: source.Source, arguments: list[str] | None) -> int:
+    if arguments is None:
+        return folder_bytes(model.folder)
+    weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
+    return optimum_cli.expected_bytes(
+        source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format
+    )
+
+
+def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, options: argparse.Namespace) -> dict:
+    """Export or copy one half into the hidden folder; return its record, without paths beyond what the user typed."""
+    started = datetime.now(timezone.utc)
+    output = folder.start(half)
+    command = None
+    try:
+        if asked["arguments"] is None:
+            print(
+                f"{half}: {model.given} is OpenVINO IR already: copied as it is, no weight format applied", flush=True
+            )
+            source.copy_ir(model, output)
+        else:
+            optimum_cli.require_optimum()
+            path = str(source.named_link(model, folder.temporary / half))
+            run = optimum_cli.command(path, asked["arguments"], str(output))
+            print(f"{half}: {optimum_cli.shown(run)}", flush=True)
+            optimum_cli.run(run, folder.log(half), folder.temporary, options.verbose)
+            use_given_name(output / "openvino_config.json", path, model.given)
+            command = optimum_cli.shown(optimum_cli.command(model.given, asked["arguments"], half))
+        record = {
+            **asked,
+            "command": command,
+            "bytes": folder_bytes(output),
+            "versions": versions(),
+            "date": started.isoformat(timespec="seconds"),
+        }
+        folder.complete(half, record)
+    finally:
+        folder.discard(half)
+    seconds = (datetime.now(timezone.utc) - started).total_seconds()
+    print(f"{half}: {record['bytes'] / 1e6:,.1f} MB in {seconds:.0f} s", flush=True)
+    return record
+
+
+def use_given_name(config: Path, path: str, given: str) -> None:
+    """optimum-cli notes the path of the source in openvino_config.json: let it be what the user typed."""
+    if config.is_file() and path != given:
+        text = config.read_text(encoding="utf-8")
+        config.write_text(text.replace(path, given), encoding="utf-8", newline="\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what makes an export, as far as installed."""
+    found = {"python": platform.python_version()}
+    for name in EXPORT_PACKAGES + RUN_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

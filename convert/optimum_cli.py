@@ -1,0 +1,157 @@
+"""One `optimum-cli export openvino` as a child process: its command, its progress, its log, its end."""
+
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from convert.errors import ConvertError
+
+TASK = "text-generation-with-past"  # cannot be inferred from a local folder
+LAST_LINES = 12  # of the log, shown when an export fails
+COMPRESSED = {"int8", "int4", "mxfp4", "nf4", "cb4"}
+FORMATS = ("fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4")
+
+
+def arguments_for(weight_format: str | None, extra: list[str], trust_remote_code: bool) -> list[str]:
+    """The options of an export: ours first, so that what the user passes through has the last word."""
+    arguments = [] if "--task" in extra else ["--task", TASK]
+    if weight_format:
+        arguments += ["--weight-format", weight_format]
+    return arguments + (["--trust-remote-code"] if trust_remote_code else []) + extra
+
+
+def command(model: str, arguments: list[str], output: str) -> list[str]:
+    """The command as a person types it."""
+    return ["optimum-cli", "export", "openvino", "--model", model, *arguments, output]
+
+
+def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tuple[list[str], str]:
+    """What an NPU needs of the weights, less what the user gives, and one sentence that says so.
+
+    Symmetric integers always; in int4 channel-wise groups above about 4 B parameters, groups of 128 below
+    (openvino#34450).
+    """
+    if weight_format == "fp16":
+        return [], "the NPU takes fp16 weights as they are"
+    if weight_format == "int8":
+        needed = {"--sym": []}
+    elif weight_format == "int4":
+        needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if parameters > 4e9 else "128"]}
+    else:
+        raise ConvertError(f"the NPU takes no {weight_format} weights; choose int4, int8 or fp16", 2)
+    added = [part for option, value in needed.items() if option not in given for part in (option, *value)]
+    kept = [option for option in needed if option in given]
+    sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.1f} B parameters)"
+    return added, sentence + (f", your own {' '.join(kept)} kept" if kept else "")
+
+
+def expected_bytes(parameters: int, source_bytes: int, weight_format: str | None) -> int:
+    """Disk an export takes at its peak: the result, and before compression a copy of the model as it was."""
+    bytes_each = {"fp32": 4, "fp16": 2, "int8": 1.1, None: 4}.get(weight_format, 0.8)
+    return int(parameters * bytes_each) + (source_bytes if weight_format in COMPRESSED else 0)
+
+
+def require_optimum() -> None:
+    """Raise ConvertError unless optimum-cli with its OpenVINO export is installed beside this Python."""
+    try:
+        installed = importlib.util.find_spec("optimum.commands.export.openvino") is not None
+    except ImportError:
+        installed = False
+    if not installed:
+        raise ConvertError(
+            "optimum-cli with its OpenVINO export is not installed; install it: pip install -r requirements-export.txt"
+        )
+
+
+def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
+    """Run the command that `typed` spells; raise ConvertError with the log's last lines when it fails.
+
+    The child's temporary files go to `temporary`, on the disk whose space was checked. Whatever ends this call ends the
+    child.
+    """
+    temporary.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
+    if not _needs_hub(typed):
+        environment["HF_HUB_OFFLINE"] = "1"  # all files are local by now: no waiting for a hub out of reach
+    own_group = (
+        {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
+    )
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "optimum.commands.optimum_cli", *typed[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=None if verbose else file,
+            stderr=None if verbose else subprocess.STDOUT,
+            env=environment,
+            **own_group,
+        )
+        try:
+            _wait(child, quiet=verbose)
+        finally:
+            _end(child)
+    if child.returncode:
+        _fail(child.returncode, log, verbose)
+
+
+def _needs_hub(typed: list[str]) -> bool:
+    """Calibration data, remote code of other repositories, optimum-cli's own int4 recipes (some name a data set)."""
+    return "--dataset" in typed or "--trust-remote-code" in typed or "int4" in typed
+
+
+def _wait(child: subprocess.Popen, quiet: bool) -> None:
+    """Wait for the child; say every now and then for how long."""
+    start = last_said = time.monotonic()
+    live = sys.stderr.isatty() and not quiet
+    while True:
+        try:
+            child.wait(timeout=0.5)
+            break
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if live:
+                print(f"\r  exporting, {now - start:.0f} s ", end="", file=sys.stderr, flush=True)
+            elif not quiet and now - last_said >= 30:
+                print(f"  exporting, {now - start:.0f} s", file=sys.stderr, flush=True)
+                last_said = now
+    if live:
+        print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """End the child, and on POSIX everything it started."""
+    if child.poll() is not None:
+        return
+    for ask, grace in ((signal.SIGTERM, 5), (getattr(signal, "SIGKILL", signal.SIGTERM), 5)):
+        if os.name == "nt":
+            child.terminate() if ask == signal.SIGTERM else child.kill()
+        else:
+            os.killpg(child.pid, ask)
+        try:
+            child.wait(timeout=grace)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _fail(status: int, log: Path, verbose: bool) -> None:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-LAST_LINES:]
+    if "No space left on device" in text or "[Errno 28]" in text:
+        raise ConvertError(f"the disk of {log.parent} is full; make room there and run the same command again")
+    if "trust_remote_code" in text and "custom code" in text:
+        raise ConvertError("this model needs Python code from its repository; read it, then add --trust-remote-code")
+    where = "see above" if verbose else f"the end of its log, {log}:\n  " + "\n  ".join(lines)
+    ended = f"failed with exit status {status}"
+    if status < 0:
+        ended = f"was ended by signal {-status} (9 is often: out of memory)"
+    raise ConvertError(f"optimum-cli {ended}; {where}")
+
+
+def shown(parts: list[str]) -> str:
+    """A command on one line, quoted for the shell."""
+    return subprocess.list2cmdline(parts) if os.name == "nt" else shlex.join(parts)

@@ -1,0 +1,232 @@
+"""Where a model comes from: a local folder or a hub repository, a Hugging Face checkpoint or OpenVINO IR already.
+
+Everything in this project that downloads is in this file.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.errors import ConvertError
+from speculative.model_facts import is_checkpoint, is_ir
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+READ_BY_EXPORT = {".json", ".safetensors", ".bin", ".model", ".txt", ".py", ".jinja", ".tiktoken", ".xml"}
+NOT_NEEDED = ["*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.tflite", "original/*", "metal/*"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be exported, or copied where it is IR."""
+
+    given: str  # as the user typed it
+    folder: Path  # where its files are now
+    commit: str | None  # hub commit; None for a local folder
+
+    @property
+    def is_ir(self) -> bool:
+        return is_ir(self.folder)
+
+
+def is_hub_id(given: str) -> bool:
+    """Whether this names a hub repository: no such path here, and the form `name` or `owner/name`."""
+    return not Path(given).exists() and HUB_ID.fullmatch(given) is not None
+
+
+def open_source(given: str, revision: str | None) -> Source:
+    """Find a local folder, or download the snapshot of a hub repository (the newest, or that of `revision`)."""
+    if is_hub_id(given):
+        folder = _download(given, revision)
+        source = Source(given, folder, commit=folder.name)
+    else:
+        if revision:
+            raise ConvertError(
+                f"{given} is a local folder, which has no revision {revision}; leave the revision out", 2
+            )
+        source = Source(given, Path(given), commit=None)
+    _require_model(source)
+    return source
+
+
+def _require_model(source: Source) -> None:
+    folder = source.folder
+    if not folder.is_dir():
+        raise ConvertError(
+            f"{source.given} is neither a folder here nor a hub id such as Qwen/Qwen3-8B; check its spelling", 2
+        )
+    if is_ir(folder):
+        return
+    if (folder / "openvino_language_model.xml").is_file():
+        raise ConvertError(f"{source.given} is a vision-language model, and these take no draft; give a text model", 2)
+    if any(folder.glob("*.gguf")):
+        raise ConvertError(
+            f"{source.given} holds GGUF files, which cannot be used with a draft; give its original model", 2
+        )
+    if not is_checkpoint(folder):
+        raise ConvertError(
+            f"{source.given} holds neither OpenVINO IR (openvino_model.xml) nor a Hugging Face checkpoint (config.json "
+            "and weights); give the folder that does",
+            2,
+        )
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConvertError(f"{source.given}/config.json is corrupt ({error}); copy or download it again") from error
+    for path in folder.glob("*.safetensors"):
+        _tensor_sizes(path)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    """Download a snapshot into the hub's own cache; one that is there already serves when the hub is out of reach."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise ConvertError(
+            f"downloading {repository} needs huggingface_hub; install it with: pip install -r requirements-export.txt"
+        ) from None
+
+    at = f" at {revision}" if revision else ""
+    try:
+        information = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=20)
+        _require_space_for_download(repository, {file.rfilename: file.size or 0 for file in information.siblings or []})
+        print(f"downloading {repository}{at} (commit {information.sha})", flush=True)
+        ignored = NOT_NEEDED
+        if any(file.rfilename.endswith(".safetensors") for file in information.siblings or []):
+            ignored = [*NOT_NEEDED, "pytorch_model*.bin"]
+        return Path(huggingface_hub.snapshot_download(repository, revision=information.sha, ignore_patterns=ignored))
+    except errors.GatedRepoError:
+        raise ConvertError(
+            f"{repository} is gated: accept its licence at https://huggingface.co/{repository}, then: hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ConvertError(f"{repository} has no revision {revision}; give a branch, tag or commit of it", 2) from None
+    except errors.RepositoryNotFoundError:
+        raise ConvertError(
+            f"there is no folder {repository} here, and no public model of that name on the hub; check its spelling, "
+            "or log in with: hf auth login",
+            2,
+        ) from None
+    except (OSError, errors.HfHubHTTPError) as error:  # out of reach: connection and name errors are OSErrors
+        with contextlib.suppress(OSError, errors.HfHubHTTPError):
+            folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
+            print(f"the hub cannot be reached; using the snapshot of {repository}{at} downloaded earlier", flush=True)
+            return folder
+        raise ConvertError(
+            f"the hub cannot be reached for {repository} ({_reason(error)}), and there is no folder of that name here; "
+            "download the model on another machine and give the path of its folder instead"
+        ) from error
+
+
+def _require_space_for_download(repository: str, sizes: dict[str, int]) -> None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    missing = sum(size for name, size in sizes.items() if not isinstance(try_to_load_from_cache(repository, name), str))
+    free = shutil.disk_usage(cache).free
+    if missing > free:
+        raise ConvertError(
+            f"{repository} takes up to {missing / 1e9:.1f} GB and {cache} has {free / 1e9:.1f} GB free; make room, or "
+            "set HF_HOME to a folder on a larger disk"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause of a connection error, which says what really happened, on one line."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def named_link(source: Source, folder: Path) -> Path:
+    """The path to export from: a local folder itself, a hub snapshot as a link with the model's name.
+
+    A snapshot's folder is named after its commit, and optimum-cli finds its int4 recipe for a well-known model by the
+    name of the folder.
+    """
+    if source.commit is None:
+        return source.folder
+    link = folder / source.given.split("/")[-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() or link.exists():
+        link.unlink()
+    try:
+        link.symlink_to(source.folder.resolve(), target_is_directory=True)
+    except OSError:  # Windows without the right to make links
+        import _winapi
+
+        _winapi.CreateJunction(str(source.folder.resolve()), str(link))
+    return link
+
+
+def content_hash(folder: Path) -> str:
+    """SHA-256 over the files that an export reads: two runs know by it whether a local source is still the same."""
+    digest = hashlib.sha256()
+    for path in _files(folder):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return "sha256:" + digest.hexdigest()
+
+
+def copy_ir(source: Source, target: Path) -> None:
+    """Copy an IR folder's files, following the links of the hub's cache; hidden files stay behind."""
+    shutil.copytree(source.folder, target, ignore=shutil.ignore_patterns(".*"))
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weight files in bytes."""
+    return sum(path.stat().st_size for path in _weight_files(folder))
+
+
+def count_parameters(folder: Path) -> int:
+    """Number of weights in a checkpoint: exact from safetensors headers, otherwise taken as two bytes each."""
+    count = 0
+    for path in _weight_files(folder):
+        count += sum(_tensor_sizes(path)) if path.suffix == ".safetensors" else path.stat().st_size // 2
+    return count
+
+
+def _tensor_sizes(path: Path) -> list[int]:
+    """Number of elements of each tensor in a safetensors file, whose first 8 bytes give the length of a JSON header."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        data_end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
+        raise ConvertError(f"{path} is no readable safetensors file; copy or download it again") from error
+    if path.stat().st_size < data_end:
+        raise ConvertError(
+            f"{path} is truncated ({path.stat().st_size:,} bytes, its header promises {data_end:,} of data); copy or "
+            "download it again"
+        )
+    sizes = []
+    for entry in tensors:
+        elements = 1
+        for dimension in entry["shape"]:
+            elements *= dimension
+        sizes.append(elements)
+    return sizes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "openvino_model.bin"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    return []
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(folder):
+        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        yield from (Path(directory, name) for name in sorted(names) if Path(name).suffix in READ_BY_EXPORT)

@@ -1,0 +1,225 @@
+"""What a model folder says about itself, read in seconds and without compiling anything.
+
+Two kinds of folder: OpenVINO IR (`openvino_model.xml`, tokenizer IR, `config.json`) and a Hugging Face checkpoint
+before its export (`config.json`, `tokenizer.json`, weights).
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import openvino as ov
+import openvino_genai
+
+# One string a line, so that the first difference can be shown: code, digits, several scripts, emoji, odd white space.
+TEST_TEXT = """\
+def read_file(path: str) -> list[str]:\n    with open(path, encoding="utf-8") as file:\n\t\treturn file.read()
+for (int i = 0; i < 1024; ++i) { sum += values[i] * 0x1F; } // TODO
+3.14159 1,234,567 007 2026-11-21T08:45:00Z 0123456789
+The quick brown fox doesn't jump; it's "sleeping" -- isn't it?
+Größe, déjà vu, naïve, smörgåsbord, Łódź, İstanbul
+Привет, мир! Γειά σου Κόσμε. שלום עולם مرحبا بالعالم
+你好，世界。こんにちは世界 안녕하세요 세계 नमस्ते दुनिया สวัสดี
+😀👍🏽👩‍💻🇪🇺 ∑∫√≠∞ → ¼ №
+  two  spaces\u00a0and\u200bodd\u3000ones   """.splitlines()
+
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length")
+
+
+class UnusableFolder(ValueError):
+    """The folder does not hold what is needed; the message is one sentence that says what, where, and what to do."""
+
+
+@dataclass
+class ModelFacts:
+    """What the pair check compares. None, or empty, means that the folder does not say."""
+
+    folder: Path
+    tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
+    rules: dict[str, object] = field(default_factory=dict)  # tokenizer.json: merges, normalizer, pre_tokenizer, ...
+    special_ids: dict[str, int | None] = field(default_factory=dict)  # bos, eos, pad
+    encodings: dict[str, list[int]] = field(default_factory=dict)  # text -> token ids; IR only
+    chat_template: str = ""
+    context_length: int | None = None  # tokens
+    architecture: str = ""
+    encoder_decoder: bool = False
+    logits_width: int | None = None  # what the model predicts over; may be padded beyond the tokenizer's vocabulary
+    weight_bytes: int = 0
+
+
+def is_ir(folder: Path) -> bool:
+    """Whether the folder holds an OpenVINO language model."""
+    return (folder / "openvino_model.xml").is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder holds a Hugging Face checkpoint: a config and weights, or what points to their parts."""
+    weights = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+    return (folder / "config.json").is_file() and any(next(folder.glob(name), None) for name in weights)
+
+
+def ir_facts(folder: Path) -> ModelFacts:
+    """Read an OpenVINO IR folder. Raises UnusableFolder when a part is missing, truncated or corrupt."""
+    _require_ir(folder)
+    for name in ("openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"):
+        if not _is_whole_xml(folder / name):
+            raise UnusableFolder(f"{folder / name} is corrupt or cut off; export or copy it again")
+    try:
+        model = ov.Core().read_model(folder / "openvino_model.xml")
+    except RuntimeError as error:
+        raise UnusableFolder(
+            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_reason(error)}); export or copy it again"
+        ) from error
+    if "logits" not in {name for output in model.outputs for name in output.names}:
+        raise UnusableFolder(f"{folder}/openvino_model.xml has no output 'logits', so it is not a language model")
+    try:
+        tokenizer = openvino_genai.Tokenizer(str(folder))
+    except RuntimeError as error:
+        raise UnusableFolder(
+            f"the tokenizer IR in {folder} cannot be loaded ({_reason(error)}); export or copy it again"
+        ) from error
+
+    facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
+    width = model.output("logits").partial_shape[-1]
+    facts.logits_width = width.get_length() if width.is_static else None
+    facts.tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    facts.special_ids = {
+        "bos": _known(tokenizer.get_bos_token_id()),
+        "eos": _known(tokenizer.get_eos_token_id()),
+        "pad": _known(tokenizer.get_pad_token_id()),
+    }
+    # Encoding every token's own text exercises every merge, whatever kind of tokenizer it is.
+    token_texts = [text for text in map(_text, facts.tokens.values()) if text]
+    facts.encodings = _encode_all(tokenizer, [*TEST_TEXT, *token_texts])
+    facts.encodings["'a' with the special tokens around it"] = tokenizer.encode("a").input_ids.data[0].tolist()
+    facts.chat_template = tokenizer.chat_template
+    if (folder / "tokenizer.json").is_file():
+        facts.rules = _tokenizer_rules(_read_json(folder / "tokenizer.json"))
+    _read_config(facts)
+    return facts
+
+
+def checkpoint_facts(folder: Path) -> ModelFacts:
+    """Read a Hugging Face checkpoint, or what an IR folder keeps of one. Raises UnusableFolder on a corrupt file."""
+    facts = ModelFacts(folder, weight_bytes=_checkpoint_bytes(folder))
+    settings = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if (folder / "tokenizer.json").is_file():
+        description = _read_json(folder / "tokenizer.json")
+        facts.tokens = _tokenizer_tokens(description)
+        facts.rules = _tokenizer_rules(description)
+        ids = {token.decode(): token_id for token_id, token in facts.tokens.items()}
+        for name in ("bos", "eos", "pad"):
+            token = settings.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            facts.special_ids[name] = ids.get(token)
+        if facts.special_ids["pad"] is None:  # as GenAI does
+            facts.special_ids["pad"] = facts.special_ids["eos"]
+    template_file = folder / "chat_template.jinja"
+    template = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
+    facts.chat_template = template if isinstance(template, str) else json.dumps(template) if template else ""
+    _read_config(facts)
+    return facts
+
+
+def _require_ir(folder: Path) -> None:
+    """Raise UnusableFolder with what to do, unless the folder holds every file of a language model's IR."""
+    if not folder.is_dir():
+        raise UnusableFolder(f"there is no folder {folder}")
+    if not is_ir(folder):
+        if (folder / "openvino_language_model.xml").is_file():
+            raise UnusableFolder(f"{folder} is a vision-language model, and these take no draft; give a text model")
+        if is_checkpoint(folder):
+            raise UnusableFolder(
+                f"{folder} is a Hugging Face checkpoint, not OpenVINO IR; convert the pair first: "
+                "python convert/export_pair.py MAIN DRAFT OUT_DIR"
+            )
+        raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
+    for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_detokenizer.xml"):
+        if not (folder / name).is_file():
+            raise UnusableFolder(f"{folder} has no {name}; export the model again, without --disable-convert-tokenizer")
+
+
+def _read_config(facts: ModelFacts) -> None:
+    if not (facts.folder / "config.json").is_file():
+        return
+    config = _read_json(facts.folder / "config.json")
+    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    facts.architecture = next(iter(config.get("architectures") or []), config.get("model_type", ""))
+    facts.encoder_decoder = bool(config.get("is_encoder_decoder"))
+    facts.context_length = next((c[key] for c in (config, text_config) for key in CONTEXT_KEYS if c.get(key)), None)
+    if facts.logits_width is None:
+        facts.logits_width = config.get("vocab_size") or text_config.get("vocab_size")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UnusableFolder(f"{path} cannot be read ({error}); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise UnusableFolder(f"{path} holds no JSON object; copy or download it again")
+    return content
+
+
+def _tokenizer_tokens(description: dict) -> dict[int, bytes]:
+    """Token id -> token of a tokenizer.json: BPE and WordPiece keep a mapping, Unigram a list of [token, score]."""
+    vocabulary = description.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        tokens = {token_id: token.encode() for token, token_id in vocabulary.items()}
+    else:
+        tokens = {token_id: token.encode() for token_id, (token, *_) in enumerate(vocabulary)}
+    tokens.update({added["id"]: added["content"].encode() for added in description.get("added_tokens", [])})
+    return tokens
+
+
+def _tokenizer_rules(description: dict) -> dict[str, object]:
+    """How text becomes tokens, in parts: merges always as pairs (older files write "left right")."""
+    merges = description.get("model", {}).get("merges") or []
+    merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    return {"merges": merges, **{part: description.get(part) for part in ("normalizer", "pre_tokenizer")}}
+
+
+def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> dict[str, list[int]]:
+    """Encode each text, without special tokens around it, in batches that keep the padded tensor small."""
+    encodings = {}
+    for start in range(0, len(texts), 2048):
+        batch = texts[start : start + 2048]
+        encoded = tokenizer.encode(batch, add_special_tokens=False)
+        for text, ids, mask in zip(batch, encoded.input_ids.data, encoded.attention_mask.data, strict=True):
+            encodings[text] = ids[mask.astype(bool)].tolist()
+    return encodings
+
+
+def _is_whole_xml(path: Path) -> bool:
+    """Whether the file ends as an IR does; on one that does not, OpenVINO tries every other format, and is loud."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return file.read().rstrip().endswith(b"</net>")
+
+
+def _checkpoint_bytes(folder: Path) -> int:
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "openvino_model.bin"):
+        sizes = [path.stat().st_size for path in folder.glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def _text(token: bytes) -> str:
+    """The token as text, or nothing where it is a part of a character."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _known(token_id: int) -> int | None:
+    return None if token_id == -1 else token_id
+
+
+def _reason(error: Exception) -> str:
+    """The one line of an OpenVINO error that says why: the last that is neither a source position nor empty."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not re.match(r"^(Exception from|Check ')", line)]
+    return lines[-1].rstrip(".:") if lines else type(error).__name__

@@ -1,0 +1,274 @@
+"""Is this main model with this draft a sound pair? Told token by token, in seconds, before anything is compiled.
+
+    check = check_pair(Path("models/embedded/main"), Path("models/embedded/draft"))
+    for finding in check.findings:
+        ...
+    if not check.sound:
+        ...
+
+Why: the engine itself encodes one sentence and compares the number of tokens and three ids. A draft whose tokenizer
+gives every token another id passes that, and then proposes nonsense.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from speculative.model_facts import TEST_TEXT, ModelFacts, UnusableFolder, checkpoint_facts, ir_facts, is_checkpoint
+
+SHOWN = 3  # first differences shown in a message
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `level` is "ok", "warning" (works, with a limit) or "error" (not a sound pair)."""
+
+    level: str
+    what: str  # files, vocabulary, tokenizer rules, special tokens, encodings, logits width, chat template, ...
+    message: str  # one sentence: what was found, and what to do about it
+
+
+class PairCheck(NamedTuple):
+    """The findings, and a fingerprint that two tokenizers share exactly when they are equal (None before exporting)."""
+
+    findings: list[Finding]
+    fingerprint: str | None
+
+    @property
+    def sound(self) -> bool:
+        """Whether the pair may be used: no finding is an error."""
+        return all(finding.level != "error" for finding in self.findings)
+
+
+def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
+    """Compare two model folders: OpenVINO IR both, or at least one a Hugging Face checkpoint that is not exported yet.
+
+    Args:
+        main, draft: the folders.
+        npu: the pair is for an NPU, whose stateful backend needs logits of equal width.
+
+    An unusable folder (missing, truncated, corrupt, of another kind) is a finding too, never an exception.
+    """
+    main, draft = Path(main), Path(draft)
+    unexported = any(
+        is_checkpoint(folder) and not (folder / "openvino_model.xml").is_file() for folder in (main, draft)
+    )
+    read = checkpoint_facts if unexported else ir_facts
+    facts, findings = [], []
+    for folder in (main, draft):
+        try:
+            facts.append(read(folder))
+        except UnusableFolder as error:
+            findings.append(Finding("error", "files", str(error)))
+    if findings:
+        return PairCheck(findings, None)
+    findings = [
+        *_compare_vocabularies(*facts),
+        *_compare_rules(*facts),
+        *_compare_special_tokens(*facts),
+        *_compare_encodings(*facts),
+        *_compare_logits_width(*facts, npu=npu),
+        *_compare_chat_templates(*facts),
+        *_compare_context_lengths(*facts),
+        *_judge_architectures(*facts),
+        *_compare_sizes(*facts),
+    ]
+    return PairCheck(findings, None if unexported else _fingerprint(facts[0]))
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """SHA-256 over what a tokenizer IR does: tokens, special ids, encodings of a test text and of every token.
+
+    Raises UnusableFolder (a ValueError) when the folder is no whole IR.
+    """
+    return _fingerprint(ir_facts(Path(folder)))
+
+
+def _fingerprint(facts: ModelFacts) -> str:
+    tokens = [[token_id, token.hex()] for token_id, token in sorted(facts.tokens.items())]
+    content = json.dumps([tokens, facts.special_ids, sorted(facts.encodings.items())], ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
+
+
+def _compare_vocabularies(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if not main.tokens or not draft.tokens:
+        folder = (draft if main.tokens else main).folder
+        message = f"{folder} has no tokenizer.json, so the vocabularies can be compared only after the export"
+        yield Finding("warning", "vocabulary", message)
+        return
+    different = [
+        i for i in sorted(main.tokens.keys() | draft.tokens.keys()) if main.tokens.get(i) != draft.tokens.get(i)
+    ]
+    if not different:
+        yield Finding("ok", "vocabulary", f"{len(main.tokens):,} tokens, each with the same id in both")
+        return
+    shown = "; ".join(f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:SHOWN])
+    message = (
+        f"{len(different):,} of {len(main.tokens.keys() | draft.tokens.keys()):,} token ids differ ({shown}); "
+        "choose a draft of the main model's own family, made with the same tokenizer"
+    )
+    yield Finding("error", "vocabulary", message)
+
+
+def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if not main.rules or not draft.rules:
+        return
+    ours, theirs = main.rules["merges"], draft.rules["merges"]
+    if ours != theirs:
+        first = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
+        shown = [" + ".join(map(repr, merges[first])) if first < len(merges) else "none" for merges in (ours, theirs)]
+        message = (
+            f"the merges differ from number {first + 1} on ({shown[0]} in main, {shown[1]} in draft); "
+            "choose a draft made with the same tokenizer"
+        )
+        yield Finding("error", "merges", message)
+    else:
+        yield Finding("ok", "merges", f"{len(ours):,} merges, the same in both")
+    for part in ("normalizer", "pre_tokenizer"):
+        if main.rules[part] != draft.rules[part]:
+            message = (
+                f"the two tokenizer.json have different settings of {part}; whether it matters, the encodings show"
+            )
+            yield Finding("warning", part, message)
+
+
+def _compare_special_tokens(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    different = [name for name in main.special_ids if main.special_ids[name] != draft.special_ids.get(name)]
+    if not main.special_ids or not draft.special_ids:
+        return
+    if not different:
+        shown = ", ".join(f"{name} {main.special_ids[name]}" for name in main.special_ids)
+        yield Finding("ok", "special tokens", f"the same ids in both ({shown})")
+        return
+    shown = "; ".join(
+        f"{name} is {_show(main, main.special_ids[name])} in main and {_show(draft, draft.special_ids[name])} in draft"
+        for name in different
+    )
+    message = (
+        f"{shown}, and the engine refuses such a pair; where the vocabularies are equal, give both "
+        "tokenizer_config.json the same bos_token, eos_token and pad_token and export again"
+    )
+    yield Finding("error", "special tokens", message)
+
+
+def _compare_encodings(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if not main.encodings or not draft.encodings:
+        return
+    texts = [text for text in main.encodings if text in draft.encodings]
+    different = [text for text in texts if main.encodings[text] != draft.encodings[text]]
+    if not different:
+        yield Finding(
+            "ok", "encodings", f"{len(texts):,} texts (every token, {len(TEST_TEXT)} test lines) encoded alike"
+        )
+        return
+    text = different[0]
+    ours, theirs = main.encodings[text], draft.encodings[text]
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    shown = [_show(facts, ids[at]) if at < len(ids) else "nothing" for facts, ids in ((main, ours), (draft, theirs))]
+    message = (
+        f"{len(different):,} of {len(texts):,} texts are encoded differently (in {text!r} token {at + 1} is {shown[0]} "
+        f"for main and {shown[1]} for draft); choose a draft made with the same tokenizer"
+    )
+    yield Finding("error", "encodings", message)
+
+
+def _compare_logits_width(main: ModelFacts, draft: ModelFacts, *, npu: bool) -> Iterator[Finding]:
+    """Widths may differ by padding: models of one family pad one vocabulary to different multiples (Qwen2.5, Phi)."""
+    if not main.logits_width or not draft.logits_width:
+        return
+    widths = f"main predicts over {main.logits_width:,} ids and draft over {draft.logits_width:,}"
+    largest = max(main.tokens, default=-1)
+    if largest >= draft.logits_width:
+        message = f"{widths}, but token ids go up to {largest:,}, beyond what the draft can read; choose another draft"
+        yield Finding("error", "logits width", message)
+    elif main.logits_width == draft.logits_width:
+        yield Finding("ok", "logits width", f"both predict over {main.logits_width:,} ids")
+    elif npu:
+        message = (
+            f"{widths}, and with an NPU in the pair both must be equal; choose another draft, or CPU or GPU for both"
+        )
+        yield Finding("error", "logits width", message)
+    else:
+        message = (
+            f"{widths} (padding beyond the tokens they share); this works on CPU and GPU, not with an NPU in the pair"
+        )
+        yield Finding("warning", "logits width", message)
+
+
+def _compare_chat_templates(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if main.chat_template == draft.chat_template:
+        yield Finding("ok", "chat template", "the same in both" if main.chat_template else "none in both")
+    elif not main.chat_template:
+        message = "only the draft has one, and the main model's is what counts; chat prompts will be sent as plain text"
+        yield Finding("warning", "chat template", message)
+    else:
+        other = "is another" if draft.chat_template else "is missing"
+        message = (
+            f"the draft's {other}; main's is used for both, which is correct, but a draft that was not tuned on it may "
+            "be accepted less often: measure"
+        )
+        yield Finding("warning", "chat template", message)
+
+
+def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if not main.context_length or not draft.context_length:
+        return
+    if draft.context_length < main.context_length:
+        message = (
+            f"the draft's is {draft.context_length:,} tokens and the main model's {main.context_length:,}; keep prompt "
+            f"and answer together below {draft.context_length:,}, or the draft fails or is rejected from there on"
+        )
+        yield Finding("warning", "context length", message)
+    else:
+        shown = f"{main.context_length:,} tokens for main, {draft.context_length:,} for draft"
+        yield Finding("ok", "context length", shown)
+
+
+def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    """Any two decoder-only language models may differ in architecture; what is no such model is named."""
+    refused = False
+    for role, facts in (("main", main), ("draft", draft)):
+        name = facts.architecture.lower()
+        if facts.encoder_decoder:
+            message = f"{role} ({facts.architecture}) is an encoder-decoder model; give a decoder-only language model"
+            refused = True
+            yield Finding("error", "architecture", message)
+        elif "eagle" in name or "dflash" in name:
+            message = (
+                f"{role} ({facts.architecture}) drafts from the main model's hidden states and is no independent "
+                "model; give a draft that is a language model of its own"
+            )
+            refused = True
+            yield Finding("error", "architecture", message)
+    if not refused:
+        yield Finding("ok", "architecture", f"{main.architecture or 'unknown'} with {draft.architecture or 'unknown'}")
+
+
+def _compare_sizes(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
+    if not main.weight_bytes or not draft.weight_bytes:
+        return
+    sizes = f"main weighs {_megabytes(main)} and draft {_megabytes(draft)}"
+    if draft.weight_bytes > main.weight_bytes:
+        message = f"{sizes}, so drafting costs more than it saves; are main and draft swapped?"
+        yield Finding("warning", "size", message)
+    else:
+        yield Finding("ok", "size", f"{sizes}: {main.weight_bytes / draft.weight_bytes:.1f} to 1")
+
+
+def _megabytes(facts: ModelFacts) -> str:
+    return f"{facts.weight_bytes / 1e6:,.1f} MB"
+
+
+def _show(facts: ModelFacts, token_id: int | None) -> str:
+    """A token for a message: its id and its text."""
+    if token_id is None:
+        return "missing"
+    return f"{token_id} ({_token(facts, token_id)})"
+
+
+def _token(facts: ModelFacts, token_id: int) -> str:
+    token = facts.tokens.get(token_id)
+    return repr(token.decode(errors="replace")) if token is not None else "no token"
