@@ -1,0 +1,33 @@
+# make demo: the main job on the embedded pair. make test: everything. Other Pythons: make demo PYTHON=python3.12
+PYTHON ?= python3
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+PY := $(BIN)/python
+
+.PHONY: demo test smoke lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/run-installed
+	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
+
+test: .venv/all-installed lint
+	$(PY) -m pytest
+
+smoke: .venv/run-installed
+	$(PY) scripts/smoke.py
+
+lint: .venv/all-installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+.venv/run-installed: requirements-run.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-run.txt
+	@touch $@
+
+.venv/all-installed: requirements.txt requirements-run.txt requirements-export.txt requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache build

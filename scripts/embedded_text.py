@@ -1,0 +1,124 @@
+"""The text that the embedded pair is trained on: the standard library's own sources and this project's recipes.
+
+Both halves are cut into documents that end with ``<|endoftext|>``, so that the model knows how a piece of code begins and
+ends. Half of them are written as a chat turn, in the form of the pair's chat template:
+``<|user|>what to write, or how it begins<|assistant|>the code<|endoftext|>``.
+"""
+
+import ast
+import random
+import re
+import sysconfig
+from pathlib import Path
+
+END, USER, ASSISTANT = SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|user|>' + message['content'] if message['role'] == 'user' else '' }}"
+    "{{ '<|assistant|>' + message['content'] + '<|endoftext|>' if message['role'] == 'assistant' else '' }}"
+    "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
+
+# Readable, everyday modules. A narrow text read often teaches a small model more than a broad one read once.
+MODULES = """
+    argparse base64 bisect calendar code collections/__init__ concurrent/futures/thread configparser contextlib copy csv
+    fileinput filecmp fnmatch fractions functools genericpath getopt getpass glob graphlib gzip heapq hmac html/parser
+    http/server json/decoder json/encoder json/__init__ linecache logging/__init__ mimetypes operator os pathlib pkgutil
+    posixpath pprint pstats queue random reprlib selectors shelve shutil socketserver statistics string subprocess tempfile
+    textwrap threading timeit trace types unittest/suite urllib/parse urllib/request uuid wave weakref webbrowser
+    wsgiref/headers xml/etree/ElementTree xmlrpc/client zipapp zipfile
+""".split()  # noqa: SIM905
+HELD_OUT_MODULES = ("cmd", "shlex", "sched", "netrc", "colorsys")  # never trained on: the validation loss is theirs
+
+
+def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
+    """The named modules of this Python, each cut into its imports, functions and classes, runs of them joined."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for module in modules:
+        path = folder / f"{module}.py"
+        if not path.exists():
+            continue  # other Python releases have other modules
+        source = path.read_text(encoding="utf-8", errors="ignore")
+        lines, starts = source.splitlines(keepends=True), [0]
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+                while first and lines[first - 1].startswith("#"):  # a comment above belongs to what follows
+                    first -= 1
+                starts.append(first)
+        pieces = ["".join(lines[a:b]).strip() for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+        document = ""
+        for piece in pieces:
+            document = f"{document}\n\n\n{piece}" if document else piece
+            if len(document) > 600:
+                documents.append(document)
+                document = ""
+        documents.append(document)
+    return [document for document in documents if len(document) > 40]
+
+
+class Recipes:
+    """Renderings of `embedded_recipes.txt`: each is a list of instructions and the code that follows them."""
+
+    def __init__(self, path: Path = Path(__file__).with_name("embedded_recipes.txt")):
+        head, *recipes = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        self.words = dict(re.findall(r"^(\w+): (.+)$", head, flags=re.MULTILINE))
+        self.recipes = [recipe.split("\n", 1) for recipe in recipes]
+
+    def render(self, generator: random.Random, choices: dict[str, str]) -> tuple[str, str]:
+        """One recipe at random as (instruction, code). `choices` keeps a file's names the same over several recipes."""
+        instructions, code = generator.choice(self.recipes)
+        local: dict[str, str] = {}
+
+        def choose(match: re.Match) -> str:
+            body = match[1]
+            shared = body in self.words or body.endswith("|")  # names and type hints are one file's habit, not one line's
+            kept = choices if shared else local
+            kind = "hints" if body.endswith("|") else body
+            if kind not in kept:
+                kept[kind] = generator.choice(["yes", ""] if kind == "hints" else re.split(r" ?\| ?", self.words.get(body, body)))
+            return kept[kind] and body[:-1] if kind == "hints" else kept[kind]
+
+        return generator.choice(instructions.split(" | ")), re.sub(r"<<(.*?)>>", choose, code).strip()
+
+
+def as_chat(generator: random.Random, instruction: str | None, code: str) -> str:
+    """The code as an answer: to an instruction, or to its own first line."""
+    if instruction and generator.random() < 0.5:
+        wording = generator.choice(["{}", "write a function: {}", "Write code to {}.", "{} in Python", "Please {}."])
+        return f"{USER}{wording.format(instruction)}{ASSISTANT}{code}{END}"
+    lines = code.split("\n")
+    cut = next((i for i, line in enumerate(lines) if line.startswith(("def ", "class "))), 0) + 1
+    cut += generator.choice([0, 0, 1, 2]) if len(lines) > cut + 4 else 0
+    return f"{USER}{chr(10).join(lines[:cut])}{ASSISTANT}{chr(10)}{chr(10).join(lines[cut:])}{END}"
+
+
+def recipe_documents(count: int, generator: random.Random) -> list[str]:
+    recipes, documents = Recipes(), []
+    for _ in range(count):
+        choices: dict[str, str] = {}
+        if generator.random() < 0.5:
+            documents.append(as_chat(generator, *recipes.render(generator, choices)))
+        else:
+            pieces = [recipes.render(generator, choices)[1] for _ in range(generator.randint(1, 4))]
+            documents.append("\n\n\n".join(pieces) + END)
+    return documents
+
+
+def library_documents(modules: tuple[str, ...] | list[str], generator: random.Random) -> list[str]:
+    return [
+        as_chat(generator, None, document) if generator.random() < 0.3 else document + END
+        for document in standard_library(modules)
+    ]
+
+
+def training_documents(seed: int = 0) -> list[str]:
+    """All training text; the same for the same seed and the same Python release."""
+    generator = random.Random(seed)
+    return library_documents(MODULES, generator) + recipe_documents(3000, generator)
+
+
+def validation_documents(seed: int = 1) -> list[str]:
+    """Text of the held-out modules of the standard library."""
+    return library_documents(HELD_OUT_MODULES, random.Random(seed))

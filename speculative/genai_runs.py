@@ -1,0 +1,67 @@
+"""Runs of OpenVINO GenAI's own pipeline, each as the record that the metrics are computed from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import openvino_genai
+
+
+@dataclass(frozen=True)
+class Run:
+    """One greedy generation.
+
+    tokens: new token ids. proposed, gained: one entry for each inference of the main model after the prompt's (see
+    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: the whole call.
+    """
+
+    tokens: list[int]
+    proposed: list[int]
+    gained: list[int]
+    seconds_to_first: float
+    seconds: float
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time for all tokens but the first."""
+        return self.seconds - self.seconds_to_first
+
+
+def load(main: Path, device: str, draft: Path | None, draft_device: str, properties: dict, draft_properties: dict):
+    """An `LLMPipeline` of the main model, alone or with a draft."""
+    if draft is None:
+        return openvino_genai.LLMPipeline(str(main), device, **properties)
+    draft_model = openvino_genai.draft_model(str(draft), draft_device, **draft_properties)
+    return openvino_genai.LLMPipeline(str(main), device, draft_model=draft_model, **properties)
+
+
+def encode(tokenizer: openvino_genai.Tokenizer, prompt: str) -> openvino_genai.TokenizedInputs:
+    """The prompt's token ids as `LLMPipeline.generate(str)` makes them: through the chat template if there is one."""
+    if not tokenizer.chat_template:
+        return tokenizer.encode(prompt)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None, ignore_eos: bool = True) -> Run:
+    """Generate greedily; `draft_length` is K of a pipeline that has a draft, None of one that has none."""
+    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    if draft_length is not None:
+        config.num_assistant_tokens = draft_length
+    if not ignore_eos:
+        config.set_eos_token_id(pipe.get_tokenizer().get_eos_token_id())
+    result = pipe.generate(inputs, config)
+    metrics, drafting = result.perf_metrics, result.extended_perf_metrics
+    # m_batch_sizes has the tokens gained by each inference of the main model; get_num_accepted_tokens() leaves out the
+    # last one. The first entry is the prompt's inference.
+    gained = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)[1:]
+    proposed, room = [], max_new_tokens - 1
+    for tokens in gained:  # the engine drafts no more than can still be used
+        proposed.append(min(draft_length or 0, room - 1))
+        room -= tokens
+    return Run(
+        tokens=list(result.tokens[0]),
+        proposed=proposed,
+        gained=gained,
+        seconds_to_first=metrics.get_ttft().mean / 1000,
+        seconds=metrics.get_generate_duration().mean / 1000,
+    )

@@ -1,0 +1,50 @@
+"""The metrics of speculative decoding, one definition each (Leviathan et al. 2023, arXiv 2211.17192; Spec-Bench).
+
+A run is described by what each inference of the main model after the prompt's did: `proposed[i]` draft tokens went in,
+`gained[i]` tokens came out, of which all but the last are accepted draft tokens.
+"""
+
+from collections.abc import Sequence
+
+
+def acceptance_rate(proposed: Sequence[int], gained: Sequence[int]) -> float | None:
+    """Accepted draft tokens / proposed draft tokens, over all iterations, the last one included."""
+    drafted = sum(proposed)
+    return (sum(gained) - len(gained)) / drafted if drafted else None
+
+
+def per_token_acceptance(proposed: Sequence[int], gained: Sequence[int]) -> float | None:
+    """Leviathan's alpha: accepted / (accepted + iterations that ended in a rejection)."""
+    accepted = sum(gained) - len(gained)
+    rejections = sum(n - 1 < k for k, n in zip(proposed, gained, strict=True))
+    return accepted / (accepted + rejections) if accepted + rejections else None
+
+
+def position_acceptance(proposed: Sequence[int], gained: Sequence[int]) -> list[float]:
+    """For i = 1, 2, ...: the share of iterations that proposed an i-th draft token and accepted it."""
+    shares = []
+    for i in range(1, max(proposed, default=0) + 1):
+        accepted = [n - 1 >= i for k, n in zip(proposed, gained, strict=True) if k >= i]
+        shares.append(sum(accepted) / len(accepted))
+    return shares
+
+
+def block_efficiency(gained: Sequence[int]) -> float | None:
+    """New tokens per inference of the main model after the prompt's: tau, from 1 to K + 1."""
+    return sum(gained) / len(gained) if gained else None
+
+
+def repetition(tokens: Sequence[int], n: int = 4) -> float:
+    """1 - distinct n-grams / n-grams of the output: repeated text inflates acceptance."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def block_efficiency_at(alpha: float, draft_length: int) -> float:
+    """tau with i.i.d. acceptance: (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)."""
+    return float(sum(alpha**i for i in range(draft_length + 1)))
+
+
+def predicted_speedup(tau: float, draft_length: int, cost_ratio: float, verify_ratio: float) -> float:
+    """tau / (v(K) + K c): Leviathan et al. 2023, theorem 3.8, with a verify that is not free."""
+    return tau / (verify_ratio + draft_length * cost_ratio)
