@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -21,7 +22,10 @@ import openvino  # noqa: E402
 import openvino_genai  # noqa: E402
 
 MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
+MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at once: the engine lets K grow to twice K
+MAX_NEW_TOKENS = 1_000_000
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
+MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "f32": "fp32"}
 
 
@@ -58,9 +62,7 @@ def fail(sentence, status=2):
 def sentence(error):
     """Return an error of the engine on one line, without its source locations."""
     text = getattr(error, "strerror", None) or str(error)
-    if isinstance(error, MemoryError) or any(
-        sign in text.lower() for sign in ("bad_alloc", "out of memory", "out_of_")
-    ):
+    if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
         return (
             "not enough memory for the models and their caches: close programs, or convert to a smaller format (int4)."
         )
@@ -92,10 +94,13 @@ def parse_arguments(description, *names):
         check_model(role, Path(folder))
         check_device(device, properties)
     if "draft" in names:
+        limit = max_draft_length(args.device)
+        if args.num_assistant_tokens > limit:
+            fail(f"-k {args.num_assistant_tokens} is too long for a main model on {args.device}: take 1 to {limit}.")
         check_pair(Path(args.main), Path(args.draft))
     if "prompt" in names:
         args.prompt = read_prompt(args.prompt)
-        args.max_new_tokens = room_in_context(args)
+        fit_in_context(args)
     say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
     return args
 
@@ -109,6 +114,10 @@ def whole_number(low, high):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
 
     return parse
+
+
+def max_draft_length(device):
+    return MAX_DRAFT_LENGTH_NPU if device == "NPU" else MAX_DRAFT_LENGTH
 
 
 def key_value(text):
@@ -140,7 +149,7 @@ ARGUMENTS = {
         "help": "longest run of last tokens that is looked up in the text so far (default: %(default)s)",
     },
     "--max-new-tokens": {
-        "type": whole_number(1, 1_000_000),
+        "type": whole_number(1, MAX_NEW_TOKENS),
         "default": 100,
         "metavar": "N",
         "help": "stop after N new tokens (default: %(default)s)",
@@ -219,23 +228,26 @@ def read_prompt(prompt):
     return prompt
 
 
-def room_in_context(args):
-    """Return max_new_tokens, lowered (and said) where the context length in config.json leaves less."""
-    config = Path(args.main, "config.json")
+def room_in_context(folder, tokenizer, text):
+    """Return how many new tokens fit behind `text`: the context length in config.json less the tokens of `text`."""
+    config = Path(folder, "config.json")
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), None)
-    if context is None:
-        return args.max_new_tokens
+    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), MAX_NEW_TOKENS)
+    return context - tokenizer.encode(text).input_ids.shape[1]
+
+
+def fit_in_context(args):
+    """Refuse a prompt that fills the context; lower max_new_tokens, and say so, where the context leaves less."""
     tokenizer = openvino_genai.Tokenizer(args.main)
-    prompt = args.prompt
+    text = args.prompt
     if tokenizer.chat_template:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
-    room = context - tokenizer.encode(prompt).input_ids.shape[1]
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    room = room_in_context(args.main, tokenizer, text)
     if room < 1:
-        fail(f"the prompt takes {context - room} tokens and the context of {args.main} is {context}: shorten it.")
+        fail(f"the prompt is {1 - room} tokens too long for the context of {args.main}: shorten it.")
     if room < args.max_new_tokens:
-        say(f"note: the context of {context} tokens has room for {room} new tokens, not {args.max_new_tokens}.")
-    return min(room, args.max_new_tokens)
+        say(f"note: the context of {args.main} has room for {room} new tokens, not {args.max_new_tokens}.")
+        args.max_new_tokens = room
 
 
 # ---- streaming and Ctrl-C -------------------------------------------------------------------------------------------
@@ -251,7 +263,7 @@ class CtrlC:
 
     def __init__(self):
         self.pressed = threading.Event()
-        self.streaming = False
+        self.streaming = False  # a streamer will look at `pressed`
 
     def listen(self):
         self._socket, wakeup = socket.socketpair()
@@ -268,53 +280,123 @@ class CtrlC:
                 os._exit(130)
             self.pressed.set()
 
+    def input(self, prompt):
+        """Read a line as input() does, with Ctrl-C as KeyboardInterrupt."""
+        wakeup = signal.set_wakeup_fd(-1)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return input(prompt)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            signal.set_wakeup_fd(wakeup)
+
 
 ctrl_c = CtrlC()
-write_error = None  # what happened to stdout while the engine streamed
 
 
-def write(text):
-    """Print `text` at once and tell the engine whether to go on. Runs in the engine's thread, so it never raises."""
-    global write_error
-    ctrl_c.streaming = True
-    try:
+class Streamer(openvino_genai.StreamerBase):
+    """Print the text as it comes and keep what the summary needs; time starts when the streamer is made.
+
+    The engine calls `write` from a thread of its own with the tokens of one inference of the main model: accepted draft
+    tokens, then one of the main model's own. `gained` holds their number for each inference.
+    """
+
+    def __init__(self, folder, tokenizer):
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.stop_tokens = stop_tokens(folder, tokenizer)
+        self.started = time.perf_counter()
+        self.times, self.gained, self.text = [], [], ""
+        self.error = None  # what happened to stdout; an exception would be lost in the engine's thread
+        self._ids, self._begin, self._shown = [], 0, 0
+        ctrl_c.pressed.clear()
+
+    def write(self, tokens):
+        ctrl_c.streaming = True
+        self.times.append(time.perf_counter())
+        tokens = tokens if isinstance(tokens, list) else [tokens]
+        # Where an NPU takes part, the engine looks for an end at the last of these tokens only, and runs past others.
+        end = next((i for i, token in enumerate(tokens) if token in self.stop_tokens), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        self.gained.append(len(tokens))
+        self.guard(self.show, tokens)
+        if self.error or ctrl_c.pressed.is_set():
+            return openvino_genai.StreamingStatus.CANCEL
+        return openvino_genai.StreamingStatus.RUNNING if end is None else openvino_genai.StreamingStatus.STOP
+
+    def end(self):
+        self.guard(self.print, self.text_of([], last=True))
+        ctrl_c.streaming = False
+
+    def show(self, tokens):
+        self.print(self.text_of(tokens))
+
+    def text_of(self, tokens, last=False):
+        """Return what `tokens` add to the text. The bytes of an unfinished character wait for the next tokens."""
+        self._ids += tokens
+        before = self.tokenizer.decode(self._ids[self._begin : self._shown])
+        both = self.tokenizer.decode(self._ids[self._begin :])
+        if both.endswith("\ufffd") and not last:
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        self.text += both[len(before) :]
+        return both[len(before) :]
+
+    def print(self, text):
         print(text, end="", flush=True)
-    except OSError as error:
-        write_error = error
-    stop = write_error or ctrl_c.pressed.is_set()
-    return openvino_genai.StreamingStatus.CANCEL if stop else openvino_genai.StreamingStatus.RUNNING
+
+    def guard(self, action, argument):
+        try:
+            action(argument)
+        except OSError as error:
+            self.error = error
+
+    def check(self):
+        """Raise what stopped the text before its end: an error of stdout, or Ctrl-C."""
+        if self.error:
+            raise self.error
+        if ctrl_c.pressed.is_set():
+            raise KeyboardInterrupt
+
+
+def stop_tokens(folder, tokenizer):
+    """Return the ids that end a text, as the engine finds them."""
+    file = Path(folder, "generation_config.json")
+    ids = openvino_genai.GenerationConfig(file).stop_token_ids if file.exists() else set()
+    return ids or {tokenizer.get_eos_token_id()}
 
 
 # ---- summary --------------------------------------------------------------------------------------------------------
 
 
-def print_summary(args, result):
-    """Print the figures of one generation on stderr. Times are the engine's, counts are tokens."""
-    if write_error:
-        raise write_error
-    if ctrl_c.pressed.is_set():
-        raise KeyboardInterrupt
-    metrics, drafting = result.perf_metrics, result.extended_perf_metrics
-    # One entry an inference of the main model: the tokens it gained. get_num_accepted_tokens() leaves out the last.
-    gained = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)
-    tokens, inferences = sum(gained) - 1, len(gained) - 1  # the prompt's inference gives the first token
-    seconds = (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1000
-    rows = {"new tokens": tokens + 1, "time to first token": f"{metrics.get_ttft().mean:.0f} ms"}
-    if tokens:
-        rows["throughput"] = f"{tokens / seconds:.1f} tokens/s (decode only)"
-        rows["main inferences"] = f"{inferences} after the prompt's"
-        rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
-    if drafting and (proposed := proposed_tokens(args, drafting, gained)):
-        accepted = tokens - inferences
-        rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+def print_summary(args, streamer, result):
+    """Print the figures of one generation and what made it on stderr."""
+    streamer.check()
+    rows = figures(args, streamer, result)
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
-    if drafting:
+    if result.extended_perf_metrics:
         rows["draft"] = f"{args.draft} on {args.draft_device}, "
         rows["draft"] += precision(args.draft, args.draft_device, args.draft_property)
     say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
 
 
-def proposed_tokens(args, drafting, gained):
+def figures(args, streamer, result):
+    """Return {name: figure with its unit}. The prompt's inference gives the first token; the others are decoding."""
+    first, last = streamer.times[0], streamer.times[-1]
+    tokens, inferences = sum(streamer.gained) - 1, len(streamer.gained) - 1
+    rows = {"new tokens": tokens + 1, "time to first token": f"{(first - streamer.started) * 1000:.0f} ms"}
+    if tokens:
+        rows["throughput"] = f"{tokens / (last - first):.1f} tokens/s (decode only)"
+        rows["main inferences"] = f"{inferences} after the prompt's"
+        rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
+    drafting = result.extended_perf_metrics  # None without a draft model
+    if drafting and (proposed := proposed_tokens(args, streamer.gained, drafting)):
+        accepted = tokens - inferences
+        rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+    return rows
+
+
+def proposed_tokens(args, gained, drafting):
     """Return how many tokens the draft proposed. The engine leaves out the last iteration, except where an NPU takes
     part; there the draft was as long as K and the tokens still wanted allowed."""
     if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
@@ -332,5 +414,5 @@ def precision(folder, device, properties):
     try:
         hint = openvino.Core().get_property(device, "INFERENCE_PRECISION_HINT").to_string()
     except RuntimeError:  # AUTO and HETERO leave it to the devices below them
-        hint = "the device's own"
-    return f"{weights} weights, {properties.get('INFERENCE_PRECISION_HINT', hint)} inference"
+        hint = "device's default"
+    return f"{weights} weights, inference in {properties.get('INFERENCE_PRECISION_HINT', hint)}"

@@ -17,9 +17,10 @@ def main():
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json asks for
     config.max_new_tokens = args.max_new_tokens
 
+    streamer = console.Streamer(args.main, pipe.get_tokenizer())
     # A list, not a str: generate("text") returns a plain str, without metrics.
-    result = pipe.generate([args.prompt], config, console.write)
-    console.print_summary(args, result)
+    result = pipe.generate([args.prompt], config, streamer)
+    console.print_summary(args, streamer, result)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ def main():
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
 
+    streamer = console.Streamer(args.main, pipe.get_tokenizer())
     # A list, not a str: generate("text") returns a plain str, without metrics.
-    result = pipe.generate([args.prompt], config, console.write)
-    console.print_summary(args, result)
+    result = pipe.generate([args.prompt], config, streamer)
+    console.print_summary(args, streamer, result)
 
 
 if __name__ == "__main__":
