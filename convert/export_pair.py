@@ -7,8 +7,8 @@
     python convert/export_pair.py MAIN DRAFT OUT_DIR --weight-format int4 -- --awq --dataset wikitext2
 
 MAIN and DRAFT are hub ids, folders of Hugging Face checkpoints, or either of them as OpenVINO IR already (then only
-fetched, copied and checked). Every `optimum-cli export openvino` is printed before it runs; what follows `--` goes to it,
-for both models. OUT_DIR gets main/, draft/, their logs and pair.json (what made them), or stays as it was: nothing
+fetched, copied and checked). Every `optimum-cli export openvino` is printed before it runs; what follows `--` goes to
+it, for both models. OUT_DIR gets main/, draft/, their logs and pair.json (what made them), or stays as it was: nothing
 half-written ever looks usable, and the same command run again goes on where the last one ended.
 """
 
@@ -165,10 +165,11 @@ def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
 
 def print_known_pairs() -> None:
     for name, pair in known_pairs().items():
-        print(f"{name}\n  main   {pair['main']}  ({pair['main_size']}, {pair['weight_format']})")
-        print(f"  draft  {pair['draft']}  ({pair['draft_size']}, {pair['draft_weight_format']})")
+        print(name)
+        for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
+            print(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, 'OpenVINO IR already')})")
         for key in ("why", "licence", "device", "verified"):
-            print(f"  {key}: {pair[key]}")
+            print(f"  {key:9} {pair[key]}")
 
 
 def export_pair(options: argparse.Namespace) -> None:
@@ -200,7 +201,8 @@ def export_pair(options: argparse.Namespace) -> None:
         for finding in check.findings:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
         refuse_unsound(check, "after exporting")
-        folder.install({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
+        if folder.has_new_halves():
+            folder.install({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
     finally:
         folder.clean()
     total = folder_bytes(options.out_dir / "main") + folder_bytes(options.out_dir / "draft")
@@ -234,9 +236,10 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         else (options.draft_weight_format, options.draft_args)
     )
     if options.device == "NPU":
-        parameters = source.count_parameters(model.folder) if model else 0
+        given = options.main if half == "main" else options.draft
+        parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(given)
         added, sentence = optimum_cli.npu_arguments(weight_format, parameters, extra)
-        print(f"{half}: {sentence}")
+        print(f"# {half} {sentence}" if options.dry_run else f"{half} {sentence}")
         extra = [*added, *extra]
     if "--quant-mode" in extra:  # excludes --weight-format
         weight_format = None
@@ -254,7 +257,7 @@ def print_commands(options: argparse.Namespace) -> None:
             pinned = ["--revision", revision] if revision else []
             print(optimum_cli.shown(["hf", "download", given, *pinned]))
             if given.endswith("-ov"):
-                print(f"# {given} is OpenVINO IR by its name: copied to {output}")
+                print(f"# {given} is OpenVINO IR by its name: fetched and copied to {output}")
                 continue
             arguments = half_arguments(half, options, None)
         else:

@@ -37,7 +37,7 @@ def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tupl
     (openvino#34450).
     """
     if weight_format == "fp16":
-        return [], "the NPU takes fp16 weights as they are"
+        return [], "for the NPU: nothing added, it takes fp16 weights as they are"
     if weight_format == "int8":
         needed = {"--sym": []}
     elif weight_format == "int4":
@@ -46,7 +46,7 @@ def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tupl
         raise ConvertError(f"the NPU takes no {weight_format} weights; choose int4, int8 or fp16", 2)
     added = [part for option, value in needed.items() if option not in given for part in (option, *value)]
     kept = [option for option in needed if option in given]
-    sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.1f} B parameters)"
+    sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.2g} B parameters)"
     return added, sentence + (f", your own {' '.join(kept)} kept" if kept else "")
 
 

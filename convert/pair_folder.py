@@ -86,6 +86,10 @@ class PairFolder:
     def log(self, half: str) -> Path:
         return self.work / f"{half}.log"
 
+    def has_new_halves(self) -> bool:
+        """Whether there is anything to install."""
+        return any((self.work / half).is_dir() for half in HALVES)
+
     def install(self, pair: dict) -> None:
         """Move the new halves into the target, pair.json last; on any failure the old pair comes back whole."""
         new = [half for half in HALVES if (self.work / half).is_dir()] + ["pair.json"]
@@ -123,7 +127,7 @@ class PairFolder:
 
     def clean(self) -> None:
         """Remove the hidden folder where nothing in it is worth a second run."""
-        if not any((self.work / half).is_dir() for half in HALVES) and not any(self.work.glob("*.log")):
+        if not self.has_new_halves() and not any(self.work.glob("*.log")):
             shutil.rmtree(self.work, ignore_errors=True)
 
     def _part(self, half: str) -> Path:

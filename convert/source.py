@@ -195,6 +195,12 @@ def count_parameters(folder: Path) -> int:
     return count
 
 
+def parameters_by_name(repository: str) -> int:
+    """Number of weights as the name of a model says it (Qwen3-0.6B), for a dry run; 0 where it says nothing."""
+    found = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", repository, re.IGNORECASE)
+    return int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]) if found else 0
+
+
 def _tensor_sizes(path: Path) -> list[int]:
     """Number of elements of each tensor in a safetensors file, whose first 8 bytes give the length of a JSON header."""
     try:

@@ -10,6 +10,7 @@ Why: the engine itself encodes one sentence and compares the number of tokens an
 gives every token another id passes that, and then proposes nonsense.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -85,17 +86,36 @@ def tokenizer_fingerprint(folder: Path) -> str:
     return _fingerprint(ir_facts(Path(folder)))
 
 
-def _fingerprint(facts: ModelFacts) -> str:
-    tokens = [[token_id, token.hex()] for token_id, token in sorted(facts.tokens.items())]
-    content = json.dumps([tokens, facts.special_ids, sorted(facts.encodings.items())], ensure_ascii=True)
+def _fingerprint(main: ModelFacts) -> str:
+    tokens = [[token_id, token.hex()] for token_id, token in sorted(main.tokens.items())]
+    content = json.dumps([tokens, main.special_ids, main.encode(_texts(main))])
     return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
+
+
+def _texts(main: ModelFacts) -> list[str]:
+    """What both tokenizers are to encode: the test text, and each token of main's that is text by itself.
+
+    Encoding a token's own text goes through the merges that make it, whatever kind of tokenizer it is.
+    """
+    texts = [*TEST_TEXT]
+    for _, token in sorted(main.tokens.items()):
+        with contextlib.suppress(UnicodeDecodeError):  # a part of a character
+            texts.append(token.decode())
+    return [text for text in texts if text]
 
 
 def _compare_vocabularies(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
     if not main.tokens or not draft.tokens:
         folder = (draft if main.tokens else main).folder
-        message = f"{folder} has no tokenizer.json, so the vocabularies can be compared only after the export"
-        yield Finding("warning", "vocabulary", message)
+        if not main.encode:
+            message = f"{folder} has no tokenizer.json, so the vocabularies can be compared only after the export"
+            yield Finding("warning", "vocabulary", message)
+        elif not main.tokens:
+            message = f"{folder} has no openvino_detokenizer.xml, so it cannot write text; export it again"
+            yield Finding("error", "vocabulary", message)
+        else:
+            message = f"{folder} has no detokenizer to list its tokens; each is compared by encoding it, see encodings"
+            yield Finding("ok", "vocabulary", message)
         return
     different = [
         i for i in sorted(main.tokens.keys() | draft.tokens.keys()) if main.tokens.get(i) != draft.tokens.get(i)
@@ -155,17 +175,16 @@ def _compare_special_tokens(main: ModelFacts, draft: ModelFacts) -> Iterator[Fin
 
 
 def _compare_encodings(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
-    if not main.encodings or not draft.encodings:
+    if not main.encode or not draft.encode:
         return
-    texts = [text for text in main.encodings if text in draft.encodings]
-    different = [text for text in texts if main.encodings[text] != draft.encodings[text]]
+    texts = _texts(main)
+    encoded = zip(texts, main.encode(texts), draft.encode(texts), strict=True)
+    different = [(text, ours, theirs) for text, ours, theirs in encoded if ours != theirs]
     if not different:
-        yield Finding(
-            "ok", "encodings", f"{len(texts):,} texts (every token, {len(TEST_TEXT)} test lines) encoded alike"
-        )
+        message = f"{len(texts):,} texts (every token, {len(TEST_TEXT)} test lines) encoded alike"
+        yield Finding("ok", "encodings", message)
         return
-    text = different[0]
-    ours, theirs = main.encodings[text], draft.encodings[text]
+    text, ours, theirs = different[0]
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     shown = [_show(facts, ids[at]) if at < len(ids) else "nothing" for facts, ids in ((main, ours), (draft, theirs))]
     message = (
@@ -204,11 +223,12 @@ def _compare_chat_templates(main: ModelFacts, draft: ModelFacts) -> Iterator[Fin
     elif not main.chat_template:
         message = "only the draft has one, and the main model's is what counts; chat prompts will be sent as plain text"
         yield Finding("warning", "chat template", message)
+    elif not draft.chat_template:
+        yield Finding("ok", "chat template", "main's, which is used for both; the draft has none")
     else:
-        other = "is another" if draft.chat_template else "is missing"
         message = (
-            f"the draft's {other}; main's is used for both, which is correct, but a draft that was not tuned on it may "
-            "be accepted less often: measure"
+            "the draft's is another; main's is used for both, which is correct, but a draft tuned on another template "
+            "may be accepted less often: measure"
         )
         yield Finding("warning", "chat template", message)
 
