@@ -2,10 +2,11 @@
 
     python scripts/benchmark.py models/embedded/main models/embedded/draft --prompts scripts/prompts/embedded_code.jsonl
 
-Greedy, the same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt alone and with each K, one after
-the other, so that whatever else the machine does falls on all alike. Speedup is decode throughput (prompt excluded) with
-the draft / alone, in the same round; shown are the median over the rounds and their range. A table for people on
-standard output, then one JSON object on its last line. Repetition (repeated 4-grams) inflates acceptance: see it beside.
+Greedy, the same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt alone and with each K, one
+after the other, so that whatever else the machine does falls on all alike. Speedup is decode throughput (prompt
+excluded) with the draft / alone, in the same round; shown are the median over the rounds and their range. A table for
+people on standard output, then one JSON object on its last line. Repeated 4-grams inflate acceptance: their share
+stands beside.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import openvino_genai  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
+from speculative.pair_check import check_pair  # noqa: E402
 
 
 def lengths(text: str) -> list[int]:
@@ -36,7 +38,9 @@ def lengths(text: str) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1 or max(values) > 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64"
+        )
     return values
 
 
@@ -58,13 +62,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft (IR folder)")
     parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt", or one prompt a line')
-    parser.add_argument("-k", "--num-assistant-tokens", type=lengths, default="1-8", metavar="K", help="1-8 or 2,4 (default: 1-8)")
-    parser.add_argument("--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens a run (default: 100)")
+    parser.add_argument(
+        "-k", "--num-assistant-tokens", type=lengths, default="1-8", metavar="K", help="1-8 or 2,4 (default: 1-8)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens a run (default: 100)"
+    )
     parser.add_argument("--rounds", type=whole, default=3, help="interleaved rounds after the warm-up (default: 3)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
     parser.add_argument(
-        "--property", type=key_value, action="append", default=[], metavar="KEY=VALUE", help="OpenVINO property of both models"
+        "--property",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="OpenVINO property of both models",
     )
     return parser.parse_args()
 
@@ -133,8 +146,9 @@ def table(rows: list[dict], prompts: int) -> str:
         acceptance = "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
         lines.append(
             f"{row['draft_length'] or '-':>2} {row['throughput']:10.1f}   {row['speedup']:.2f}x ({low:.2f}-{high:.2f})"
-            f"   {acceptance:>14}   {row['block_efficiency']:10.2f}   {row['repetition']:10.2f}   {row['ttft'] * 1000:7.1f}"
-            f"   {row['same_text']}/{prompts}{'   <- best' if row is best and row['draft_length'] else ''}"
+            f"   {acceptance:>14}   {row['block_efficiency']:10.2f}   {row['repetition']:10.2f}"
+            f"   {row['ttft'] * 1000:7.1f}   {row['same_text']}/{prompts}"
+            f"{'   <- best' if row is best and row['draft_length'] else ''}"
         )
     return "\n".join(lines)
 
@@ -143,9 +157,9 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
-    for folder in (arguments.main, arguments.draft):
-        if not (folder / "openvino_model.xml").exists():
-            print(f"error: {folder} has no openvino_model.xml: give a folder of OpenVINO IR.", file=sys.stderr)
+    for finding in check_pair(arguments.main, arguments.draft).findings:
+        if finding.level == "error":
+            print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
             return 2
     if not arguments.prompts.is_file():
         print(f"error: {arguments.prompts} is not a file: give a file with one prompt a line.", file=sys.stderr)

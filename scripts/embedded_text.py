@@ -1,7 +1,7 @@
 """The text that the embedded pair is trained on: the standard library's own sources and this project's recipes.
 
-Both halves are cut into documents that end with ``<|endoftext|>``, so that the model knows how a piece of code begins and
-ends. Half of them are written as a chat turn, in the form of the pair's chat template:
+Both halves are cut into documents that end with ``<|endoftext|>``, so that the model knows how a piece of code begins
+and ends. Some are written as a chat turn, in the form of the pair's chat template:
 ``<|user|>what to write, or how it begins<|assistant|>the code<|endoftext|>``.
 """
 
@@ -24,9 +24,9 @@ MODULES = """
     argparse base64 bisect calendar code collections/__init__ concurrent/futures/thread configparser contextlib copy csv
     fileinput filecmp fnmatch fractions functools genericpath getopt getpass glob graphlib gzip heapq hmac html/parser
     http/server json/decoder json/encoder json/__init__ linecache logging/__init__ mimetypes operator os pathlib pkgutil
-    posixpath pprint pstats queue random reprlib selectors shelve shutil socketserver statistics string subprocess tempfile
-    textwrap threading timeit trace types unittest/suite urllib/parse urllib/request uuid wave weakref webbrowser
-    wsgiref/headers xml/etree/ElementTree xmlrpc/client zipapp zipfile
+    posixpath pprint pstats queue random reprlib selectors shelve shutil socketserver statistics string subprocess
+    tempfile textwrap threading timeit trace types unittest/suite urllib/parse urllib/request uuid wave weakref
+    webbrowser wsgiref/headers xml/etree/ElementTree xmlrpc/client zipapp zipfile
 """.split()  # noqa: SIM905
 HELD_OUT_MODULES = ("cmd", "shlex", "sched", "netrc", "colorsys")  # never trained on: the validation loss is theirs
 
@@ -61,8 +61,9 @@ def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
 class Recipes:
     """Renderings of `embedded_recipes.txt`: each is a list of instructions and the code that follows them."""
 
-    def __init__(self, path: Path = Path(__file__).with_name("embedded_recipes.txt")):
-        head, *recipes = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    def __init__(self):
+        text = Path(__file__).with_name("embedded_recipes.txt").read_text(encoding="utf-8")
+        head, *recipes = re.split(r"^## ", text, flags=re.MULTILINE)
         self.words = dict(re.findall(r"^(\w+): (.+)$", head, flags=re.MULTILINE))
         self.recipes = [recipe.split("\n", 1) for recipe in recipes]
 
@@ -73,11 +74,15 @@ class Recipes:
 
         def choose(match: re.Match) -> str:
             body = match[1]
-            shared = body in self.words or body.endswith("|")  # names and type hints are one file's habit, not one line's
+            shared = body in self.words or body.endswith(
+                "|"
+            )  # names and type hints are one file's habit, not one line's
             kept = choices if shared else local
             kind = "hints" if body.endswith("|") else body
             if kind not in kept:
-                kept[kind] = generator.choice(["yes", ""] if kind == "hints" else re.split(r" ?\| ?", self.words.get(body, body)))
+                kept[kind] = generator.choice(
+                    ["yes", ""] if kind == "hints" else re.split(r" ?\| ?", self.words.get(body, body))
+                )
             return kept[kind] and body[:-1] if kind == "hints" else kept[kind]
 
         return generator.choice(instructions.split(" | ")), re.sub(r"<<(.*?)>>", choose, code).strip()

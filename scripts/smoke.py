@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import openvino_genai  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
+from speculative.pair_check import check_pair  # noqa: E402
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
 
@@ -38,14 +39,22 @@ def whole(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("main", type=Path, nargs="?", default=ROOT / "models/embedded/main", help="main model (IR folder)")
+    parser.add_argument(
+        "main", type=Path, nargs="?", default=ROOT / "models/embedded/main", help="main model (IR folder)"
+    )
     parser.add_argument("draft", type=Path, nargs="?", default=ROOT / "models/embedded/draft", help="draft (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
-    parser.add_argument("-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length (default: 4)")
+    parser.add_argument(
+        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length (default: 4)"
+    )
     parser.add_argument("--max-new-tokens", type=whole, default=48, metavar="N", help="tokens a prompt (default: 48)")
-    parser.add_argument("--min-acceptance", type=share, default=0.3, metavar="RATE", help="lowest acceptance rate (default: 0.3)")
-    parser.add_argument("--prompt", action="append", help="a prompt of your own, instead of the three built in; repeatable")
+    parser.add_argument(
+        "--min-acceptance", type=share, default=0.3, metavar="RATE", help="lowest acceptance rate (default: 0.3)"
+    )
+    parser.add_argument(
+        "--prompt", action="append", help="a prompt of your own, instead of the three built in; repeatable"
+    )
     return parser.parse_args()
 
 
@@ -68,7 +77,9 @@ def smoke(arguments: argparse.Namespace) -> dict:
             problems.append(f"the text after {prompt!r} differs from the main model's own at new token {place + 1}")
         pieces: list[str] = []
         config = openvino_genai.GenerationConfig(
-            max_new_tokens=arguments.max_new_tokens, num_assistant_tokens=arguments.num_assistant_tokens, ignore_eos=True
+            max_new_tokens=arguments.max_new_tokens,
+            num_assistant_tokens=arguments.num_assistant_tokens,
+            ignore_eos=True,
         )
         text = pair.generate([prompt], config, pieces.append).texts[0]
         streamed += len(pieces)
@@ -97,9 +108,9 @@ def main() -> int:
     sys.stdout.reconfigure(encoding="utf-8")
     sys.stderr.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
-    for folder in (arguments.main, arguments.draft):
-        if not (folder / "openvino_model.xml").exists():
-            print(f"error: {folder} has no openvino_model.xml: give a folder of OpenVINO IR.", file=sys.stderr)
+    for finding in check_pair(arguments.main, arguments.draft).findings:
+        if finding.level == "error":
+            print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
             return 2
     try:
         result = smoke(arguments)

@@ -7,14 +7,16 @@
 The stages, each of which leaves a Hugging Face checkpoint or a file behind, and is skipped when that is there:
 
 1. tokenizer    byte-level BPE of 4,096 tokens with a simple chat template, from the training text
-2. shallow      a Llama of 4 layers: most of the budget, because a token costs a third of what it costs the whole model
-3. main         10 layers: the shallow one with new layers between the old ones that change nothing at first (their output
-                matrices are zero; Net2Net, Chen et al. 2015, and progressive stacking, Gong et al. 2019), trained on
+2. shallow      a Llama of 4 layers: most of the budget, as a token costs less than half of what it costs all 10
+3. main         10 layers: the shallow one with new layers between the old ones that change nothing at first (their
+                output matrices are zero; Net2Net, Chen et al. 2015, and progressive stacking, Gong et al. 2019),
+                trained on
 4. generations  what the main model writes, greedily and sampled, when it is given beginnings of the text
-5. draft        one layer: first on the text, then on the generations (FastDraft, Zafrir et al. 2024, arXiv 2411.11055), with
-                the main model's own next-token probabilities as the target
+5. draft        one layer: first on the text, then on the generations (FastDraft, Zafrir et al. 2024, arXiv
+                2411.11055), with the main model's own next-token probabilities as the target
 
-An interrupted run goes on where it was: the stage in progress is saved every two minutes. A GPU is used if there is one.
+An interrupted run goes on where it was: the stage in progress is saved every two minutes. A GPU is used if there is
+one.
 """
 
 import argparse
@@ -49,6 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="where the checkpoints go")
     parser.add_argument("--minutes", type=float, default=120, help="time for the whole training (default: 120)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do without torch.compile (a third slower, starts at once)"
+    )
     return parser.parse_args()
 
 
@@ -122,7 +127,7 @@ def optimizer_of(model: LlamaForCausalLM) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def train(model, loss_of, seconds: float, rate: float, state: Path, name: str) -> None:
+def train(model, loss_of, seconds: float, rate: float, state: Path, name: str, compiling: bool) -> None:
     """Minimise loss_of(model) for so many seconds, the learning rate falling to a twentieth; resumes from `state`."""
     model.to(DEVICE).train()
     optimizer = optimizer_of(model)
@@ -138,7 +143,7 @@ def train(model, loss_of, seconds: float, rate: float, state: Path, name: str) -
         torch.save(values, state.with_suffix(".new"))
         state.with_suffix(".new").replace(state)
 
-    compiled = torch.compile(model) if shutil.which("g++") else model
+    compiled = torch.compile(model) if compiling and shutil.which("g++") else model
     bar = tqdm(total=round(seconds), initial=round(spent), unit="s", desc=name, mininterval=5)
     saved_at = spent
     while spent < seconds:
@@ -211,7 +216,9 @@ def generate(main: Path, folder: Path, documents: list[str], tokenizer, seconds:
             ids = tokenizer(generator.choice(documents))["input_ids"]
             start = generator.randrange(max(1, len(ids) - 60)) if generator.random() < 0.4 else 0
             prompts.append(ids[start : start + generator.randint(4, 60)])
-            config = openvino_genai.GenerationConfig(max_new_tokens=160, eos_token_id=0, ignore_eos=generator.random() < 0.5)
+            config = openvino_genai.GenerationConfig(
+                max_new_tokens=160, eos_token_id=0, ignore_eos=generator.random() < 0.5
+            )
             if generator.random() < 1 / 3:
                 config.do_sample, config.temperature, config.rng_seed = True, 0.7, generator.randrange(2**31)
             configs.append(config)
@@ -263,7 +270,7 @@ def taught_loss(rows: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tens
 
 def main() -> int:
     arguments = parse_arguments()
-    folder, seed = arguments.folder, arguments.seed
+    folder, seed, compiling = arguments.folder, arguments.seed, not arguments.no_compile
     seconds = {stage: share * arguments.minutes * 60 for stage, share in SHARE.items()}
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -287,11 +294,21 @@ def main() -> int:
 
     if not (folder / "shallow").exists():
         model = new_model(MAIN_SHAPE, SHALLOW_LAYERS)
-        train(model, text_loss(stream, 4, 512, seed), seconds["shallow"], 2.5e-3, folder / "shallow.pt", "shallow")
+        train(
+            model,
+            text_loss(stream, 4, 512, seed),
+            seconds["shallow"],
+            2.5e-3,
+            folder / "shallow.pt",
+            "shallow",
+            compiling,
+        )
         finish("shallow", model)
     if not (folder / "main").exists():
         model = deepen(LlamaForCausalLM.from_pretrained(folder / "shallow"), MAIN_LAYERS)
-        train(model, text_loss(stream, 2, 1024, seed + 1), seconds["main"], 1.2e-3, folder / "main.pt", "main")
+        train(
+            model, text_loss(stream, 2, 1024, seed + 1), seconds["main"], 1.2e-3, folder / "main.pt", "main", compiling
+        )
         finish("main", model)
     if not (folder / "generations.pt").exists():
         sequences = generate(folder / "main", folder, documents, tokenizer, seconds["generations"], seed)
@@ -302,9 +319,17 @@ def main() -> int:
     if not (folder / "draft").exists():
         model = new_model(DRAFT_SHAPE, DRAFT_LAYERS)
         rows, ids, probabilities = torch.load(folder / "generations.pt", weights_only=True)
-        train(model, text_loss(stream, 16, 256, seed + 2), 0.3 * seconds["draft"], 3e-3, folder / "draft-text.pt", "draft, text")
+        train(
+            model,
+            text_loss(stream, 16, 256, seed + 2),
+            0.3 * seconds["draft"],
+            3e-3,
+            folder / "draft-text.pt",
+            "draft, text",
+            compiling,
+        )
         taught = taught_loss(rows, ids, probabilities, 16, seed + 3)
-        train(model, taught, 0.7 * seconds["draft"], 3e-3, folder / "draft.pt", "draft, generations")
+        train(model, taught, 0.7 * seconds["draft"], 3e-3, folder / "draft.pt", "draft, generations", compiling)
         finish("draft", model)
     return 0
 

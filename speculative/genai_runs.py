@@ -11,7 +11,7 @@ class Run:
     """One greedy generation.
 
     tokens: new token ids. proposed, gained: one entry for each inference of the main model after the prompt's (see
-    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: the whole call.
+    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: the call.
     """
 
     tokens: list[int]

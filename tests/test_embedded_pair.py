@@ -1,0 +1,90 @@
+"""The committed pair: what its model card promises."""
+
+import ast
+import json
+import sys
+
+import numpy as np
+import openvino
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+from speculative import genai_runs, metrics
+from speculative.pair_check import check_pair
+
+PROMPTS = [
+    json.loads(line)["prompt"]
+    for line in (ROOT / "scripts/prompts/embedded_code.jsonl").read_text(encoding="utf-8").splitlines()
+]
+
+
+def parameters(folder):
+    """Weights of an IR, counted from its int8 constants."""
+    model = openvino.Core().read_model(folder / "openvino_model.xml")
+    constants = (node for node in model.get_ops() if node.get_type_name() == "Constant")
+    return sum(
+        int(np.prod(node.shape))
+        for node in constants
+        if node.get_element_type() in (openvino.Type.u8, openvino.Type.i8)
+    )
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The 20 held-out prompts, 100 tokens each at K = 4, in the engine's default precision."""
+    pipe = genai_runs.load(MAIN, "CPU", DRAFT, "CPU", {}, {})
+    return [genai_runs.generate(pipe, genai_runs.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in PROMPTS]
+
+
+def test_sizes():
+    assert 20e6 <= parameters(MAIN) <= 40e6
+    assert parameters(DRAFT) <= parameters(MAIN) / 10
+    assert sum(path.stat().st_size for folder in (MAIN, DRAFT) for path in folder.rglob("*")) <= 40e6
+
+
+def test_it_is_a_sound_pair():
+    check = check_pair(MAIN, DRAFT)
+    assert check.sound and check.fingerprint
+    assert not [finding for finding in check.findings if finding.level == "warning"]
+
+
+def test_pair_json_tells_how_it_was_made():
+    record = json.loads((ROOT / "models/embedded/pair.json").read_text(encoding="utf-8"))
+    for half in ("main", "draft"):
+        assert record[half]["command"].startswith("optimum-cli export openvino")
+        assert "int8" in record[half]["command"]
+
+
+def test_the_prompts_are_held_out():
+    """Not one of them stands in the training text (which is made of this Python's own library and the recipes)."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from embedded_text import training_documents
+
+    text = "\0".join(training_documents())
+    assert len(PROMPTS) == 20
+    assert "def read_file(path" in text  # the search finds what is there
+    assert not [prompt for prompt in PROMPTS if prompt.strip() in text]
+
+
+def test_acceptance_on_held_out_prompts(runs):
+    proposed = [n for run in runs for n in run.proposed]
+    gained = [n for run in runs for n in run.gained]
+    assert metrics.acceptance_rate(proposed, gained) >= 0.55
+
+
+def test_the_text_does_not_loop_on_most_prompts(runs):
+    assert sum(metrics.repetition(run.tokens) > 0.5 for run in runs) < len(runs) / 2
+
+
+@pytest.mark.parametrize("prompt", ["def read_file(path):", "def is_prime(n):", "class Stack:"])
+def test_the_main_model_writes_python(prompt, run):
+    process = run("samples/greedy_causal_lm.py", MAIN, prompt, "--max-new-tokens", "200")
+    assert process.returncode == 0, process.stderr
+    ast.parse(prompt + process.stdout)
+
+
+def test_the_main_model_follows_an_instruction(run):
+    process = run("samples/greedy_causal_lm.py", MAIN, "Write a function that reverses a string.")
+    assert process.returncode == 0, process.stderr
+    assert "def " in process.stdout and "return" in process.stdout
+    ast.parse(process.stdout)

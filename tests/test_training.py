@@ -1,0 +1,75 @@
+"""The recipe of the embedded pair, run for seconds: it resumes, grows without changing the function, ends in a pair."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import embedded_text
+
+
+def test_recipes_render_whole_and_differ():
+    import random
+
+    documents = embedded_text.recipe_documents(400, random.Random(5))
+    assert len(set(documents)) > 300
+    assert not [d for d in documents if "<<" in d or ">>" in d]
+    assert documents == embedded_text.recipe_documents(400, random.Random(5))
+
+
+def test_every_recipe_is_python():
+    import ast
+    import random
+
+    recipes = embedded_text.Recipes()
+    generator = random.Random(0)
+    for _ in range(600):
+        _, code = recipes.render(generator, {})
+        ast.parse(code)
+
+
+def test_deepening_changes_nothing():
+    import torch
+    from train_embedded_pair import MAIN_SHAPE, deepen, new_model
+
+    torch.manual_seed(0)
+    shallow = new_model(MAIN_SHAPE, 2).eval()
+    deep = deepen(shallow, 5).eval()
+    ids = torch.randint(0, 4096, (2, 20))
+    with torch.no_grad():
+        difference = (shallow(ids).logits - deep(ids).logits).abs().max().item()
+    assert deep.config.num_hidden_layers == 5 and difference < 1e-5
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals stop the run in its middle here")
+def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/train_embedded_pair.py"),
+        str(tmp_path),
+        "--minutes",
+        "0.4",
+        "--no-compile",
+    ]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "shallow").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 1 and "goes on" in said and "Traceback" not in said, said
+    made = (tmp_path / "shallow/model.safetensors").stat().st_mtime
+
+    second = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=300)
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "shallow/model.safetensors").stat().st_mtime == made  # not trained again
+    for half in ("main", "draft"):
+        assert (tmp_path / half / "model.safetensors").exists() and (tmp_path / half / "tokenizer.json").exists()
+        assert json.loads((tmp_path / f"{half}.json").read_text())[half] > 0
