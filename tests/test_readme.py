@@ -1,0 +1,88 @@
+"""Every command of the README, run in a copy of the checkout by the shell that the README is written for."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL_CARD = (ROOT / "models/embedded/README.md").read_text(encoding="utf-8")
+
+# Arguments that make a long command short; the last one wins in argparse.
+SHORTER = {"scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16"}
+
+
+def commands(language, text=README):
+    """The commands of all fenced blocks of a language, lines that end with a backslash joined, comments left out."""
+    for block in re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := line.partition("  #")[0].strip():
+                yield re.sub(r"\s+", " ", command)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what git would give, in which commands may write."""
+    copy = tmp_path_factory.mktemp("readme") / "checkout"
+    ignore = shutil.ignore_patterns(".git", ".venv", "checkpoints", "__pycache__", ".*_cache", "build")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    for folder in (copy / "models").iterdir():
+        if folder.name != "embedded":
+            shutil.rmtree(folder)
+    return copy
+
+
+def as_tested(command):
+    """The command, shortened; what needs the hub is only asked what it would do."""
+    if command.startswith("make "):
+        return command.replace("make ", "make --dry-run ", 1)
+    if "export_pair.py" in command and "models/embedded" not in command and "--list" not in command:
+        before, dashes, after = command.partition(" -- ")
+        return f"{before} --dry-run{dashes}{after}"
+    for program, arguments in SHORTER.items():
+        if program in command:
+            return f"{command} {arguments}"
+    return command
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the README's bash blocks; PowerShell's are compared with them below")
+@pytest.mark.parametrize("command", dict.fromkeys(commands("bash")))
+def test_command(command, checkout):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    process = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", as_tested(command)],
+        cwd=checkout,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_powershell_says_the_same():
+    bash = {command.replace(".venv/bin/", ".venv/Scripts/") for command in commands("bash")}
+    shown = list(commands("powershell"))
+    assert shown
+    for command in shown:
+        assert command.replace("\\", "/") in bash
+
+
+@pytest.mark.parametrize("text", [README, MODEL_CARD], ids=["README", "model card"])
+def test_linked_files_exist(text):
+    folder = ROOT if text is README else ROOT / "models/embedded"
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (folder / target).exists(), target
+
+
+def test_the_tree_names_every_file_of_the_four_rooms():
+    tree = README[README.index("## The tree") :]
+    for folder in ("samples", "convert", "scripts", "speculative"):
+        for path in (ROOT / folder).glob("*.py"):
+            assert path.name in tree, path
