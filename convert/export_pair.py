@@ -46,7 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
     try:
         if options.list:
             print_known_pairs()
@@ -99,8 +98,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         choices=optimum_cli.FORMATS,
         help="weights of the draft (int8; int4 with --draft-from-main)",
     )
-    add("--main-args", default="", metavar="'...'", help="optimum-cli options for the main model only, in quotes")
-    add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft only, in quotes")
+    add("--main-args", default="", metavar="'...'", help="optimum-cli options for main alone: --main-args='--awq'")
+    add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft alone")
     add("--for", dest="device", choices=["NPU"], help="add what this device needs of the weights (and say so)")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
@@ -143,8 +142,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             f"--draft-from-main needs a draft format smaller than {options.weight_format}, not "
             f"{options.draft_weight_format}; give --weight-format fp16 --draft-weight-format int4, say"
         )
-    options.main_args = [*extra, *shlex.split(options.main_args)]
-    options.draft_args = [*extra, *shlex.split(options.draft_args)]
+    try:
+        options.main_args = [*extra, *shlex.split(options.main_args)]
+        options.draft_args = [*extra, *shlex.split(options.draft_args)]
+    except ValueError as error:
+        parser.error(f"--main-args or --draft-args cannot be split into words ({error}); check their quotes")
     for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
         if name in [*options.main_args, *options.draft_args]:
             parser.error(f"{name} is an option of this program; give it before the --")
@@ -318,6 +320,9 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
             "date": started.isoformat(timespec="seconds"),
         }
         folder.complete(half, record)
+    except (KeyboardInterrupt, SystemExit):
+        folder.log(half).unlink(missing_ok=True)  # tells nothing about an export that was only interrupted
+        raise
     finally:
         folder.discard(half)
     seconds = (datetime.now(timezone.utc) - started).total_seconds()
@@ -348,4 +353,5 @@ def now() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
     sys.exit(main())

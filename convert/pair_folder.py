@@ -6,6 +6,7 @@ stays there until its pair is, so that a second run goes on from it; other files
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class PairFolder:
         self.target = target
         self.work = target.parent / f".{target.name}.unfinished"
         self.temporary = self.work / "tmp"
+        self._lock_file = None
         self.old = self.work / "old"  # what an install replaces, while it runs
 
     def prepare(self) -> None:
@@ -36,19 +38,36 @@ class PairFolder:
                 )
         try:
             self.work.mkdir(parents=True, exist_ok=True)
-            for folder in (self.work, self.target):
-                if folder.exists():
-                    probe = folder / ".writable"
-                    probe.touch()
-                    probe.unlink()
+            self._lock()
+            if self.target.exists():
+                probe = self.target / ".writable"
+                probe.touch()
+                probe.unlink()
         except OSError as error:
             self.clean()
-            raise ConvertError(
-                f"{self.target} cannot be written ({error.strerror}); choose another OUT_DIR", 1
-            ) from error
+            raise ConvertError(f"{self.target} cannot be written ({error.strerror}); choose another OUT_DIR") from error
         self._put_back()
         for leftover in (self.temporary, self.work / "replaced", *(self._part(half) for half in HALVES)):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _lock(self) -> None:
+        """Keep a second export to the same target out. The system frees the lock when this process ends, in any way."""
+        lock_file = (self.work / "lock").open("w")
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(lock_file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = lock_file
+        except OSError:
+            lock_file.close()
+            raise ConvertError(
+                f"another export to {self.target} is running; wait for it, or choose another OUT_DIR"
+            ) from None
 
     def finished(self, half: str, wanted: dict) -> dict | None:
         """The record of this half if the target or the hidden folder holds it complete and as wanted."""
@@ -109,7 +128,7 @@ class PairFolder:
         for half in HALVES:
             if self.log(half).exists():
                 self.log(half).replace(self.target / f"{half}.log")
-        shutil.rmtree(self.work, ignore_errors=True)
+        self._remove()
 
     def _put_back(self) -> None:
         """Undo an install: new halves return to the hidden folder, old ones to the target."""
@@ -126,9 +145,15 @@ class PairFolder:
             self.target.rmdir()
 
     def clean(self) -> None:
-        """Remove the hidden folder where nothing in it is worth a second run."""
-        if not self.has_new_halves() and not any(self.work.glob("*.log")):
-            shutil.rmtree(self.work, ignore_errors=True)
+        """Let go of the hidden folder, and remove it where nothing in it is worth a second run."""
+        if self._lock_file and not self.has_new_halves() and not any(self.work.glob("*.log")):
+            self._remove()
+        elif self._lock_file:
+            self._lock_file.close()
+
+    def _remove(self) -> None:
+        self._lock_file.close()  # Windows removes no open file
+        shutil.rmtree(self.work, ignore_errors=True)
 
     def _part(self, half: str) -> Path:
         return self.work / f"{half}.part"

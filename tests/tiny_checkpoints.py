@@ -7,11 +7,21 @@
 Their text is noise; what they prove is the path: the same architecture code as the real models, in kilobytes.
 """
 
+import json
+import sys
 from pathlib import Path
 
+import numpy as np
+import openvino
+import openvino_tokenizers
 import torch
+from openvino import opset13
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from convert.errors import ConvertError
+
+INITIALIZER_RANGE = 0.1
 
 TRAINING_TEXT = [
     "def read_file(path):\n    with open(path, encoding='utf-8') as file:\n        return file.read()\n",
@@ -21,8 +31,8 @@ TRAINING_TEXT = [
 
 # Sizes of main and draft: different in depth, width and number of heads, so that nothing works by accident.
 SIZES = {
-    "main": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128},
-    "draft": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "main": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
+    "draft": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
 }
 
 # What each architecture needs beyond SIZES; a key `type` names the transformers model type.
@@ -36,7 +46,13 @@ ARCHITECTURES = {
     "gpt2": {"type": "gpt2"},
     "phi3": {"type": "phi3", "num_key_value_heads": 2, "pad_token_id": 0},
     "gemma2": {"type": "gemma2", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16},
-    "gemma3": {"type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16},
+    "gemma3": {
+        "type": "gemma3_text",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
     "mistral": {"type": "mistral", "num_key_value_heads": 2, "sliding_window": 16},
 }
 
@@ -57,25 +73,59 @@ def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
 
 
-def save_checkpoint(
-    architecture: str, role: str, tokenizer: PreTrainedTokenizerFast, folder: Path, vocab_size: int | None = None
-) -> Path:
+def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **options) -> Path:
     """Write a random checkpoint of `architecture` (a key of ARCHITECTURES) in the size of `role` (main or draft).
 
-    The weights are drawn wider than usual, so that greedy text varies instead of repeating one token.
+    Both sizes take the same embeddings and output layer as far as they reach, which makes each next token depend mostly
+    on the last one: greedy text varies, and the draft is right now and then, as drafts are. `options` go to the config.
     """
-    options = {**SIZES[role], **ARCHITECTURES[architecture]}
+    options = {**SIZES[role], **ARCHITECTURES[architecture], **options}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     config = CONFIG_MAPPING[options.pop("type")](
-        **{**options, **ids},
-        vocab_size=vocab_size or len(tokenizer),
-        max_position_embeddings=256,
-        initializer_range=0.2,
+        **{"vocab_size": len(tokenizer), "max_position_embeddings": 256, **options, **ids},
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0 if role == "main" else 1)
     model = AutoModelForCausalLM.from_config(config)
+    shared = torch.Generator().manual_seed(2)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = torch.randn(config.vocab_size, SIZES["main"]["hidden_size"], generator=shared)
+        layer.weight.data = weight[:, : layer.weight.shape[1]].contiguous()
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_optimum_here(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
+    """Stands in for convert.optimum_cli.run: the same optimum-cli, without the seconds a new process needs to start."""
+    from optimum.commands.optimum_cli import main
+
+    torch.set_num_threads(1)  # the models are too small to share out
+    arguments, sys.argv = sys.argv, typed
+    try:
+        main()
+    except Exception as error:
+        raise ConvertError(f"optimum-cli failed: {error}") from error
+    finally:
+        sys.argv = arguments
+
+
+def save_ir(tokenizer: PreTrainedTokenizerFast, folder: Path, logits_width: int | None = None, **config) -> Path:
+    """Write the IR of the smallest language model there is, a table of next tokens, with the tokenizer's IR beside it.
+
+    Enough for what reads an IR without generating; made in a fraction of a second. `config` goes to config.json.
+    """
+    width = logits_width or len(tokenizer)
+    tokens = opset13.parameter([-1, -1], np.int64, name="input_ids")
+    table = np.arange(width * width, dtype=np.float32).reshape(width, width)
+    logits = opset13.gather(opset13.constant(table), tokens, opset13.constant(0))
+    logits.output(0).set_names({"logits"})
+    openvino.save_model(openvino.Model([logits], [tokens]), folder / "openvino_model.xml", compress_to_fp16=False)
+    parts = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+    for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
+        openvino.save_model(part, folder / f"{name}.xml", compress_to_fp16=False)
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     return folder

@@ -1,0 +1,46 @@
+"""The whole path for each architecture: random checkpoints, export, LLMPipeline with a draft, tokens as without one.
+
+Main and draft differ in every size. In f32, because in lower precisions near-ties flip between one token and K + 1 tokens.
+"""
+
+import numpy as np
+import openvino_genai
+import pytest
+from tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_checkpoint, train_tokenizer
+
+from convert import export_pair, optimum_cli
+
+F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+NEW_TOKENS = 64  # with the prompt, several times the sliding windows of 16
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimum_cli, "run", run_optimum_here)
+    tokenizer = train_tokenizer()
+    for role in ("main", "draft"):
+        save_checkpoint(architecture, role, tokenizer, tmp_path / "checkpoints" / role)
+    pair = tmp_path / "pair"
+    sources = [str(tmp_path / "checkpoints" / role) for role in ("main", "draft")]
+    assert export_pair.main([*sources, str(pair), "--weight-format", "fp32", "--draft-weight-format", "fp32"]) == 0
+
+    alone, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **F32))
+    for draft in ("draft", "main"):  # a bad draft and a perfect one: rejected and accepted tokens both
+        draft_model = openvino_genai.draft_model(str(pair / draft), "CPU", **F32)
+        pipeline = openvino_genai.LLMPipeline(str(pair / "main"), "CPU", draft_model=draft_model, **F32)
+        for k in (1, 4):
+            tokens, accepted = generate(pipeline, num_assistant_tokens=k)
+            assert tokens == alone
+            if draft == "main":
+                assert accepted >= NEW_TOKENS * k // (k + 1) - k - 1  # all but those of the last iteration
+            print(architecture, draft, k, accepted, len(set(alone)))
+    assert len(set(alone)) > 8  # no text that repeats itself from the start
+
+
+def generate(pipeline, **options):
+    """Tokens generated greedily, and the number of draft tokens accepted."""
+    ids = pipeline.get_tokenizer().encode("def read_file(path):", add_special_tokens=False)
+    config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, **options)
+    result = pipeline.generate(ids, config)
+    accepted = result.extended_perf_metrics.get_num_accepted_tokens() if options else 0
+    return np.array(result.tokens[0]).tolist(), accepted
