@@ -1,9 +1,14 @@
 """The smoke test and the benchmark as a user runs them, on the embedded pair. No test looks at a time."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from conftest import DRAFT, MAIN
+from conftest import DRAFT, MAIN, ROOT
 
 
 def last_line(process):
@@ -72,3 +77,20 @@ def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
         assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"] <= row["draft_length"] + 1
         assert row["output_sha256"] == alone["output_sha256"]  # greedy in f32: the same tokens
     assert "acceptance" in process.stdout.splitlines()[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("seconds", [0.5, 4])
+@pytest.mark.parametrize("program", ["scripts/smoke.py", "scripts/benchmark.py"])
+def test_ctrl_c_ends_at_once_without_a_trace(program, seconds):
+    """While loading and while measuring. The shell's status 130 is a process that ended by this signal."""
+    prompts = (
+        ["--prompts", "scripts/prompts/embedded_code.jsonl"] if "benchmark" in program else ["--max-new-tokens", "900"]
+    )
+    command = [sys.executable, program, str(MAIN), str(DRAFT), *prompts]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=20)
+    assert process.returncode in (-signal.SIGINT, 130), said
+    assert "Traceback" not in said and out == ""
