@@ -411,8 +411,10 @@ def precision(folder, device, properties):
     for (_, size), element_type in constants(Path(folder, "openvino_model.xml")).items():
         sizes[WEIGHT_FORMATS.get(element_type, element_type)] += size
     weights = "+".join(name for name, size in sizes.most_common() if size > 0.1 * sizes.total())
+    core = openvino.Core()
     try:
-        hint = openvino.Core().get_property(device, "INFERENCE_PRECISION_HINT").to_string()
-    except RuntimeError:  # AUTO and HETERO leave it to the devices below them
-        hint = "device's default"
-    return f"{weights} weights, inference in {properties.get('INFERENCE_PRECISION_HINT', hint)}"
+        core.set_property(device, properties)
+        hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not tell
+        hint = "the device's default"
+    return f"{weights} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types

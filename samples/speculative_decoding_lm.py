@@ -2,8 +2,9 @@
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Greedy: the text is the main model's own (token by token in f32; lower precisions can flip near-ties), made in fewer of
-its inferences. The text streams to standard output, a summary follows on standard error.
+Greedy: the text is the main model's own, made in fewer of its inferences. Low precision may flip near-ties; with
+--property EXECUTION_MODE_HINT=ACCURACY the texts are identical (and slower).
+The text streams to standard output, a summary follows on standard error.
 """
 
 import console

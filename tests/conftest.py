@@ -1,5 +1,6 @@
 """What the tests share: where things are, and how to run a program of this project as its user does."""
 
+import json
 import os
 import subprocess
 import sys
@@ -31,3 +32,32 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def other_tokenizer(tmp_path_factory):
+    """A folder with tokenizer IRs that split text as the embedded pair's do but number the tokens in reverse."""
+    from openvino import save_model
+    from openvino_tokenizers import convert_tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("other_tokenizer")
+    description = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["content"] for token in description["added_tokens"]}
+    vocabulary = description["model"]["vocab"]
+    words = [word for word in vocabulary if word not in special]
+    numbers = sorted((vocabulary[word] for word in words), reverse=True)
+    words.sort(key=vocabulary.get)
+    vocabulary.update(zip(words, numbers, strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+
+    settings = json.loads((DRAFT / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens = {
+        name: settings[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token") if settings.get(name)
+    }
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **tokens)
+    for model, name in zip(
+        convert_tokenizer(tokenizer, with_detokenizer=True), ("tokenizer", "detokenizer"), strict=True
+    ):
+        save_model(model, folder / f"openvino_{name}.xml")
+    return folder
