@@ -146,7 +146,8 @@ class PairFolder:
 
     def clean(self) -> None:
         """Let go of the hidden folder, and remove it where nothing in it is worth a second run."""
-        if self._lock_file and not self.has_new_halves() and not any(self.work.glob("*.log")):
+        worth_keeping = self.has_new_halves() or self.old.exists() or any(self.work.glob("*.log"))
+        if self._lock_file and not worth_keeping:
             self._remove()
         elif self._lock_file:
             self._lock_file.close()

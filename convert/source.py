@@ -100,7 +100,7 @@ def _download(repository: str, revision: str | None) -> Path:
         ignored = NOT_NEEDED
         if any(file.rfilename.endswith(".safetensors") for file in information.siblings or []):
             ignored = [*NOT_NEEDED, "pytorch_model*.bin"]
-        return Path(huggingface_hub.snapshot_download(repository, revision=information.sha, ignore_patterns=ignored))
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, ignore_patterns=ignored))
     except errors.GatedRepoError:
         raise ConvertError(
             f"{repository} is gated: accept its licence at https://huggingface.co/{repository}, then: hf auth login"
@@ -205,15 +205,15 @@ def _tensor_sizes(path: Path) -> list[int]:
     """Number of elements of each tensor in a safetensors file, whose first 8 bytes give the length of a JSON header."""
     try:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        data_end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+        promised = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
         raise ConvertError(f"{path} is no readable safetensors file; copy or download it again") from error
-    if path.stat().st_size < data_end:
+    if path.stat().st_size < promised:
         raise ConvertError(
-            f"{path} is truncated ({path.stat().st_size:,} bytes, its header promises {data_end:,} of data); copy or "
-            "download it again"
+            f"{path} is truncated ({path.stat().st_size:,} of {promised:,} bytes); copy or download it again"
         )
     sizes = []
     for entry in tensors:

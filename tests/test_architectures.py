@@ -1,4 +1,4 @@
-"""The whole path for each architecture: random checkpoints, export, LLMPipeline with a draft, tokens as without one.
+"""The whole path for each architecture: random checkpoints, export, LLMPipeline, tokens with a draft as without one.
 
 Main and draft differ in every size. In f32, because in lower precisions near-ties flip between one token and K + 1 tokens.
 """

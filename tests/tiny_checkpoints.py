@@ -21,7 +21,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 
 from convert.errors import ConvertError
 
-INITIALIZER_RANGE = 0.1
+INITIALIZER_RANGE = 0.2
+EMBEDDING_SIZE = 8
 
 TRAINING_TEXT = [
     "def read_file(path):\n    with open(path, encoding='utf-8') as file:\n        return file.read()\n",
@@ -89,8 +90,10 @@ def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizer
     torch.manual_seed(0 if role == "main" else 1)
     model = AutoModelForCausalLM.from_config(config)
     shared = torch.Generator().manual_seed(2)
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = torch.randn(config.vocab_size, SIZES["main"]["hidden_size"], generator=shared)
+    input_size = 1 if architecture.startswith("gemma") else EMBEDDING_SIZE  # Gemma enlarges its embeddings itself
+    for layer, size in ((model.get_input_embeddings(), input_size), (model.get_output_embeddings(), 1)):
+        weight = torch.randn(config.vocab_size, SIZES["main"]["hidden_size"], generator=shared) * size
+        weight[:, SIZES["draft"]["hidden_size"] :] *= 0.2  # what the draft does not see
         layer.weight.data = weight[:, : layer.weight.shape[1]].contiguous()
     model.generation_config.eos_token_id = 0
     model.save_pretrained(folder)

@@ -1,0 +1,569 @@
+"""The conversion command: what it makes, what it leaves alone, and how it ends when something is wrong.
+
+Programs run as processes where that matters (optimum-cli as a child, Ctrl-C, a missing package); elsewhere main() is
+called with optimum-cli in this process, which saves the seconds that importing it takes.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import openvino_genai
+import pytest
+from conftest import ROOT
+from tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
+
+from convert import export_pair, optimum_cli
+from convert.pair_folder import PairFolder
+
+PROGRAM = "convert/export_pair.py"
+FP32 = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and limits")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tokenizer, tmp_path_factory):
+    """Folders `main` and `draft`, Hugging Face checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for role in ("main", "draft"):
+        save_checkpoint("llama", role, tokenizer, folder / role)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def irs(tokenizer, tmp_path_factory):
+    """Folders `main` and `draft`, OpenVINO IR."""
+    folder = tmp_path_factory.mktemp("irs")
+    for role, width in (("main", 400), ("draft", 384)):
+        save_ir(tokenizer, folder / role, logits_width=width)
+    return folder
+
+
+@pytest.fixture
+def optimum_runs(monkeypatch):
+    """Run optimum-cli in this process; the commands that ran are listed here."""
+    runs = []
+
+    def run(typed, *rest):
+        runs.append(typed)
+        run_optimum_here(typed, *rest)
+
+    monkeypatch.setattr(optimum_cli, "run", run)
+    return runs
+
+
+@pytest.fixture
+def refuses(capsys):
+    """Call the program with arguments it must refuse with this status; return its one sentence."""
+
+    def refuses(status, *arguments):
+        try:
+            returned = export_pair.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            returned = stop.code
+        error = capsys.readouterr().err
+        assert returned == status, error
+        assert "Traceback" not in error
+        lines = [line for line in error.splitlines() if not line.startswith("usage:")]
+        assert len(lines) == 1, error
+        return lines[0]
+
+    return refuses
+
+
+def pair_of(folder):
+    return [folder / "main", folder / "draft"]
+
+
+def everything_in(folder):
+    """Path -> content of every file, to see that nothing changed."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what it makes ---
+
+
+def test_a_pair_is_exported_checked_and_described(run, checkpoints, tmp_path):
+    pair = tmp_path / "models" / "tiny"
+    pair.mkdir(parents=True)
+    (pair / "README.md").write_text("a model card", encoding="utf-8")
+    finished = run(PROGRAM, *pair_of(checkpoints), pair, "--weight-format", "fp32")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+    names = sorted(path.name for path in pair.iterdir())
+    assert names == ["README.md", "draft", "draft.log", "main", "main.log", "pair.json"]
+    assert [path.name for path in pair.parent.iterdir()] == ["tiny"]  # no leftovers beside it
+    commands = re.findall(r"^(?:main|draft): (optimum-cli export openvino .*)$", finished.stdout, re.MULTILINE)
+    assert len(commands) == 2
+    assert "--task text-generation-with-past --weight-format fp32" in commands[0]
+    assert "--weight-format int8" in commands[1]
+    assert "ok      encodings" in finished.stdout
+
+    described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
+    assert described["tokenizer_fingerprint"].startswith("sha256:")
+    main = described["main"]
+    assert main["source"] == str(checkpoints / "main")
+    assert main["command"].startswith("optimum-cli export openvino --model ")
+    assert main["command"].endswith(" --task text-generation-with-past --weight-format fp32 main")
+    assert main["bytes"] == sum(path.stat().st_size for path in (pair / "main").iterdir())
+    assert {"optimum-intel", "transformers", "openvino-genai"} <= main["versions"].keys()
+    typed = {str(checkpoints / "main"), str(checkpoints / "draft")}
+    texts = [path.read_text(encoding="utf-8") for path in pair.rglob("*.json")]
+    assert not any(".unfinished" in text for text in texts)
+    rest = json.dumps(described).replace(json.dumps(str(checkpoints))[1:-1], "")
+    assert str(Path.home()) not in rest and str(ROOT) not in rest, typed
+
+    draft_model = openvino_genai.draft_model(str(pair / "draft"), "CPU")
+    pipeline = openvino_genai.LLMPipeline(str(pair / "main"), "CPU", draft_model=draft_model)
+    assert pipeline.generate("def", max_new_tokens=8, num_assistant_tokens=3)
+
+
+def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum_runs, tmp_path, capsys):
+    pair = tmp_path / "pair"
+    sources = shutil.copytree(checkpoints, tmp_path / "sources")
+    command = [*map(str, pair_of(sources)), str(pair), *FP32]
+    assert export_pair.main(command) == 0
+    assert len(optimum_runs) == 2
+    before = everything_in(pair)
+
+    assert export_pair.main(command) == 0
+    assert len(optimum_runs) == 2
+    assert everything_in(pair) == before
+    assert capsys.readouterr().out.count("complete already") == 2
+
+    config = sources / "draft" / "config.json"  # the source is another one now
+    config.write_text(config.read_text(encoding="utf-8").replace("256", "128"), encoding="utf-8")
+    assert export_pair.main(command) == 0
+    assert [typed[-1].split("/")[-1] for typed in optimum_runs[2:]] == ["draft.part"]
+    assert "128 for draft" in capsys.readouterr().out
+
+    (pair / "main" / "openvino_model.bin").unlink()  # and a damaged half is no complete one
+    assert export_pair.main(command) == 0
+    assert [typed[-1].split("/")[-1] for typed in optimum_runs[3:]] == ["main.part"]
+
+
+def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
+    arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--weight-format", "int4"]
+    arguments += ["--main-args=--awq", "--draft-args", "--backup-precision none", "--trust-remote-code"]
+    assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
+    said, main, draft = capsys.readouterr().out.splitlines()
+    assert "with your rights" in said
+    task = "--task text-generation-with-past"
+    assert f"{task} --weight-format int4 --trust-remote-code --ratio 0.8 --awq {tmp_path}/pair/main" in main
+    assert (
+        f"--weight-format int8 --trust-remote-code --ratio 0.8 --backup-precision none {tmp_path}/pair/draft" in draft
+    )
+    assert not any(tmp_path.iterdir())  # --dry-run prints only
+
+
+def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
+    arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
+    assert export_pair.main([*arguments, "--", "--group-size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "# main for the NPU: --sym --ratio 1.0 added" in out
+    assert "your own --group-size kept" in out
+    assert "--weight-format int4 --sym --ratio 1.0 --group-size 64" in out
+    assert "--weight-format int8 --sym --group-size 64" in out
+
+    assert export_pair.main(["--pair", "qwen3-8b", "--for", "NPU", "--dry-run"]) == 0
+    assert (
+        "--model Qwen/Qwen3-8B --task text-generation-with-past --weight-format int4 --sym --ratio 1.0 --group-size -1"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, tmp_path):
+    arguments = [str(checkpoints / "main"), str(tmp_path / "pair"), "--draft-from-main", "--weight-format", "fp16"]
+    assert export_pair.main([*arguments, "--draft-args", "--group-size 32"]) == 0
+    described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
+    assert described["draft"]["source"] == described["main"]["source"]
+    assert "int4" in described["draft"]["arguments"]
+    assert described["draft"]["bytes"] < described["main"]["bytes"]
+
+
+def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
+    assert export_pair.main([*map(str, pair_of(irs)), str(tmp_path / "pair")]) == 0
+    assert "copied as it is" in capsys.readouterr().out
+    for half in ("main", "draft"):
+        assert everything_in(tmp_path / "pair" / half) == everything_in(irs / half)
+    described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
+    assert described["main"]["command"] is None
+
+
+def test_known_pairs_are_complete_and_listed(capsys):
+    pairs = export_pair.known_pairs()
+    assert len(pairs) >= 11
+    for name, pair in pairs.items():
+        assert {"main", "draft", "main_size", "draft_size", "why", "licence", "device", "verified"} <= pair.keys(), name
+        for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
+            assert (form in pair) != pair[half].endswith("-ov"), name
+        assert export_pair.main(["--pair", name, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert pair["main"] in out and pair["draft"] in out and f"models/{name}" in out
+    assert export_pair.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name}\n" in f"\n{out}" for name in pairs)
+
+
+# --- from the hub, which is a server in this process ---
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The three answers of a hub that a download needs: what a model holds, a file's size, a file."""
+
+    models: ClassVar[dict[str, Path]] = {}
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self):
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self.answer_information("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
+        else:
+            self.answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+
+    do_HEAD = do_GET
+
+    def answer_information(self, name, revision):
+        if name == "owner/gated":
+            self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif name not in self.models:
+            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", "v1", self.commit):
+            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            files = [{"rfilename": path.name, "size": path.stat().st_size} for path in self.models[name].iterdir()]
+            content = {"id": name, "modelId": name, "sha": self.commit, "siblings": files, "private": False, "tags": []}
+            self.answer(200, json.dumps(content).encode(), {})
+
+    def answer_file(self, name, revision, file):
+        content = (self.models[name] / file).read_bytes()
+        self.answer(200, content, {"ETag": f'"{file}"', "X-Repo-Commit": self.commit})
+
+    def answer(self, status, body, headers):
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Environment of a process for which the hub is the server above."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub"), "HF_TOKEN": ""}
+    server.shutdown()
+
+
+def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "models", {"owner/main-ov": irs / "main", "owner/draft-ov": irs / "draft"})
+    pair = tmp_path / "pair"
+    finished = run(PROGRAM, "owner/main-ov", "owner/draft-ov", pair, "--draft-revision", "v1", env=hub)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
+    assert described["main"]["source"] == "owner/main-ov"
+    assert described["main"]["revision"] == described["draft"]["revision"] == Hub.commit
+    assert str(tmp_path) not in json.dumps(described)
+    assert not any(path.is_symlink() for path in pair.rglob("*"))
+
+    nowhere = {**hub, "HF_ENDPOINT": "http://127.0.0.1:9"}  # a hub out of reach: the snapshot downloaded earlier serves
+    finished = run(PROGRAM, "owner/main-ov", "owner/draft-ov", tmp_path / "second", env=nowhere)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "the hub cannot be reached; using the snapshot" in finished.stdout
+
+
+def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "models", {"owner/Tiny-Llama": checkpoints / "main"})
+    finished = run(PROGRAM, "owner/Tiny-Llama", irs / "draft", tmp_path / "pair", "--weight-format", "fp32", env=hub)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"--model \S*/Tiny-Llama --task", finished.stdout)  # by that name optimum-cli finds its recipes
+    described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
+    assert "--model owner/Tiny-Llama --task" in described["main"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["owner/absent"], 2, "there is no folder owner/absent here, and no public model of that name"),
+        (["owner/gated"], 1, "accept its licence"),
+        (["owner/main-ov", "--revision", "v9"], 2, "has no revision v9"),
+    ],
+)
+def test_what_the_hub_refuses(arguments, status, words, run, hub, irs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "models", {"owner/main-ov": irs / "main"})
+    name, *rest = arguments
+    finished = run(PROGRAM, name, irs / "draft", tmp_path / "pair", *rest, env=hub)
+    assert finished.returncode == status, finished.stderr
+    assert words in finished.stderr and len(finished.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub"}
+
+
+def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    finished = run(PROGRAM, "owner/main", irs / "draft", tmp_path / "pair", env=env)
+    assert finished.returncode == 1
+    assert "the hub cannot be reached for owner/main" in finished.stderr
+    assert "give the path of its folder instead" in finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+
+
+# --- when something is wrong, nothing is lost and nothing half-made is left ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs MAIN DRAFT OUT_DIR, got nothing"),
+        (["main", "draft"], "needs MAIN DRAFT OUT_DIR, got main draft"),
+        (["main", "draft", "out", "more"], "got main draft out more"),
+        (["--pair", "nope"], "no pair is called 'nope'; known are: smollm2"),
+        (["--pair", "gpt2-xl", "--draft-from-main"], "names a draft already"),
+        (["main", "out", "--draft-from-main", "--weight-format", "int4"], "smaller than int4"),
+        (["main", "draft", "out", "--weight-format", "int3"], "int3"),
+        (["main", "draft", "out", "--", "--weight-format", "int4"], "give it before the --"),
+        (["main", "draft", "out", "--main-args", '"'], "check their quotes"),
+        (["./main", "./draft", "out"], "./main is neither a folder here nor a hub id"),
+    ],
+)
+def test_bad_usage_is_one_sentence(arguments, words, refuses, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in refuses(2, *arguments)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_no_model(refuses, irs, checkpoints, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "holds neither OpenVINO IR" in refuses(2, tmp_path / "empty", irs / "draft", tmp_path / "pair")
+    gguf = tmp_path / "gguf"
+    gguf.mkdir()
+    (gguf / "model.gguf").touch()
+    assert "GGUF" in refuses(2, gguf, irs / "draft", tmp_path / "pair")
+    assert "has no revision" in refuses(2, *pair_of(irs), tmp_path / "pair", "--revision", "main")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "gguf"]
+
+
+def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, tmp_path):
+    broken = shutil.copytree(checkpoints, tmp_path / "broken")
+    weights = broken / "draft" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors is truncated" in refuses(1, *pair_of(broken), tmp_path / "pair")
+    weights.write_bytes(b"no weights")
+    assert "no readable safetensors file" in refuses(1, *pair_of(broken), tmp_path / "pair")
+    (broken / "main" / "config.json").write_text("{", encoding="utf-8")
+    assert "config.json is corrupt" in refuses(1, *pair_of(broken), tmp_path / "pair")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkpoints, irs, tmp_path):
+    other = train_tokenizer(vocab_size=300)
+    checkpoint = save_checkpoint("llama", "draft", other, tmp_path / "checkpoint")
+    said = refuses(1, checkpoints / "main", checkpoint, tmp_path / "pair")
+    assert "not a sound pair, before exporting" in said and "84 of 384 token ids differ" in said
+    said = refuses(1, irs / "main", save_ir(other, tmp_path / "ir"), tmp_path / "pair")
+    assert "not a sound pair" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "ir"]
+
+
+def test_no_room_on_the_disk_is_said_before_exporting(refuses, checkpoints, tmp_path, monkeypatch):
+    small = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
+    assert "make room" in refuses(1, *pair_of(checkpoints), tmp_path / "pair")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_target_that_cannot_be_written(refuses, irs, tmp_path):
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "file" / "pair")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@posix
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_target(refuses, irs, tmp_path):
+    tmp_path.chmod(0o555)
+    assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "pair")
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_path):
+    home = shutil.copytree(checkpoints, tmp_path / "home")
+    before = everything_in(home)
+    assert "will not be replaced" in refuses(2, *pair_of(home), home)
+    assert everything_in(home) == before
+
+
+def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
+    shadow = tmp_path / "shadow" / "optimum"  # a package of that name without the export
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").touch()
+    env = {"PYTHONPATH": str(shadow.parent)}
+    finished = run(PROGRAM, checkpoints / "main", irs / "draft", tmp_path / "pair", env=env)
+    assert finished.returncode == 1
+    assert "pip install -r requirements-export.txt" in finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["shadow"]
+
+
+def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints, irs, tmp_path):
+    """main is IR and done at once; draft fails in optimum-cli, then is mended."""
+    draft = shutil.copytree(checkpoints / "draft", tmp_path / "draft")
+    config = draft / "config.json"
+    good = config.read_text(encoding="utf-8")
+    config.write_text(good.replace('"llama"', '"no-such-model"'), encoding="utf-8")
+    pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
+    before = everything_in(pair)
+
+    finished = run(PROGRAM, irs / "main", draft, pair)
+    assert finished.returncode == 1
+    assert "optimum-cli failed with exit status 1" in finished.stderr
+    assert (
+        "no-such-model" in finished.stderr
+        and "Traceback (most recent call last)" not in finished.stderr.splitlines()[0]
+    )
+    assert everything_in(pair) == before
+    unfinished = tmp_path / ".pair.unfinished"
+    assert not (unfinished / "draft.part").exists() and not (unfinished / "draft").exists()
+    assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
+
+    config.write_text(good, encoding="utf-8")
+    finished = run(PROGRAM, irs / "main", draft, pair)
+    assert finished.returncode == 0, finished.stderr
+    assert "main: complete already" in finished.stdout
+    assert not unfinished.exists()
+    assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == str(draft)
+
+
+@posix
+def test_a_disk_that_becomes_full_during_the_export(checkpoints, irs, tmp_path):
+    """The real optimum-cli under a real limit on what it may write."""
+    import resource
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    pair = tmp_path / "pair"
+    command = [sys.executable, str(ROOT / PROGRAM), str(checkpoints / "main"), str(irs / "draft"), str(pair)]
+    finished = subprocess.run(
+        [*command, *FP32], capture_output=True, encoding="utf-8", preexec_fn=limit, timeout=300, cwd=ROOT
+    )
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    assert not pair.exists()
+    assert not (tmp_path / ".pair.unfinished" / "main").exists()
+
+
+@posix
+def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
+    pair = shutil.copytree(irs, tmp_path / "pair")
+    before = everything_in(pair)
+    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
+    line = process.stdout.readline()
+    assert line.startswith("main: optimum-cli export openvino"), process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    child = next(filter(None, (children.read_text().split() for _ in wait(30))))[0] if children.exists() else None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip() == "interrupted; the same command goes on where it ended"
+    assert child is None or not Path(f"/proc/{child}").exists()
+    assert everything_in(pair) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
+def wait(seconds):
+    """Yield now and then until the time is up."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.05)
+
+
+def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
+    first = PairFolder(tmp_path / "pair")
+    first.prepare()
+    assert "another export to" in refuses(1, *pair_of(irs), tmp_path / "pair")
+    first.clean()
+    assert export_pair.main([*map(str, pair_of(irs)), str(tmp_path / "pair")]) == 0
+
+
+@pytest.mark.parametrize("old_pair", [True, False])
+@pytest.mark.parametrize("renames", range(7))
+def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, monkeypatch):
+    """Broken off after each of its renames in turn: by an error, which is undone at once, and by a kill, which the next
+    run undoes. Before the last rename the old pair counts, after it the new one; never a mixture.
+    """
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    (pair / "README.md").write_text("a model card", encoding="utf-8")
+    if old_pair:
+        for half in ("main", "draft", "pair.json"):
+            (pair / half).mkdir() if half != "pair.json" else (pair / half).write_text("{}", encoding="utf-8")
+        for half in ("main", "draft"):
+            (pair / half / "openvino_model.xml").write_text("old", encoding="utf-8")
+    before = everything_in(pair)
+
+    for error in (OSError, KilledError):
+        folder = PairFolder(pair)
+        folder.prepare()
+        for half in ("main", "draft"):
+            part = folder.start(half)
+            part.mkdir()
+            (part / "openvino_model.xml").write_text("new", encoding="utf-8")
+            folder.complete(half, {"source": half})
+        with monkeypatch.context() as patch:
+            break_off_after(renames, error, patch)
+            try:
+                folder.install({"new": True})
+            except (OSError, KilledError):
+                pass
+            else:
+                assert renames >= (7 if old_pair else 4)
+        folder.clean()
+        if error is KilledError:
+            PairFolder(pair).prepare()
+        after = everything_in(pair)
+        if (pair / "pair.json").exists() and json.loads((pair / "pair.json").read_text(encoding="utf-8")):
+            assert (pair / "main" / "openvino_model.xml").read_text(encoding="utf-8") == "new"
+            assert (pair / "draft" / "openvino_model.xml").read_text(encoding="utf-8") == "new"
+            break
+        assert after == before
+
+
+class KilledError(BaseException):
+    """Stands for a process that ends at once, without any cleaning up."""
+
+
+def break_off_after(renames, error, patch):
+    """Let Path.rename fail from this call on; with KilledError, let no undoing happen either."""
+    calls = iter(range(100))
+    original = Path.rename
+
+    def rename(self, target):
+        if self.parent.name == "pair" or target.parent.name == "pair" or target.name == "replaced":
+            call = next(calls)
+            if call == renames or (error is KilledError and call > renames):
+                raise error("broken off")
+        return original(self, target)
+
+    patch.setattr(Path, "rename", rename)
+    if error is KilledError:
+        patch.setattr(PairFolder, "_put_back", lambda self: None)
