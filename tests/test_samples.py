@@ -1,0 +1,294 @@
+"""The samples as users run them: text on stdout, figures on stderr, any device, any console, Ctrl-C, closed pipes."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+SAMPLES = {
+    "greedy_causal_lm.py": [MAIN],
+    "speculative_decoding_lm.py": [MAIN, DRAFT],
+    "prompt_lookup_decoding_lm.py": [MAIN],
+    "speculative_chat.py": [MAIN, DRAFT],
+}
+ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
+PROMPT = "def read_file(path):"
+EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
+NPU_ON_CPU = ("--property", "NPUW_DEVICES=CPU", *EXACT)
+TOKENS = 40
+
+
+@pytest.fixture(scope="session")
+def greedy():
+    """The main model's own greedy text and the number of its tokens, straight from the engine."""
+    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    result = pipe.generate([PROMPT], max_new_tokens=TOKENS)
+    return result.texts[0], result.perf_metrics.get_num_generated_tokens()
+
+
+def sample(name):
+    return f"samples/{name}"
+
+
+def figures(stderr):
+    """Return {name: text} of the summary's lines."""
+    return dict(re.findall(r"^(\w[\w ]*?) {2,}(.+)$", stderr, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ONE_SHOT)
+def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, name):
+    text, tokens = greedy
+    done = run(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text
+    shown = figures(done.stderr)
+    assert shown["new tokens"] == str(tokens)
+    assert re.fullmatch(r"\d+ ms", shown["time to first token"])
+    assert re.fullmatch(r"[\d.]+ tokens/s \(decode only\)", shown["throughput"])
+    assert re.fullmatch(r"\d+ after the prompt's", shown["main inferences"])
+    assert re.fullmatch(r"[\d.]+ tokens per main inference", shown["block efficiency"])
+    assert shown["main"] == f"{MAIN} on CPU, int8 weights, inference in f32"
+    assert ("acceptance rate" in shown) == ("draft" in shown) == (name == "speculative_decoding_lm.py")
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_too(run, greedy, k):
+    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
+    result = pipe.generate([PROMPT], max_new_tokens=TOKENS, num_assistant_tokens=k)
+    gained = list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
+    proposed = sum(min(k, TOKENS - sum(gained[:i]) - 1) for i in range(1, len(gained)))
+    accepted = sum(gained[1:]) - len(gained[1:])
+
+    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", TOKENS, *EXACT)
+    assert done.stdout == greedy[0]
+    shown = figures(done.stderr)
+    assert shown["main inferences"] == f"{len(gained) - 1} after the prompt's"
+    assert shown["block efficiency"] == f"{sum(gained[1:]) / len(gained[1:]):.2f} tokens per main inference"
+    assert shown["acceptance rate"] == f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+
+
+@pytest.mark.parametrize(
+    ("device", "draft_device", "properties"),
+    [
+        ("AUTO:CPU", "HETERO:CPU", (*EXACT, "--draft-property", "EXECUTION_MODE_HINT=ACCURACY")),
+        ("NPU", "NPU", NPU_ON_CPU),
+        ("CPU", "NPU", (*EXACT, "--draft-property", "NPUW_DEVICES=CPU")),
+        ("NPU", "CPU", (*NPU_ON_CPU, "--draft-property", "EXECUTION_MODE_HINT=ACCURACY")),
+    ],
+)
+def test_main_and_draft_run_on_any_pair_of_devices(run, greedy, device, draft_device, properties):
+    done = run(
+        sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
+        "--device", device, "--draft-device", draft_device, *properties,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == greedy[0]
+    shown = figures(done.stderr)
+    assert f" on {device}, " in shown["main"]
+    assert f" on {draft_device}, " in shown["draft"]
+    accepted, proposed = map(int, re.search(r"\((\d+) of (\d+) draft", shown["acceptance rate"]).groups())
+    assert accepted <= proposed
+    assert accepted == greedy[1] - 1 - int(shown["main inferences"].split()[0])
+
+
+def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
+    """The engine itself runs on there, see test_engine_facts.py."""
+    main = tmp_path / "main"
+    shutil.copytree(MAIN, main)
+    ids = Ids()
+    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipe.generate([PROMPT], openvino_genai.GenerationConfig(max_new_tokens=60, ignore_eos=True), ids)
+    late = max(range(60), key=lambda i: i if ids.all[i] not in ids.all[:i] else 0)  # the last token to come up newly
+    (main / "generation_config.json").write_text(json.dumps({"eos_token_id": ids.all[late]}), encoding="utf-8")
+
+    on_cpu = run(sample("greedy_causal_lm.py"), main, PROMPT, *EXACT)
+    on_npu = run(
+        sample("speculative_decoding_lm.py"), main, main, PROMPT, "--draft-device", "NPU", *EXACT,
+        "--draft-property", "NPUW_DEVICES=CPU",
+    )  # fmt: skip
+    assert figures(on_cpu.stderr)["new tokens"] == figures(on_npu.stderr)["new tokens"] == str(late + 1)
+    assert on_cpu.stdout == on_npu.stdout
+
+
+class Ids(openvino_genai.StreamerBase):
+    def __init__(self):
+        super().__init__()
+        self.all = []
+
+    def write(self, tokens):
+        self.all += tokens
+        return openvino_genai.StreamingStatus.RUNNING
+
+    def end(self):
+        pass
+
+
+def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run):
+    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
+    assert done.returncode == 0, done.stderr
+    assert figures(done.stderr)["new tokens"] == "1"
+
+
+# ---- consoles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["", "\ufeff"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("after", ["", "\n", "\r\n"], ids=["none", "LF", "CRLF"])
+def test_a_dash_reads_the_prompt_from_standard_input(before, after):
+    program = "import sys; sys.path.insert(0, 'samples'); import console; print(repr(console.read_prompt('-')))"
+    prompt = "naïve 你好 🙂:\n    two lines"
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=(before + prompt + after).encode(), capture_output=True, cwd=ROOT
+    )
+    assert ast.literal_eval(done.stdout.decode()) == prompt
+
+
+def test_a_prompt_from_standard_input_gives_the_same_text(run, greedy):
+    done = run(sample("greedy_causal_lm.py"), MAIN, "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
+    assert done.stdout == greedy[0]
+
+
+def test_output_is_utf_8_on_a_cp1252_console(run, tmp_path):
+    console = {"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+    program = tmp_path / "hello.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'samples')!r})\n"
+        "import console; console.run(lambda: print('naïve 你好 🙂', end=''))",
+        encoding="utf-8",
+    )
+    assert run(program, env=console).stdout == "naïve 你好 🙂"
+
+    folder = tmp_path / "モデル"
+    shutil.copytree(DRAFT, folder)
+    done = run(sample("greedy_causal_lm.py"), folder, "naïve 你好 🙂", "--max-new-tokens", 8, env=console)
+    assert done.returncode == 0, done.stderr
+    assert figures(done.stderr)["main"].startswith(f"{folder} on CPU")
+
+
+def test_the_streamer_never_splits_a_character_and_loses_nothing():
+    sys.path.insert(0, str(ROOT / "samples"))
+    import console
+
+    tokenizer = openvino_genai.Tokenizer(MAIN)
+    text = "naïve Σ 你好 🙂🙂 é\n\tdef f(x): pass"
+    streamer = console.Streamer(MAIN, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+    pieces = [streamer.text_of([token]) for token in ids]
+    assert "".join(pieces) == streamer.text == text
+    assert "\ufffd" not in "".join(pieces)
+    half = tokenizer.encode("🙂", add_special_tokens=False).input_ids.data[0].tolist()[:1]
+    assert streamer.text_of(half) == ""
+    assert streamer.text_of([], last=True) == "\ufffd"
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = [sys.executable, sample("greedy_causal_lm.py"), MAIN, PROMPT, "--max-new-tokens", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        shown = process.stderr.read().decode()
+    assert process.returncode == 0
+    assert shown.splitlines() == [f"Loading {MAIN} on CPU ..."]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")  # noqa: PTH110
+def test_a_full_disk_is_one_sentence():
+    command = [sys.executable, sample("greedy_causal_lm.py"), MAIN, PROMPT, "--max-new-tokens", "300"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr.decode().splitlines()[-1]
+    assert "Traceback" not in done.stderr.decode()
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def press_ctrl_c_when(arguments, ready):
+    """Start a sample, interrupt it once `ready(process)` returns, and return (exit status, stderr)."""
+    new_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {}
+    command = [sys.executable, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **new_group) as process:
+        seen = ready(process)
+        # On Windows Ctrl-C reaches a whole console, the tests with it; Ctrl-Break reaches one group.
+        process.send_signal(signal.CTRL_BREAK_EVENT if os.name == "nt" else signal.SIGINT)
+        rest = process.stderr.read()
+        process.wait(timeout=60)
+    return process.returncode, (seen + rest).decode()
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A quick model that never says it is done."""
+    shutil.copytree(DRAFT, tmp_path / "endless")
+    (tmp_path / "endless/generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")
+    return tmp_path / "endless"
+
+
+@pytest.mark.parametrize("name", ONE_SHOT)
+def test_ctrl_c_stops_the_text_with_status_130(endless, name):
+    def text_streams(process):
+        process.stdout.read(1)
+        return b""
+
+    models = [endless] * len(SAMPLES[name])
+    status, shown = press_ctrl_c_when([sample(name), *models, PROMPT, "--max-new-tokens", 1900], text_streams)
+    assert status == 130
+    assert "Traceback" not in shown
+    assert "throughput" not in shown
+
+
+def test_ctrl_c_stops_the_loading_with_status_130():
+    status, shown = press_ctrl_c_when(
+        [sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT], lambda process: process.stderr.readline()
+    )
+    assert status == 130
+    assert shown.split() == f"Loading {MAIN} on CPU and {DRAFT} on CPU ...".split()
+
+
+def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):
+    """A stand-in for the engine says when its import begins, and takes its time."""
+    (tmp_path / "openvino.py").write_text(
+        "import sys, time; print('importing', file=sys.stderr, flush=True); time.sleep(60)", encoding="utf-8"
+    )
+    program = tmp_path / "sample.py"
+    program.write_text(
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'samples')!r}]; import console", encoding="utf-8"
+    )
+    status, shown = press_ctrl_c_when([program], lambda process: process.stderr.readline())
+    assert status == 130
+    assert shown.split() == ["importing"]
+
+
+# ---- what a sample is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_help_is_the_docstring(run, name):
+    docstring = ast.get_docstring(ast.parse((ROOT / sample(name)).read_text(encoding="utf-8")))
+    done = run(sample(name), "--help")
+    assert done.returncode == 0
+    assert docstring in done.stdout
+    assert f"python samples/{name} models/embedded/main" in docstring
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_import_the_engine_and_their_console_module_only(name):
+    tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
+    imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imports - sys.stdlib_module_names - {"readline"} == {"console", "openvino_genai"}
+
+
+@pytest.mark.parametrize("name", ONE_SHOT)
+def test_a_sample_is_one_screen(name):
+    assert len((ROOT / sample(name)).read_text(encoding="utf-8").splitlines()) <= 45
