@@ -2,8 +2,9 @@
 
     python scripts/smoke.py models/embedded/main models/embedded/draft --min-acceptance 0.3
 
-Greedy, in f32, where the text with a draft must equal the text without, token by token. Prints one JSON line; the exit
-status is 0 when everything holds, 1 when something does not (the line says what), 2 for bad usage.
+Greedy, in execution mode ACCURACY (f32 throughout), where the text with a draft must equal the text without, token by
+token. Prints one JSON line; the exit status is 0 when everything holds, 1 when something does not (the line says what),
+2 for bad usage.
 """
 
 import argparse
@@ -60,11 +61,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def smoke(arguments: argparse.Namespace) -> dict:
     """Run the test and return its result; `problems` is empty when everything holds."""
-    precision = {"INFERENCE_PRECISION_HINT": "f32"}
-    alone = genai_runs.load(arguments.main, arguments.device, None, "", precision, {})
-    pair = genai_runs.load(
-        arguments.main, arguments.device, arguments.draft, arguments.draft_device, precision, precision
-    )
+    exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
+    alone = genai_runs.load(arguments.main, arguments.device, None, "", exact, {})
+    pair = genai_runs.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt in arguments.prompt or PROMPTS:
         inputs = genai_runs.encode(alone.get_tokenizer(), prompt)

@@ -67,7 +67,7 @@ def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
     prompts.write_text('{"prompt": "def area(width, height):"}\n{"prompt": "class Box:"}\n', encoding="utf-8")
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "-k", "2,4", "--max-new-tokens", "24",
-        "--rounds", "1", "--property", "INFERENCE_PRECISION_HINT=f32",
+        "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     alone, two, four = last_line(process)["rows"]
@@ -75,7 +75,7 @@ def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for row in (two, four):
         assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"] <= row["draft_length"] + 1
-        assert row["output_sha256"] == alone["output_sha256"]  # greedy in f32: the same tokens
+        assert row["output_sha256"] == alone["output_sha256"]  # exact arithmetic: the same tokens
     assert "acceptance" in process.stdout.splitlines()[0]
 
 
