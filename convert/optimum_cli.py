@@ -13,6 +13,7 @@ from convert.errors import ConvertError
 
 TASK = "text-generation-with-past"  # cannot be inferred from a local folder
 LAST_LINES = 12  # of the log, shown when an export fails
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 COMPRESSED = {"int8", "int4", "mxfp4", "nf4", "cb4"}
 FORMATS = ("fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4")
 
@@ -81,18 +82,28 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     own_group = (
         {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
     )
-    with log.open("wb") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "optimum.commands.optimum_cli", *typed[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=None if verbose else file,
-            stderr=None if verbose else subprocess.STDOUT,
-            env=environment,
-            **own_group,
-        )
-        try:
-            _wait(child, quiet=verbose)
-        finally:
+    arrived = []  # Ctrl-C while the child is being started: held back until it is known, so that it can be ended
+    handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
+    child = None
+    try:
+        with log.open("wb") as file:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "optimum.commands.optimum_cli", *typed[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=None if verbose else file,
+                stderr=None if verbose else subprocess.STDOUT,
+                env=environment,
+                **own_group,
+            )
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
+        _wait(child, quiet=verbose)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if child:
             _end(child)
     if child.returncode:
         _fail(child.returncode, log, verbose)

@@ -149,7 +149,7 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
     config.write_text(config.read_text(encoding="utf-8").replace("256", "128"), encoding="utf-8")
     assert export_pair.main(command) == 0
     assert [typed[-1].split("/")[-1] for typed in optimum_runs[2:]] == ["draft.part"]
-    assert "128 for draft" in capsys.readouterr().out
+    assert "the draft's is 128 tokens" in capsys.readouterr().out
 
     (pair / "main" / "openvino_model.bin").unlink()  # and a damaged half is no complete one
     assert export_pair.main(command) == 0
@@ -277,7 +277,8 @@ def hub(tmp_path):
 def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypatch):
     monkeypatch.setattr(Hub, "models", {"owner/main-ov": irs / "main", "owner/draft-ov": irs / "draft"})
     pair = tmp_path / "pair"
-    finished = run(PROGRAM, "owner/main-ov", "owner/draft-ov", pair, "--draft-revision", "v1", env=hub)
+    arguments = ["--draft-revision", "v1", "owner/main-ov", "owner/draft-ov"]
+    finished = run(PROGRAM, *arguments, pair, env=hub)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
     assert described["main"]["source"] == "owner/main-ov"
@@ -286,7 +287,7 @@ def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypa
     assert not any(path.is_symlink() for path in pair.rglob("*"))
 
     nowhere = {**hub, "HF_ENDPOINT": "http://127.0.0.1:9"}  # a hub out of reach: the snapshot downloaded earlier serves
-    finished = run(PROGRAM, "owner/main-ov", "owner/draft-ov", tmp_path / "second", env=nowhere)
+    finished = run(PROGRAM, *arguments, tmp_path / "second", env=nowhere)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "the hub cannot be reached; using the snapshot" in finished.stdout
 
