@@ -78,6 +78,7 @@ def parse_arguments(description, *names):
     """Parse the named arguments (keys of ARGUMENTS), check all that can be checked before a model is compiled, say
     what is loaded. `args.property` and `args.draft_property` come back as dictionaries."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: fail(f"{message} (--help shows the usage)")
     for name in (*names, "--debug"):
         flags = ("-k", name) if name == "--num-assistant-tokens" else (name,)
         parser.add_argument(*flags, **ARGUMENTS[name])
@@ -188,7 +189,10 @@ def check_model(role, folder):
 
 def constants(xml):
     """Return {(offset, size): element type} of the constants in the .bin beside an IR's .xml, in bytes."""
-    found = (node.attrib for _, node in ElementTree.iterparse(xml) if node.tag == "data" and "offset" in node.attrib)
+    nodes = ElementTree.iterparse(xml)
+    found = [node.attrib for _, node in nodes if node.tag == "data" and "offset" in node.attrib]
+    if nodes.root.tag != "net":
+        raise ElementTree.ParseError(f"<{nodes.root.tag}> is not <net>")
     return {(int(node["offset"]), int(node["size"])): node["element_type"] for node in found}
 
 

@@ -1,0 +1,201 @@
+"""Bad input to the samples: one sentence on stderr, the right exit status, no stack trace, nothing on stdout."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+SPECULATIVE = "samples/speculative_decoding_lm.py"
+PROMPT = "def read_file(path):"
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the embedded draft to break."""
+    folder = tmp_path / "broken"
+    shutil.copytree(DRAFT, folder)
+    return folder
+
+
+def assert_one_sentence(done, status, *parts):
+    """`parts` are in the last line of stderr, which is the only one beside warnings, notes and what loads."""
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    assert last.startswith("error: ")
+    for part in parts:
+        assert str(part) in last
+    assert all(line.startswith(("Loading ", "warning: ", "note: ")) for line in before), done.stderr
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_folder(run, tmp_path):
+    done = run(SPECULATIVE, tmp_path / "nowhere", DRAFT, PROMPT)
+    assert_one_sentence(done, 2, tmp_path / "nowhere", "not a folder")
+
+
+def test_a_folder_without_a_model(run, tmp_path):
+    assert_one_sentence(run(SPECULATIVE, MAIN, tmp_path, PROMPT), 2, tmp_path, "no openvino_model.xml", "draft")
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
+def test_a_hugging_face_checkpoint_names_the_command_that_converts_it(run, tmp_path, weights):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / weights).touch()
+    done = run(SPECULATIVE, tmp_path, DRAFT, PROMPT)
+    assert_one_sentence(done, 2, tmp_path, "Hugging Face", "python convert/export_pair.py MAIN DRAFT OUT_DIR")
+    assert (ROOT / "convert/export_pair.py").exists()
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "detokenizer"])
+def test_a_model_without_tokenizer_ir(run, broken, part):
+    (broken / f"openvino_{part}.xml").unlink()
+    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 2, f"no openvino_{part}.xml", "convert_tokenizer")
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer", "detokenizer"])
+@pytest.mark.parametrize("size", [0, 1000, -1], ids=["empty", "start only", "one byte short"])
+def test_truncated_weights(run, broken, part, size):
+    weights = broken / f"openvino_{part}.bin"
+    whole = weights.stat().st_size
+    os.truncate(weights, size if size >= 0 else whole + size)
+    assert_one_sentence(run(SPECULATIVE, MAIN, broken, PROMPT), 1, weights, f"of {whole} bytes", "again")
+
+
+def test_missing_weights(run, broken):
+    (broken / "openvino_model.bin").unlink()
+    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / "openvino_model.bin", "has 0 of")
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_a_truncated_xml(run, broken, part):
+    xml = broken / f"openvino_{part}.xml"
+    os.truncate(xml, 5000)
+    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, xml, "corrupt", "again")
+
+
+def test_an_xml_that_is_no_model(run, broken):
+    (broken / "openvino_model.xml").write_text("<html>404 not found</html>", encoding="utf-8")
+    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, "openvino_model.xml", "corrupt", "<html>")
+
+
+# ---- the pair -------------------------------------------------------------------------------------------------------
+
+
+def test_a_swapped_pair_is_a_warning(run):
+    done = run(SPECULATIVE, DRAFT, MAIN, PROMPT, "--max-new-tokens", 4)
+    assert done.returncode == 0, done.stderr
+    assert f"warning: the draft {MAIN} is larger than the main model {DRAFT}: are they swapped?" in done.stderr
+
+
+def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_differ(run, broken, other_tokenizer):
+    for file in other_tokenizer.iterdir():
+        shutil.copy(file, broken)
+    done = run(SPECULATIVE, MAIN, broken, PROMPT)
+    assert_one_sentence(done, 2, MAIN, broken, "differ", "' = ", "same tokenizer")
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", ["0", "-1", "65", "1000000000000", "four", "2.5", ""])
+def test_a_bad_draft_length(run, k):
+    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--num-assistant-tokens={k}")
+    assert_one_sentence(done, 2, repr(k), "from 1 to 64")
+
+
+def test_a_draft_length_that_an_npu_cannot_check(run):
+    npu = ("--device", "NPU", "--property", "NPUW_DEVICES=CPU")
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, "-k", 8, *npu), 2, "-k 8", "NPU", "1 to 7")
+
+
+@pytest.mark.parametrize("count", ["0", "-5", "many", "99999999999"])
+def test_a_bad_number_of_new_tokens(run, count):
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--max-new-tokens={count}"), 2, repr(count))
+
+
+@pytest.mark.parametrize("stdin", ["", "\n"])
+def test_an_empty_prompt(run, stdin):
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
+    if not stdin:
+        assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, ""), 2, "prompt is empty")
+
+
+def test_a_prompt_that_is_not_utf_8():
+    command = [sys.executable, SPECULATIVE, str(MAIN), str(DRAFT), "-"]
+    done = subprocess.run(command, input="naïve".encode("latin-1"), capture_output=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.decode().startswith("error: standard input is not UTF-8 (byte 2)")
+
+
+def test_a_prompt_longer_than_the_context(run):
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+
+
+def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run):
+    done = run("samples/greedy_causal_lm.py", DRAFT, "-", "--max-new-tokens", 5000, stdin=" the" * 1900)
+    assert done.returncode == 0, done.stderr
+    note = next(line for line in done.stderr.splitlines() if line.startswith("note: "))
+    assert "new tokens, not 5000" in note
+
+
+@pytest.mark.parametrize("option", ["--device", "--draft-device"])
+@pytest.mark.parametrize("device", ["GPX", "cpu", "", "AUTO:GPX,CPU", "HETERO:GPX", "CPU,GPX"])
+def test_an_unknown_device(run, option, device):
+    bad = "GPX" if "GPX" in device else device
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device), 2, repr(bad), "CPU")
+
+
+def test_a_device_without_driver(run):
+    import openvino
+
+    here = {name.partition(".")[0] for name in openvino.Core().available_devices}
+    missing = [device for device in ("GPU", "NPU") if device not in here]
+    if not missing:
+        pytest.skip("this machine has a GPU and an NPU, with their drivers")
+    for device in missing:
+        assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device), 2, device, "driver")
+
+
+@pytest.mark.parametrize("value", ["INFERENCE_PRECISION_HINT", "=f32", "KEY="])
+def test_a_property_that_is_no_pair(run, value):
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--property={value}"), 2, repr(value), "KEY=VALUE")
+
+
+def test_a_property_the_device_does_not_know(run):
+    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+    assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
+
+
+def test_debug_shows_the_stack_trace(run):
+    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "speculative_decoding_lm.py" in done.stderr
+
+
+def test_too_little_memory():
+    resource = pytest.importorskip("resource", reason="only POSIX systems limit a process's memory")
+    limit = 600 << 20  # the engine alone takes about half a gigabyte of address space
+    command = [sys.executable, SPECULATIVE, str(MAIN), str(DRAFT), PROMPT]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert_one_sentence(done, 1, "not enough memory", "smaller format")
+
+
+def test_a_missing_argument(run):
+    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT), 2, "prompt", "--help")
+
+
+def test_the_chat_checks_its_models_too(run, tmp_path):
+    assert_one_sentence(run("samples/speculative_chat.py", MAIN, tmp_path), 2, tmp_path, "no openvino_model.xml")
