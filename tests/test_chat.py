@@ -1,0 +1,281 @@
+"""The chat, typed into a real terminal and driven through a pipe."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import sys
+import time
+
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+CHAT = "samples/speculative_chat.py"
+EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
+TOKENS = 24
+QUESTIONS = ["Write a function that reads a file.", "Now 你好 🙂"]
+GREEN, PLAIN = "\033[32m", "\033[0m"
+
+needs_terminal = pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are a POSIX thing")
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory):
+    """The embedded main model, with a chat template should it have none."""
+    if openvino_genai.Tokenizer(MAIN).chat_template:
+        return MAIN
+    folder = tmp_path_factory.mktemp("chat") / "main"
+    shutil.copytree(MAIN, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+class Steps(openvino_genai.StreamerBase):
+    """Collects the tokens of each inference of the main model."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def write(self, tokens):
+        self.steps.append(tokens)
+        return openvino_genai.StreamingStatus.RUNNING
+
+    def end(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def answers(main):
+    """The greedy answers to QUESTIONS, and the first one coloured by hand, straight from the engine (K = 5)."""
+    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipe = openvino_genai.LLMPipeline(main, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
+    config = openvino_genai.GenerationConfig(max_new_tokens=TOKENS, num_assistant_tokens=5)
+    history, texts, coloured = openvino_genai.ChatHistory(), [], ""
+    for question in QUESTIONS:
+        streamer = Steps()
+        history.append({"role": "user", "content": question})
+        texts.append(pipe.generate(history, config, streamer).texts[0])
+        history.append({"role": "assistant", "content": texts[-1]})
+        if not coloured:
+            decode = pipe.get_tokenizer().decode
+            for *drafted, own in streamer.steps:
+                pieces = [decode([token]) for token in drafted]
+                coloured += "".join(f"{GREEN}{piece}{PLAIN}" if piece else "" for piece in pieces) + decode([own])
+    return texts, coloured
+
+
+# ---- through a pipe -------------------------------------------------------------------------------------------------
+
+
+def chat(run, main, *lines, options=()):
+    return run(CHAT, main, DRAFT, "--max-new-tokens", TOKENS, *EXACT, *options, stdin="".join(f"{x}\n" for x in lines))
+
+
+def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, main, answers):
+    done = chat(run, main, *QUESTIONS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{text}\n" for text in answers[0])
+    assert len(re.findall(r"^\(new tokens \d+, throughput .*acceptance rate .*\)$", done.stderr, re.MULTILINE)) == 2
+
+
+def test_reset_forgets_the_conversation(run, main, answers):
+    done = chat(run, main, QUESTIONS[1], "/reset", QUESTIONS[0])
+    assert done.stdout.endswith(answers[0][0] + "\n")
+    assert "conversation forgotten" in done.stderr
+
+
+def test_speculation_off_gives_the_same_text_without_drafts(run, main, answers):
+    done = chat(run, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", QUESTIONS[0])
+    assert done.stdout == f"{answers[0][0]}\n" * 2
+    assert re.search(
+        rf"Loading {re.escape(str(main))} a second time, without the draft: \d+ MB more memory", done.stderr
+    )
+    without, drafting = re.findall(r"^\(new tokens.*\)$", done.stderr, re.MULTILINE)
+    assert "block efficiency 1.00" in without
+    assert "acceptance rate" not in without
+    assert "acceptance rate" in drafting
+
+
+def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run, main):
+    lines = ["/k", "/k 2", "/k 0", "/k 65", "/k", "/tokens", "/tokens 3", "/tokens no", QUESTIONS[0]]
+    shown = chat(run, main, *lines).stderr
+    assert [int(k) for k in re.findall(r"^K = (\d+)", shown, re.MULTILINE)] == [5, 2, 2]
+    assert "/k: '0' is not a whole number from 1 to 64" in shown
+    assert "/k: '65' is not" in shown
+    assert re.findall(r"at most (\d+) tokens", shown) == [str(TOKENS), "3"]
+    assert "/tokens: 'no' is not" in shown
+    assert "(new tokens 3," in shown
+
+
+def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run, main):
+    done = chat(run, main, "/nonsense", "/colour maybe", "/help", "/quit", QUESTIONS[0])
+    assert "there is no command /nonsense: /help lists them" in done.stderr
+    assert "/colour: 'maybe' is neither on nor off" in done.stderr
+    for command in ("/k", "/tokens", "/speculation", "/colour", "/reset", "/help", "/quit"):
+        assert re.search(rf"^{command}\b", done.stderr, re.MULTILINE)
+    assert done.stdout == ""  # nothing is answered after /quit
+    assert done.returncode == 0
+
+
+def test_a_conversation_that_fills_the_context_is_said_and_the_chat_goes_on(run, main, answers):
+    done = chat(run, main, "word " * 3000, QUESTIONS[0])
+    assert "fills the context" in done.stderr
+    assert done.stdout == answers[0][0] + "\n"
+
+
+def test_a_main_model_without_chat_template_is_refused(run, tmp_path):
+    plain = tmp_path / "plain"
+    shutil.copytree(DRAFT, plain)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((plain / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = (plain / "openvino_tokenizer.xml").read_text(encoding="utf-8")
+    tokenizer = re.sub("<\\w*chat_template [^>]*/>", "", tokenizer)
+    (plain / "openvino_tokenizer.xml").write_text(tokenizer, encoding="utf-8")
+    done = run(CHAT, plain, DRAFT)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"error: {plain} has no chat template: chat with an instruct model."
+
+
+# ---- in a terminal --------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A chat in a pseudo-terminal: what a person types and sees."""
+
+    def __init__(self, *arguments, **env):
+        import pty
+
+        self.seen = ""
+        self.pid, self.file = pty.fork()  # the child's controlling terminal, so that Ctrl-C is a key
+        if self.pid == 0:
+            os.chdir(ROOT)
+            environment = {**os.environ, "TERM": "dumb", **env}
+            environment = {name: value for name, value in environment.items() if value is not None}
+            os.execve(sys.executable, [sys.executable, CHAT, *map(str, arguments)], environment)
+
+    def type(self, text):
+        os.write(self.file, text.encode())
+
+    def see(self, text, timeout=120):
+        """Wait until `text` appears and return all that came before it since the last time."""
+        end = time.monotonic() + timeout
+        while text not in self.seen:
+            if not select.select([self.file], [], [], max(0, end - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} did not appear in {self.seen!r}")
+            self.seen += self._read()
+        before, self.seen = self.seen.split(text, 1)
+        return before
+
+    def _read(self):
+        data = os.read(self.file, 4096)
+        with contextlib.suppress(UnicodeDecodeError):
+            return data.decode()
+        return (data + os.read(self.file, 3)).decode(errors="replace")
+
+    def leave(self):
+        """Return the exit status once the chat has ended, and all that was still shown."""
+        rest = self.seen
+        with contextlib.suppress(OSError):  # the terminal of an ended process reads as an error
+            while data := os.read(self.file, 4096):
+                rest += data.decode(errors="replace")
+        os.close(self.file)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), rest
+
+
+@pytest.fixture
+def terminal(main):
+    opened = []
+
+    def open_terminal(*options, draft=DRAFT, main=main, **env):
+        chat = Terminal(main, draft, "--max-new-tokens", TOKENS, *EXACT, *options, **env)
+        opened.append(chat)
+        chat.see("/help lists the commands.")
+        chat.see("> ")
+        return chat
+
+    yield open_terminal
+    for chat in opened:
+        with contextlib.suppress(OSError, ChildProcessError):
+            os.kill(chat.pid, 9)
+            os.waitpid(chat.pid, 0)
+
+
+@needs_terminal
+def test_accepted_draft_tokens_are_green_and_the_main_models_own_are_not(terminal, answers):
+    texts, coloured = answers
+    chat = terminal(NO_COLOR=None)
+    chat.type(QUESTIONS[0] + "\n")
+    chat.see(QUESTIONS[0] + "\r\n")
+    assert chat.see("\r\n(new tokens").replace("\r\n", "\n") == coloured
+    assert GREEN in coloured
+    chat.see("> ")
+    chat.type("/colour off\n/reset\n" + QUESTIONS[0] + "\n")
+    chat.see("colour off")
+    chat.see("forgotten")
+    chat.see(QUESTIONS[0] + "\r\n")
+    assert chat.see("\r\n(new tokens").replace("\r\n", "\n") == texts[0]
+    chat.see("> ")
+    chat.type("\x04")  # Ctrl-D
+    status, rest = chat.leave()
+    assert (status, "Traceback" in rest) == (0, False)
+
+
+@needs_terminal
+def test_no_color_is_respected(terminal, answers):
+    chat = terminal(NO_COLOR="1")
+    chat.type(QUESTIONS[0] + "\n")
+    chat.see(QUESTIONS[0] + "\r\n")
+    assert chat.see("\r\n(new tokens").replace("\r\n", "\n") == answers[0][0]
+    chat.see("> ")
+    chat.type("/quit\n")
+    assert chat.leave()[0] == 0
+
+
+@needs_terminal
+def test_lines_can_be_edited_and_called_back(terminal):
+    chat = terminal()
+    chat.type("/k 44\x7f\n")  # backspace
+    chat.see("K = 4 draft tokens")
+    chat.see("> ")
+    chat.type("/tokens 7\n")
+    chat.see("at most 7 tokens")
+    chat.see("> ")
+    chat.type("\x10\x10\n")  # Ctrl-P, the key of history, twice
+    chat.see("K = 4 draft tokens")
+    chat.see("> ")
+    chat.type("/quit\n")
+    assert chat.leave()[0] == 0
+
+
+@needs_terminal
+def test_ctrl_c_stops_an_answer_only_and_at_the_prompt_the_chat(terminal, main, tmp_path):
+    endless = tmp_path / "endless"
+    shutil.copytree(main, endless)
+    (endless / "generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")
+    chat = terminal("--max-new-tokens", 1900, main=endless)
+    chat.type(QUESTIONS[0] + "\n")
+    chat.see(QUESTIONS[0] + "\r\n")
+    chat.see(PLAIN)  # the answer streams
+    chat.type("\x03")
+    chat.see("(stopped)")
+    chat.see("> ")
+    chat.type("/tokens 3\n")
+    chat.see("at most 3 tokens")
+    chat.see("> ")
+    chat.type(QUESTIONS[1] + "\n")
+    chat.see("(new tokens 3,")  # a stopped answer does not stop the next one
+    chat.see("> ")
+    chat.type("\x03")
+    status, rest = chat.leave()
+    assert (status, "Traceback" in rest) == (130, False)
