@@ -87,8 +87,8 @@ def parse_arguments(description, *names):
     args.property = dict(args.property)
     models = {"main": (args.main, args.device, args.property)}
     if "draft" in names:
-        if args.draft_device == args.device:  # as the engine does where the draft has no properties
-            args.draft_property = args.draft_property or args.property
+        if args.draft_device == args.device or "NPU" not in (args.draft_device, args.device):
+            args.draft_property = args.draft_property or args.property  # the engine's own rule
         args.draft_property = dict(args.draft_property)
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
     for role, (folder, device, properties) in models.items():
@@ -156,7 +156,7 @@ ARGUMENTS = {
         "help": "stop after N new tokens (default: %(default)s)",
     },
     "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32; repeat for more"},
-    "--draft-property": {**PROPERTY, "help": "the same for the draft (default: the main model's, on the same device)"},
+    "--draft-property": {**PROPERTY, "help": "the same for the draft (default: the main model's)"},
     "--debug": {"action": "store_true", "help": "show the stack trace of an error"},
 }
 
@@ -173,9 +173,16 @@ def check_model(role, folder):
             command = "python convert/export_pair.py MAIN DRAFT OUT_DIR"
             fail(f"{folder} is a Hugging Face checkpoint, not OpenVINO IR: convert the pair first with `{command}`.")
         fail(f"{folder} has no openvino_model.xml: give the {role} model's folder of OpenVINO IR.")
+    for file in folder.glob("*config.json"):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            fail(f"{file} is corrupt ({error}): copy or convert the model again.", status=1)
     for part in ("model", "tokenizer", "detokenizer"):
         xml, weights = folder / f"openvino_{part}.xml", folder / f"openvino_{part}.bin"
         if not xml.exists():
+            if (role, part) == ("draft", "detokenizer"):  # a draft needs none, and some are published without
+                continue
             command = f"convert_tokenizer HUB_ID_OR_CHECKPOINT --with-detokenizer -o {folder}"
             fail(f"{folder} has no openvino_{part}.xml: make it with `{command}`.")
         try:
@@ -197,26 +204,33 @@ def constants(xml):
 
 
 def check_device(device, properties):
-    """Refuse a device of which OpenVINO finds none here. AUTO:GPU,CPU names two, GPU.1 is one of the GPUs."""
+    """Refuse a device of which OpenVINO finds none here. AUTO:GPU,-CPU names two, GPU.1 is one of the GPUs."""
     here = openvino.Core().available_devices
     kinds = {name.partition(".")[0] for name in here} | {"AUTO", "HETERO", "MULTI", "BATCH"}
     if "NPUW_DEVICES" in properties:  # the NPU's code path on another device
         kinds.add("NPU")
     for name in (device.partition(":")[2] or device).split(","):
-        if name.strip("-").partition(".")[0].partition("(")[0] not in kinds:
+        if not name.startswith("-") and name.partition(".")[0].partition("(")[0] not in kinds:
             fail(f"there is no device {name!r} here, only {', '.join(here)}: install its driver or choose another.")
 
 
 def check_pair(main, draft):
     """Refuse a draft whose tokens are not the main model's: the engine compares a token count and the special ids."""
     first, second = openvino_genai.Tokenizer(main), openvino_genai.Tokenizer(draft)
-    differ = sorted(first.get_vocab().items() ^ second.get_vocab().items(), key=lambda entry: entry[1])
-    if differ:
-        shown = ", ".join(f"{token.decode(errors='replace')!r} = {number}" for token, number in differ[:4])
-        fail(f"the tokenizers of {main} and {draft} differ ({shown}, ...): take a draft with the same tokenizer.")
-    text = "def f(x):\n    return x ** 2  # naïve Σ 你好 🙂 1234"
-    if first.encode(text).input_ids.data.tolist() != second.encode(text).input_ids.data.tolist():
-        fail(f"the tokenizers of {main} and {draft} split {text!r} differently: take a draft with the same tokenizer.")
+    advice = "take a draft with the same tokenizer."
+    text = "def f(x):\n    return x ** 2  # naïve Σ 你好 🙂 1234\n"
+    if (draft / "openvino_detokenizer.xml").exists():
+        differ = sorted(first.get_vocab().items() ^ second.get_vocab().items(), key=lambda entry: entry[1])
+        if differ:
+            shown = ", ".join(f"{token.decode(errors='replace')!r} = {number}" for token, number in differ[:4])
+            fail(f"the tokenizers of {main} and {draft} differ ({shown}, ...): {advice}")
+    else:  # which lists the tokens
+        text += "\n".join(token.decode(errors="ignore") for token in first.get_vocab())
+    ours, theirs = (tokenizer.encode(text).input_ids.data[0].tolist() for tokenizer in (first, second))
+    if ours != theirs:
+        at = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), 0)
+        shown = f"{first.decode(ours[at : at + 1])!r} = {ours[at]} or {theirs[at]}"
+        fail(f"the tokenizers of {main} and {draft} encode a text differently ({shown}, ...): {advice}")
     if (draft / "openvino_model.bin").stat().st_size > (main / "openvino_model.bin").stat().st_size:
         say(f"warning: the draft {draft} is larger than the main model {main}: are they swapped?")
 
@@ -373,10 +387,10 @@ def stop_tokens(folder, tokenizer):
 # ---- summary --------------------------------------------------------------------------------------------------------
 
 
-def print_summary(args, streamer, result):
+def print_summary(args, config, streamer, result):
     """Print the figures of one generation and what made it on stderr."""
     streamer.check()
-    rows = figures(args, streamer, result)
+    rows = figures(args, config, streamer, result)
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
     if result.extended_perf_metrics:
         rows["draft"] = f"{args.draft} on {args.draft_device}, "
@@ -384,7 +398,7 @@ def print_summary(args, streamer, result):
     say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
 
 
-def figures(args, streamer, result):
+def figures(args, config, streamer, result):
     """Return {name: figure with its unit}. The prompt's inference gives the first token; the others are decoding."""
     first, last = streamer.times[0], streamer.times[-1]
     tokens, inferences = sum(streamer.gained) - 1, len(streamer.gained) - 1
@@ -394,19 +408,19 @@ def figures(args, streamer, result):
         rows["main inferences"] = f"{inferences} after the prompt's"
         rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
     drafting = result.extended_perf_metrics  # None without a draft model
-    if drafting and (proposed := proposed_tokens(args, streamer.gained, drafting)):
+    if drafting and (proposed := proposed_tokens(args, config, streamer.gained, drafting)):
         accepted = tokens - inferences
         rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
     return rows
 
 
-def proposed_tokens(args, gained, drafting):
+def proposed_tokens(args, config, gained, drafting):
     """Return how many tokens the draft proposed. The engine leaves out the last iteration, except where an NPU takes
     part; there the draft was as long as K and the tokens still wanted allowed."""
     if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
         return drafting.get_num_draft_tokens()
-    wanted = args.max_new_tokens - sum(gained[:-1])
-    return drafting.get_num_draft_tokens() + min(args.num_assistant_tokens, wanted - 1)
+    wanted = config.max_new_tokens - sum(gained[:-1])
+    return drafting.get_num_draft_tokens() + min(config.num_assistant_tokens, wanted - 1)
 
 
 def precision(folder, device, properties):

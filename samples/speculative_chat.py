@@ -73,7 +73,7 @@ class Chat:
         except KeyboardInterrupt:
             console.say("(stopped)")
             return
-        figures = console.figures(self.args, streamer, result)
+        figures = console.figures(self.args, config, streamer, result)
         wanted = ("new tokens", "throughput", "block efficiency", "acceptance rate")
         console.say("(" + ", ".join(f"{name} {figures[name]}" for name in wanted if name in figures) + ")")
 
@@ -142,6 +142,8 @@ def main():
     if not pipe.get_tokenizer().chat_template:
         console.fail(f"{args.main} has no chat template: chat with an instruct model.")
 
+    if os.name == "nt":
+        os.system("")  # lets older Windows consoles show colours
     chat = Chat(args, pipe)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:

@@ -27,7 +27,7 @@ def main():
     streamer = console.Streamer(args.main, pipe.get_tokenizer())
     # A list, not a str: generate("text") returns a plain str, without metrics.
     result = pipe.generate([args.prompt], config, streamer)
-    console.print_summary(args, streamer, result)
+    console.print_summary(args, config, streamer, result)
 
 
 if __name__ == "__main__":

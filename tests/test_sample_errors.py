@@ -100,6 +100,21 @@ def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_di
     assert_one_sentence(done, 2, MAIN, broken, "differ", "' = ", "same tokenizer")
 
 
+def test_a_draft_without_detokenizer_is_compared_by_encoding(run, broken, other_tokenizer):
+    for file in broken.glob("openvino_detokenizer.*"):
+        file.unlink()
+    assert run(SPECULATIVE, MAIN, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
+    for file in other_tokenizer.glob("openvino_tokenizer.*"):
+        shutil.copy(file, broken)
+    assert_one_sentence(run(SPECULATIVE, MAIN, broken, PROMPT), 2, MAIN, broken, "encode", "' = ", "same tokenizer")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_corrupt_config(run, broken, name):
+    (broken / name).write_text('{"eos_token_id": ', encoding="utf-8")
+    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / name, "corrupt")
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
