@@ -106,13 +106,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the models, with your rights")
     add("--dry-run", action="store_true", help="print the commands and stop")
     add("--force", action="store_true", help="export again what is complete already")
-    add(
-        "--verbose",
-        action="store_true",
-        help="show optimum-cli's own output (otherwise kept in OUT_DIR/NAME.log on failure)",
-    )
+    add("--verbose", action="store_true", help="show optimum-cli's own output, otherwise kept in OUT_DIR/*.log")
     add("--debug", action="store_true", help="show stack traces")
-    options = parser.parse_args(own)
+    options = parser.parse_intermixed_args(own)
     if options.list:
         return options
     pair = known_pair(parser, options.pair) if options.pair else {}

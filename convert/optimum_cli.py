@@ -86,7 +86,7 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
     child = None
     try:
-        with log.open("wb") as file:
+        with (Path(os.devnull) if verbose else log).open("wb") as file:
             child = subprocess.Popen(
                 [sys.executable, "-m", "optimum.commands.optimum_cli", *typed[1:]],
                 stdin=subprocess.DEVNULL,
@@ -150,7 +150,7 @@ def _end(child: subprocess.Popen) -> None:
 
 
 def _fail(status: int, log: Path, verbose: bool) -> None:
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = "" if verbose else log.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-LAST_LINES:]
     if "No space left on device" in text or "[Errno 28]" in text:
         raise ConvertError(f"the disk of {log.parent} is full; make room there and run the same command again")

@@ -179,7 +179,13 @@ def content_hash(folder: Path) -> str:
 
 def copy_ir(source: Source, target: Path) -> None:
     """Copy an IR folder's files, following the links of the hub's cache; hidden files stay behind."""
-    shutil.copytree(source.folder, target, ignore=shutil.ignore_patterns(".*"))
+    try:
+        shutil.copytree(source.folder, target, ignore=shutil.ignore_patterns(".*"))
+    except OSError as error:
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror  # it lists (from, to, why)
+        raise ConvertError(
+            f"{source.given} could not be copied ({reason}); make room, check the disk, or choose another OUT_DIR"
+        ) from error
 
 
 def weight_bytes(folder: Path) -> int:

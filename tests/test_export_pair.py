@@ -109,6 +109,8 @@ def test_a_pair_is_exported_checked_and_described(run, checkpoints, tmp_path):
     assert [path.name for path in pair.parent.iterdir()] == ["tiny"]  # no leftovers beside it
     commands = re.findall(r"^(?:main|draft): (optimum-cli export openvino .*)$", finished.stdout, re.MULTILINE)
     assert len(commands) == 2
+    assert "Applying Weight Compression" in (pair / "draft.log").read_text(encoding="utf-8")
+    assert "Applying Weight Compression" not in finished.stdout + finished.stderr
     assert "--task text-generation-with-past --weight-format fp32" in commands[0]
     assert "--weight-format int8" in commands[1]
     assert "ok      encodings" in finished.stdout
@@ -148,12 +150,12 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
     config = sources / "draft" / "config.json"  # the source is another one now
     config.write_text(config.read_text(encoding="utf-8").replace("256", "128"), encoding="utf-8")
     assert export_pair.main(command) == 0
-    assert [typed[-1].split("/")[-1] for typed in optimum_runs[2:]] == ["draft.part"]
+    assert [Path(typed[-1]).name for typed in optimum_runs[2:]] == ["draft.part"]
     assert "the draft's is 128 tokens" in capsys.readouterr().out
 
     (pair / "main" / "openvino_model.bin").unlink()  # and a damaged half is no complete one
     assert export_pair.main(command) == 0
-    assert [typed[-1].split("/")[-1] for typed in optimum_runs[3:]] == ["main.part"]
+    assert [Path(typed[-1]).name for typed in optimum_runs[3:]] == ["main.part"]
 
 
 def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
@@ -163,9 +165,10 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     said, main, draft = capsys.readouterr().out.splitlines()
     assert "with your rights" in said
     task = "--task text-generation-with-past"
-    assert f"{task} --weight-format int4 --trust-remote-code --ratio 0.8 --awq {tmp_path}/pair/main" in main
+    assert f"{task} --weight-format int4 --trust-remote-code --ratio 0.8 --awq {tmp_path / 'pair' / 'main'}" in main
     assert (
-        f"--weight-format int8 --trust-remote-code --ratio 0.8 --backup-precision none {tmp_path}/pair/draft" in draft
+        f"--weight-format int8 --trust-remote-code --ratio 0.8 --backup-precision none {tmp_path / 'pair' / 'draft'}"
+        in draft
     )
     assert not any(tmp_path.iterdir())  # --dry-run prints only
 
@@ -187,7 +190,7 @@ def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
 
 
 def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, tmp_path):
-    arguments = [str(checkpoints / "main"), str(tmp_path / "pair"), "--draft-from-main", "--weight-format", "fp16"]
+    arguments = [str(checkpoints / "main"), "--draft-from-main", str(tmp_path / "pair"), "--weight-format", "fp16"]
     assert export_pair.main([*arguments, "--draft-args", "--group-size 32"]) == 0
     described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
     assert described["draft"]["source"] == described["main"]["source"]
@@ -196,8 +199,10 @@ def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, 
 
 
 def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
-    assert export_pair.main([*map(str, pair_of(irs)), str(tmp_path / "pair")]) == 0
-    assert "copied as it is" in capsys.readouterr().out
+    command = [*map(str, pair_of(irs)), str(tmp_path / "pair")]
+    for more, copied in (([], 2), ([], 0), (["--force"], 2)):
+        assert export_pair.main(command + more) == 0
+        assert capsys.readouterr().out.count("copied as it is") == copied
     for half in ("main", "draft"):
         assert everything_in(tmp_path / "pair" / half) == everything_in(irs / half)
     described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
@@ -213,7 +218,7 @@ def test_known_pairs_are_complete_and_listed(capsys):
             assert (form in pair) != pair[half].endswith("-ov"), name
         assert export_pair.main(["--pair", name, "--dry-run"]) == 0
         out = capsys.readouterr().out
-        assert pair["main"] in out and pair["draft"] in out and f"models/{name}" in out
+        assert pair["main"] in out and pair["draft"] in out and str(Path("models", name)) in out
     assert export_pair.main(["--list"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n{name}\n" in f"\n{out}" for name in pairs)
@@ -351,6 +356,11 @@ def test_bad_usage_is_one_sentence(arguments, words, refuses, tmp_path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
+def test_debug_shows_where(tmp_path, capsys):
+    assert export_pair.main([str(tmp_path), str(tmp_path), str(tmp_path / "pair"), "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_model(refuses, irs, checkpoints, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds neither OpenVINO IR" in refuses(2, tmp_path / "empty", irs / "draft", tmp_path / "pair")
@@ -453,8 +463,9 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
 
 
 @posix
-def test_a_disk_that_becomes_full_during_the_export(checkpoints, irs, tmp_path):
-    """The real optimum-cli under a real limit on what it may write."""
+@pytest.mark.parametrize("kind", ["exported", "copied"])
+def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
+    """The real programs under a real limit on what a file may hold."""
     import resource
 
     def limit():
@@ -462,11 +473,12 @@ def test_a_disk_that_becomes_full_during_the_export(checkpoints, irs, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
     pair = tmp_path / "pair"
-    command = [sys.executable, str(ROOT / PROGRAM), str(checkpoints / "main"), str(irs / "draft"), str(pair)]
-    finished = subprocess.run(
-        [*command, *FP32], capture_output=True, encoding="utf-8", preexec_fn=limit, timeout=300, cwd=ROOT
-    )
+    main = (checkpoints if kind == "exported" else irs) / "main"
+    command = [sys.executable, str(ROOT / PROGRAM), str(main), str(irs / "draft"), str(pair), *FP32]
+    finished = subprocess.run(command, capture_output=True, encoding="utf-8", preexec_fn=limit, timeout=300, cwd=ROOT)
     assert finished.returncode == 1, finished.stdout + finished.stderr
+    words = "optimum-cli failed" if kind == "exported" else "could not be copied ([Errno 27] File too large"
+    assert words in finished.stderr
     assert not pair.exists()
     assert not (tmp_path / ".pair.unfinished" / "main").exists()
 

@@ -99,7 +99,7 @@ def test_other_token_ids_are_refused_and_shown(ir, tokenizer, tmp_path):
 
 
 def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
-    """Why this check exists: the engine counts the tokens of one sentence. When it learns better, this fails: say so."""
+    """Why this check exists: the engine counts the tokens of one sentence. Once it learns better, this fails."""
     draft = shutil.copytree(DRAFT, tmp_path / "draft")
     trained = PreTrainedTokenizerFast.from_pretrained(MAIN)
     description = json.loads(trained.backend_tokenizer.to_str())
