@@ -43,7 +43,10 @@ def encode(tokenizer: openvino_genai.Tokenizer, prompt: str) -> openvino_genai.T
 
 
 def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None, ignore_eos: bool = True) -> Run:
-    """Generate greedily; `draft_length` is K of a pipeline that has a draft, None of one that has none."""
+    """Generate greedily; `draft_length` is K of a pipeline that has a draft, None of one that has none.
+
+    A pair with an NPU changes K as it goes: there `proposed` is what the given K stands for, not what was drafted.
+    """
     config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
@@ -52,8 +55,12 @@ def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None,
     result = pipe.generate(inputs, config)
     metrics, drafting = result.perf_metrics, result.extended_perf_metrics
     # m_batch_sizes has the tokens gained by each inference of the main model; get_num_accepted_tokens() leaves out the
-    # last one. The first entry is the prompt's inference.
-    gained = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)[1:]
+    # last one. Where an NPU takes part, it has those of all earlier calls too, so count from the end.
+    sizes = list((drafting.main_model_metrics if drafting else metrics).raw_metrics.m_batch_sizes)
+    gained: list[int] = []
+    while sizes and sum(gained) < len(result.tokens[0]):
+        gained.insert(0, sizes.pop())
+    gained = gained[1:]  # the first is the prompt's inference
     proposed, room = [], max_new_tokens - 1
     for tokens in gained:  # the engine drafts no more than can still be used
         proposed.append(min(draft_length or 0, room - 1))
