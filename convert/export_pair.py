@@ -23,11 +23,6 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
-try:
-    import tomllib
-except ImportError:  # Python 3.10
-    import tomli as tomllib
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -151,6 +146,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def known_pairs() -> dict[str, dict]:
     """The pairs of convert/pairs.toml by name."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        try:
+            import tomli as tomllib
+        except ImportError:
+            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-export.txt")
     return tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
 
 
