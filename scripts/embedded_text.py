@@ -124,6 +124,18 @@ def training_documents(seed: int = 0) -> list[str]:
     return library_documents(MODULES, generator) + recipe_documents(3000, generator)
 
 
+def finishing_documents(seed: int = 0) -> list[str]:
+    """A narrower text for the last stages: twice the recipes, and nothing of the library that is mostly comments."""
+    generator = random.Random(seed + 1)
+
+    def comments(document: str) -> float:
+        lines = document.splitlines()
+        return sum(line.lstrip().startswith("#") for line in lines) / len(lines)
+
+    library = library_documents(MODULES, generator)
+    return [document for document in library if comments(document) < 0.1] + recipe_documents(6000, generator)
+
+
 def validation_documents(seed: int = 1) -> list[str]:
     """Text of the held-out modules of the standard library."""
     return library_documents(HELD_OUT_MODULES, random.Random(seed))

@@ -10,7 +10,7 @@ The stages, each of which leaves a Hugging Face checkpoint or a file behind, and
 2. shallow      a Llama of 4 layers: most of the budget, as a token costs less than half of what it costs all 10
 3. main         10 layers: the shallow one with new layers between the old ones that change nothing at first (their
                 output matrices are zero; Net2Net, Chen et al. 2015, and progressive stacking, Gong et al. 2019),
-                trained on
+                trained on with a narrower text
 4. generations  what the main model writes, greedily and sampled, when it is given beginnings of the text
 5. draft        one layer: first on the text, then on the generations (FastDraft, Zafrir et al. 2024, arXiv
                 2411.11055), with the main model's own next-token probabilities as the target
@@ -31,7 +31,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from embedded_text import ASSISTANT, CHAT_TEMPLATE, END, SPECIAL_TOKENS, USER, training_documents, validation_documents
+from embedded_text import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    END,
+    SPECIAL_TOKENS,
+    USER,
+    finishing_documents,
+    training_documents,
+    validation_documents,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -280,9 +289,15 @@ def main() -> int:
         make_tokenizer(folder / "tokenizer", documents)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     stream = token_stream(tokenizer, documents, random.Random(seed))
+    finishing = finishing_documents(seed)
+    finishing_stream = token_stream(tokenizer, finishing, random.Random(seed))
     held_out = token_stream(tokenizer, validation_documents(), random.Random(seed))
-    print(f"{len(stream):,} tokens of text, {len(held_out):,} held out, on {DEVICE}", file=sys.stderr)
-    losses = {"training tokens": len(stream), "validation tokens": len(held_out)}
+    losses = {
+        "text tokens": len(stream),
+        "finishing text tokens": len(finishing_stream),
+        "validation tokens": len(held_out),
+    }
+    print(losses, f"on {DEVICE}", file=sys.stderr)
 
     def finish(name: str, model) -> None:
         losses[name] = round(validation_loss(model, held_out), 3)
@@ -307,11 +322,17 @@ def main() -> int:
     if not (folder / "main").exists():
         model = deepen(LlamaForCausalLM.from_pretrained(folder / "shallow"), MAIN_LAYERS)
         train(
-            model, text_loss(stream, 2, 1024, seed + 1), seconds["main"], 1.2e-3, folder / "main.pt", "main", compiling
+            model,
+            text_loss(finishing_stream, 2, 1024, seed + 1),
+            seconds["main"],
+            1.2e-3,
+            folder / "main.pt",
+            "main",
+            compiling,
         )
         finish("main", model)
     if not (folder / "generations.pt").exists():
-        sequences = generate(folder / "main", folder, documents, tokenizer, seconds["generations"], seed)
+        sequences = generate(folder / "main", folder, finishing, tokenizer, seconds["generations"], seed)
         row = torch.tensor([token for sequence in sequences for token in sequence])
         rows = row[: len(row) // 256 * 256].view(-1, 256)
         ids, probabilities = teach(LlamaForCausalLM.from_pretrained(folder / "main"), rows)
@@ -321,7 +342,7 @@ def main() -> int:
         rows, ids, probabilities = torch.load(folder / "generations.pt", weights_only=True)
         train(
             model,
-            text_loss(stream, 16, 256, seed + 2),
+            text_loss(finishing_stream, 16, 256, seed + 2),
             0.3 * seconds["draft"],
             3e-3,
             folder / "draft-text.pt",

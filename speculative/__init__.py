@@ -1,1 +1,1 @@
-"""What samples and scripts rest on: is a pair of models sound, how to decode losslessly with it, how to measure it."""
+"""What samples and scripts rest on: is a pair of models sound, and what does its draft gain."""
