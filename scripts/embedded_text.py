@@ -67,23 +67,27 @@ class Recipes:
         self.words = dict(re.findall(r"^(\w+): (.+)$", head, flags=re.MULTILINE))
         self.recipes = [recipe.split("\n", 1) for recipe in recipes]
 
-    def render(self, generator: random.Random, choices: dict[str, str]) -> tuple[str, str]:
-        """One recipe at random as (instruction, code). `choices` keeps a file's names the same over several recipes."""
+    def render(self, generator: random.Random, choices: dict[str, str], usual: float = 0) -> tuple[str, str]:
+        """One recipe at random as (instruction, code).
+
+        `choices` keeps a file's names the same over several recipes; `usual` is the share of names that are the first
+        of their list, whatever chance says.
+        """
         instructions, code = generator.choice(self.recipes)
         local: dict[str, str] = {}
 
         def choose(match: re.Match) -> str:
             body = match[1]
-            shared = body in self.words or body.endswith(
-                "|"
-            )  # names and type hints are one file's habit, not one line's
-            kept = choices if shared else local
-            kind = "hints" if body.endswith("|") else body
+            hint = body.endswith("|")  # a type hint, or nothing
+            kept = choices if hint or body in self.words else local  # hints and names are a file's habit, not a line's
+            kind = "hints" if hint else body
             if kind not in kept:
-                kept[kind] = generator.choice(
-                    ["yes", ""] if kind == "hints" else re.split(r" ?\| ?", self.words.get(body, body))
-                )
-            return kept[kind] and body[:-1] if kind == "hints" else kept[kind]
+                options = ["yes", ""] if hint else re.split(r" ?\| ?", self.words.get(body, body))
+                first = kind in self.words and generator.random() < usual
+                kept[kind] = options[0] if first else generator.choice(options)
+            if hint:
+                return body[:-1] if kept[kind] else ""
+            return kept[kind]
 
         return generator.choice(instructions.split(" | ")), re.sub(r"<<(.*?)>>", choose, code).strip()
 
@@ -99,14 +103,14 @@ def as_chat(generator: random.Random, instruction: str | None, code: str) -> str
     return f"{USER}{chr(10).join(lines[:cut])}{ASSISTANT}{chr(10)}{chr(10).join(lines[cut:])}{END}"
 
 
-def recipe_documents(count: int, generator: random.Random) -> list[str]:
+def recipe_documents(count: int, generator: random.Random, usual: float = 0) -> list[str]:
     recipes, documents = Recipes(), []
     for _ in range(count):
         choices: dict[str, str] = {}
         if generator.random() < 0.5:
-            documents.append(as_chat(generator, *recipes.render(generator, choices)))
+            documents.append(as_chat(generator, *recipes.render(generator, choices, usual)))
         else:
-            pieces = [recipes.render(generator, choices)[1] for _ in range(generator.randint(1, 4))]
+            pieces = [recipes.render(generator, choices, usual)[1] for _ in range(generator.randint(1, 4))]
             documents.append("\n\n\n".join(pieces) + END)
     return documents
 
@@ -124,8 +128,8 @@ def training_documents(seed: int = 0) -> list[str]:
     return library_documents(MODULES, generator) + recipe_documents(3000, generator)
 
 
-def finishing_documents(seed: int = 0) -> list[str]:
-    """A narrower text for the last stages: twice the recipes, and nothing of the library that is mostly comments."""
+def narrow_documents(seed: int = 0, usual: float = 0) -> list[str]:
+    """A narrower text for the later stages: twice the recipes, and nothing of the library that is mostly comments."""
     generator = random.Random(seed + 1)
 
     def comments(document: str) -> float:
@@ -133,7 +137,7 @@ def finishing_documents(seed: int = 0) -> list[str]:
         return sum(line.lstrip().startswith("#") for line in lines) / len(lines)
 
     library = library_documents(MODULES, generator)
-    return [document for document in library if comments(document) < 0.1] + recipe_documents(6000, generator)
+    return [document for document in library if comments(document) < 0.1] + recipe_documents(6000, generator, usual)
 
 
 def validation_documents(seed: int = 1) -> list[str]:

@@ -8,9 +8,10 @@ The stages, each of which leaves a Hugging Face checkpoint or a file behind, and
 
 1. tokenizer    byte-level BPE of 4,096 tokens with a simple chat template, from the training text
 2. shallow      a Llama of 4 layers: most of the budget, as a token costs less than half of what it costs all 10
-3. main         10 layers: the shallow one with new layers between the old ones that change nothing at first (their
+3. grown        10 layers: the shallow one with new layers between the old ones that change nothing at first (their
                 output matrices are zero; Net2Net, Chen et al. 2015, and progressive stacking, Gong et al. 2019),
                 trained on with a narrower text
+   main         the same, trained on with a text in which most names are the usual ones
 4. generations  what the main model writes, greedily and sampled, when it is given beginnings of the text
 5. draft        one layer: first on the text, then on the generations (FastDraft, Zafrir et al. 2024, arXiv
                 2411.11055), with the main model's own next-token probabilities as the target
@@ -37,7 +38,7 @@ from embedded_text import (
     END,
     SPECIAL_TOKENS,
     USER,
-    finishing_documents,
+    narrow_documents,
     training_documents,
     validation_documents,
 )
@@ -49,7 +50,7 @@ VOCABULARY, CONTEXT = 4096, 1024
 MAIN_SHAPE = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)
 DRAFT_SHAPE = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2)
 SHALLOW_LAYERS, MAIN_LAYERS, DRAFT_LAYERS = 4, 10, 1
-SHARE = {"shallow": 0.46, "main": 0.35, "generations": 0.05, "draft": 0.14}  # of --minutes
+SHARE = {"shallow": 0.46, "grown": 0.35, "main": 0.07, "generations": 0.025, "draft": 0.095}  # of --minutes
 TOP = 32  # so many of the main model's next-token probabilities are kept for the draft to learn from
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -289,12 +290,14 @@ def main() -> int:
         make_tokenizer(folder / "tokenizer", documents)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     stream = token_stream(tokenizer, documents, random.Random(seed))
-    finishing = finishing_documents(seed)
-    finishing_stream = token_stream(tokenizer, finishing, random.Random(seed))
+    narrow_stream = token_stream(tokenizer, narrow_documents(seed), random.Random(seed))
+    usual = narrow_documents(seed + 1, usual=0.75)
+    usual_stream = token_stream(tokenizer, usual, random.Random(seed))
     held_out = token_stream(tokenizer, validation_documents(), random.Random(seed))
     losses = {
         "text tokens": len(stream),
-        "finishing text tokens": len(finishing_stream),
+        "narrow text tokens": len(narrow_stream),
+        "usual text tokens": len(usual_stream),
         "validation tokens": len(held_out),
     }
     print(losses, f"on {DEVICE}", file=sys.stderr)
@@ -319,20 +322,18 @@ def main() -> int:
             compiling,
         )
         finish("shallow", model)
-    if not (folder / "main").exists():
+    if not (folder / "grown").exists():
         model = deepen(LlamaForCausalLM.from_pretrained(folder / "shallow"), MAIN_LAYERS)
-        train(
-            model,
-            text_loss(finishing_stream, 2, 1024, seed + 1),
-            seconds["main"],
-            1.2e-3,
-            folder / "main.pt",
-            "main",
-            compiling,
-        )
+        loss = text_loss(narrow_stream, 2, 1024, seed + 1)
+        train(model, loss, seconds["grown"], 1.2e-3, folder / "grown.pt", "grown", compiling)
+        finish("grown", model)
+    if not (folder / "main").exists():
+        model = LlamaForCausalLM.from_pretrained(folder / "grown")
+        loss = text_loss(usual_stream, 2, 1024, seed + 4)
+        train(model, loss, seconds["main"], 6e-4, folder / "main.pt", "main", compiling)
         finish("main", model)
     if not (folder / "generations.pt").exists():
-        sequences = generate(folder / "main", folder, finishing, tokenizer, seconds["generations"], seed)
+        sequences = generate(folder / "main", folder, usual, tokenizer, seconds["generations"], seed)
         row = torch.tensor([token for sequence in sequences for token in sequence])
         rows = row[: len(row) // 256 * 256].view(-1, 256)
         ids, probabilities = teach(LlamaForCausalLM.from_pretrained(folder / "main"), rows)
@@ -342,7 +343,7 @@ def main() -> int:
         rows, ids, probabilities = torch.load(folder / "generations.pt", weights_only=True)
         train(
             model,
-            text_loss(finishing_stream, 16, 256, seed + 2),
+            text_loss(usual_stream, 16, 256, seed + 2),
             0.3 * seconds["draft"],
             3e-3,
             folder / "draft-text.pt",
