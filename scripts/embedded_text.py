@@ -83,7 +83,7 @@ class Recipes:
             kind = "hints" if hint else body
             if kind not in kept:
                 options = ["yes", ""] if hint else re.split(r" ?\| ?", self.words.get(body, body))
-                first = kind in self.words and generator.random() < usual
+                first = usual and kind in self.words and generator.random() < usual
                 kept[kind] = options[0] if first else generator.choice(options)
             if hint:
                 return body[:-1] if kept[kind] else ""
