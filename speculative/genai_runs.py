@@ -61,10 +61,15 @@ def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None,
     while sizes and sum(gained) < len(result.tokens[0]):
         gained.insert(0, sizes.pop())
     gained = gained[1:]  # the first is the prompt's inference
-    proposed, room = [], max_new_tokens - 1
-    for tokens in gained:  # the engine drafts no more than can still be used
-        proposed.append(min(draft_length or 0, room - 1))
-        room -= tokens
+    end_of_text = pipe.get_tokenizer().get_eos_token_id()
+    proposed, done = [], 1
+    for tokens in gained:
+        drafted = min(draft_length or 0, max_new_tokens - done - 1)  # no more than can still be used
+        accepted = result.tokens[0][done : done + tokens - 1]
+        if accepted and accepted[-1] == end_of_text:  # there the draft stops, even with ignore_eos
+            drafted = len(accepted)
+        proposed.append(drafted)
+        done += tokens
     return Run(
         tokens=list(result.tokens[0]),
         proposed=proposed,

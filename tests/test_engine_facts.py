@@ -106,7 +106,7 @@ def test_a_streamer_gets_all_tokens_of_an_inference_at_once(pair):
     assert gained == list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
 
 
-@pytest.mark.parametrize("wanted", [33, 40])
+@pytest.mark.parametrize("wanted", [21, 30])  # below the end of the text, where the draft stops drafting
 @pytest.mark.parametrize("k", [4, 5])
 def test_the_engine_counts_leave_out_the_last_iteration(pair, k, wanted):
     _, gained, result = generate(pair, max_new_tokens=wanted, ignore_eos=True, num_assistant_tokens=k)
@@ -202,7 +202,7 @@ def test_an_npu_main_model_takes_k_up_to_seven():
 
 def sampled(pipe, seeds, **config):
     """Return the first two tokens of one request a seed, sampled from the three likeliest tokens."""
-    settings = {"do_sample": True, "top_k": 3, "temperature": 2.0, "max_new_tokens": 4, "ignore_eos": True, **config}
+    settings = {"do_sample": True, "top_k": 3, "temperature": 5.0, "max_new_tokens": 4, "ignore_eos": True, **config}
     return [tuple(generate(pipe, rng_seed=seed, **settings)[0][:2]) for seed in seeds]
 
 

@@ -153,7 +153,7 @@ def test_a_prompt_longer_than_the_context(run):
 
 
 def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run):
-    done = run("samples/greedy_causal_lm.py", DRAFT, "-", "--max-new-tokens", 5000, stdin=" the" * 1900)
+    done = run("samples/greedy_causal_lm.py", DRAFT, "-", "--max-new-tokens", 5000, stdin=" the" * 900)
     assert done.returncode == 0, done.stderr
     note = next(line for line in done.stderr.splitlines() if line.startswith("note: "))
     assert "new tokens, not 5000" in note
