@@ -42,16 +42,16 @@ def encode(tokenizer: openvino_genai.Tokenizer, prompt: str) -> openvino_genai.T
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None, ignore_eos: bool = True) -> Run:
-    """Generate greedily; `draft_length` is K of a pipeline that has a draft, None of one that has none.
+def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None) -> Run:
+    """Generate max_new_tokens greedily, past any end of text.
+
+    `draft_length` is K of a pipeline that has a draft, None of one that has none.
 
     A pair with an NPU changes K as it goes: there `proposed` is what the given K stands for, not what was drafted.
     """
-    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
-    if not ignore_eos:
-        config.set_eos_token_id(pipe.get_tokenizer().get_eos_token_id())
     result = pipe.generate(inputs, config)
     metrics, drafting = result.perf_metrics, result.extended_perf_metrics
     # m_batch_sizes has the tokens gained by each inference of the main model; get_num_accepted_tokens() leaves out the
