@@ -24,10 +24,10 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C ma
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import openvino_genai  # noqa: E402
+from arguments import refuse_unsound, whole  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
-from speculative.pair_check import check_pair  # noqa: E402
 
 
 def lengths(text: str) -> list[int]:
@@ -49,12 +49,6 @@ def key_value(text: str) -> tuple[str, str]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
-
-
-def whole(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -157,10 +151,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
-    for finding in check_pair(arguments.main, arguments.draft).findings:
-        if finding.level == "error":
-            print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
-            return 2
+    refuse_unsound(arguments.main, arguments.draft)
     if not arguments.prompts.is_file():
         print(f"error: {arguments.prompts} is not a file: give a file with one prompt a line.", file=sys.stderr)
         return 2

@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import openvino_genai  # noqa: E402
+from arguments import refuse_unsound, whole  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
-from speculative.pair_check import check_pair  # noqa: E402
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
 
@@ -30,12 +30,6 @@ def share(text: str) -> float:
     if 0 <= (value := float(text)) <= 1:
         return value
     raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
-
-
-def whole(text: str) -> int:
-    if (value := int(text)) > 0:
-        return value
-    raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -107,10 +101,7 @@ def main() -> int:
     sys.stdout.reconfigure(encoding="utf-8")
     sys.stderr.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
-    for finding in check_pair(arguments.main, arguments.draft).findings:
-        if finding.level == "error":
-            print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
-            return 2
+    refuse_unsound(arguments.main, arguments.draft)
     try:
         result = smoke(arguments)
     except RuntimeError as error:  # the engine's: a broken file, a device that is not there
