@@ -1,0 +1,163 @@
+"""From a model's logits to the distribution the next token is drawn from, as OpenVINO GenAI's own sampler does it.
+
+The names are those of `openvino_genai.GenerationConfig`, and so is their meaning, which GenAI 2026.4.1 was seen to have
+by its draws (tests/test_distribution.py). In this order:
+
+1. `min_new_tokens`: until as many are generated, stop tokens have no chance.
+2. `repetition_penalty` divides positive logits of tokens in prompt or text and multiplies negative ones: both sink.
+3. `presence_penalty` (once) and `frequency_penalty` (times their number) move the logits of generated tokens, not the
+   prompt's, towards 0 and past it. So negative ones rise: GenAI "reduces the absolute log prob", other tools subtract.
+4. `top_k` keeps the k largest, then the softmax of logits / `temperature` is taken over what is left.
+5. `min_p` keeps what has at least that share of the largest probability.
+6. `top_p` keeps the fewest most probable tokens that add up to more than top_p of step 4's sum.
+
+Main and draft get the same transform, which is what keeps speculative decoding lossless for the transformed main model.
+"""
+
+import numpy as np
+from openvino_genai import GenerationConfig
+
+GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken
+
+
+def check_supported(config: GenerationConfig) -> None:
+    """Raise ValueError, naming the setting, if `config` asks for what a single drawn sequence of tokens is not."""
+    for name, neutral in (("num_beams", 1), ("num_return_sequences", 1), ("logprobs", 0), ("echo", False)):
+        value = getattr(config, name)
+        if value != neutral:
+            raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
+    for name in ("structured_output_config", "adapters", "parsers"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is not supported here: leave it empty")
+
+
+class Distribution:
+    """Turns logits into probabilities as `config` says; `greedy` tells whether one token has them all.
+
+    Raises ValueError for a value out of range.
+    """
+
+    def __init__(self, config: GenerationConfig):
+        for name, valid, range_ in (
+            ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
+            ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
+            ("min_p", 0 <= config.min_p < 1, "from 0 (off) to below 1"),
+            ("repetition_penalty", config.repetition_penalty > 0, "above 0 (1 means off)"),
+            ("presence_penalty", -2 <= config.presence_penalty <= 2, "from -2 to 2 (0 means off)"),
+            ("frequency_penalty", -2 <= config.frequency_penalty <= 2, "from -2 to 2 (0 means off)"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
+        self.greedy = not config.do_sample or config.temperature <= GREEDY_TEMPERATURE
+        self.temperature = config.temperature
+        self.top_k = config.top_k
+        self.top_p = config.top_p
+        self.min_p = config.min_p
+        self.repetition_penalty = config.repetition_penalty
+        self.presence_penalty = config.presence_penalty
+        self.frequency_penalty = config.frequency_penalty
+        self.min_new_tokens = config.min_new_tokens
+        self.stop_token_ids = sorted({*config.stop_token_ids, config.eos_token_id} - {-1})
+
+    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
+        """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
+
+        `logits` float32 [V] are left as they are. Raises ValueError if they are not numbers.
+        """
+        logits = self._penalised(logits, prompt, generated)
+        if self.greedy:
+            best = logits.argmax()
+            _check_finite(logits[best])
+            return _spread(np.float32(1), best, len(logits))
+
+        kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else slice(None)
+        weights = logits[kept]
+        highest = weights.max()
+        _check_finite(highest)
+        weights = weights - highest
+        if self.temperature != 1:
+            weights *= np.float32(1 / self.temperature)
+        np.exp(weights, out=weights)  # the highest is 1
+        all_of_it = weights.sum()
+        if self.min_p > 0:
+            weights[weights < self.min_p] = 0
+        if self.top_p < 1:
+            weights[~nucleus(weights, self.top_p * all_of_it)] = 0
+        weights /= weights.sum()
+        return weights if isinstance(kept, slice) else _spread(weights, kept, len(logits))
+
+    def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
+        too_short = len(generated) < self.min_new_tokens
+        counted = len(generated) and (self.presence_penalty != 0 or self.frequency_penalty != 0)
+        if not too_short and not counted and self.repetition_penalty == 1:
+            return logits
+        logits = logits.copy()
+        if too_short:
+            logits[self.stop_token_ids] = -np.inf
+        if self.repetition_penalty != 1:
+            seen = np.concatenate((prompt, generated))
+            values = logits[seen]
+            logits[seen] = np.where(values < 0, values * self.repetition_penalty, values / self.repetition_penalty)
+        if counted:
+            tokens, times = np.unique(generated, return_counts=True)
+            values = logits[tokens]
+            for penalty in (self.presence_penalty, self.frequency_penalty * times):
+                values -= np.where(values < 0, -penalty, penalty)
+            logits[tokens] = values
+        return logits
+
+
+def largest(logits: np.ndarray, k: int) -> np.ndarray:
+    """Return the tokens of the k largest of `logits` [V], largest first; of equal ones the lower tokens, k < V.
+
+    The k-th largest of the maxima of blocks is a bound the k-th largest logit cannot be below, so that few are sorted.
+    """
+    block = max(1, len(logits) // (8 * k))
+    maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), block))
+    candidates = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
+    return candidates[np.argsort(-logits[candidates], kind="stable")[:k]]
+
+
+def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
+    """Return bool [V]: the fewest largest `weights` that add up to more than `mass`, or all; of equal ones the first.
+
+    Holtzman et al. 2020 (arXiv 1904.09751), section 3.1. What is below the V-th part of the rest cannot be among them;
+    above that, the smallest of them is enclosed between a low and a high weight before the last ones are sorted.
+    """
+    rest = weights.sum() - mass
+    if rest <= 0:
+        return np.ones(len(weights), bool)
+    low, high = rest / len(weights), weights.max()
+    head, taken, larger = weights[weights >= low], 0.0, 0  # the edge is in head, behind `larger` ones of `taken` mass
+    for _ in range(16):
+        if len(head) < 256:
+            break
+        middle = np.sqrt(low * high)
+        above = head[head >= middle]
+        if taken + above.sum() > mass:
+            head, low = above, middle
+        else:
+            head, high = head[head < middle], middle
+            taken, larger = taken + above.sum(), larger + len(above)
+
+    head[::-1].sort()
+    place = min(head.cumsum().searchsorted(mass - taken, side="right"), len(head) - 1)
+    inside = weights >= head[place]
+    surplus = np.count_nonzero(inside) - (larger + place + 1)
+    if surplus:
+        inside[np.flatnonzero(weights == head[place])[-surplus:]] = False
+    return inside
+
+
+def _spread(probabilities: np.ndarray, tokens: np.ndarray, size: int) -> np.ndarray:
+    everywhere = np.zeros(size, np.float32)
+    everywhere[tokens] = probabilities
+    return everywhere
+
+
+def _check_finite(highest_logit: float) -> None:
+    if not np.isfinite(highest_logit):
+        raise ValueError(
+            f"the model's highest logit is {highest_logit}: run it with INFERENCE_PRECISION_HINT=f32, "
+            "or check its weights"
+        )
