@@ -1,0 +1,145 @@
+"""A language model with a cache: tokens in, logits for the next token out.
+
+    model = cached_model.load(Path("models/embedded/main"), "CPU")
+    logits = model.logits(tokens, last=3)  # after each of the last 3 tokens
+
+Every call gives the whole text so far. What the cache holds of it already, the longest common prefix, is not computed
+again: a chat turn costs what is new, and a rejected draft is rolled back by being absent from the next call's tokens.
+"""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import openvino as ov
+
+from speculative.paged_model import PagedModel
+from speculative.stateful_model import StatefulModel
+
+CHUNK = 1024  # tokens of a prompt in one inference: bounds the memory for activations
+CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
+CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
+TOLERANCE = 0.2  # of the logits' spread; u8 caches differ by up to 0.03, a stale cache by 0.5 and more
+
+
+class Backend(Protocol):
+    """What holds the cache: `PagedModel` or `StatefulModel`."""
+
+    kind: str
+    cache_bytes: int
+
+    def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        """Put tokens [n] at positions from `start` on, forgetting what was there and behind; logits [last, V]."""
+
+
+class CachedModel:
+    """One sequence of one model. Not thread-safe: one caller at a time."""
+
+    def __init__(self, backend: Backend, capacity: int):
+        self.backend = backend
+        self.capacity = capacity
+        self._held = np.zeros(capacity, np.int64)  # the tokens in the cache
+        self._length = 0
+        self.width = 0
+        self._check_rollback()
+
+    def logits(self, tokens: np.ndarray, last: int = 1) -> np.ndarray:
+        """Logits float32 [last, V] after each of the last `last` of `tokens` (int64 [n], the whole text so far).
+
+        The array is a view that the next call overwrites. Raises ValueError where `tokens` is longer than `capacity`.
+        """
+        n = len(tokens)
+        if n > self.capacity:
+            raise ValueError(
+                f"the text has {n} tokens and the cache room for {self.capacity}: shorten it or raise the capacity"
+            )
+        start = min(self.common_prefix(tokens), n - last)
+        self._length = start  # should a run fail, nothing behind is trusted
+        while n - start > CHUNK + last:
+            self._run(start, tokens[start : start + CHUNK], 1)
+            start += CHUNK
+        return self._run(start, tokens[start:], last)
+
+    def common_prefix(self, tokens: np.ndarray) -> int:
+        """How many of `tokens` the cache holds."""
+        n = min(self._length, len(tokens))
+        differ = self._held[:n] != tokens[:n]
+        first = int(differ.argmax()) if n else 0
+        return first if n and differ[first] else n
+
+    def forget(self) -> None:
+        """Take nothing from the cache for the next text."""
+        self._length = 0
+
+    def _run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        logits = self.backend.run(start, tokens, last)
+        self._length = start + len(tokens)
+        self._held[start : self._length] = tokens
+        return logits
+
+    def _check_rollback(self) -> None:
+        """Compare a step after a rollback with a fresh one, so that a wrong cache never goes unnoticed."""
+        first = self.backend.run(0, np.zeros(1, np.int64), 1)
+        self.width = first.shape[1]
+        ids = (np.arange(24, dtype=np.int64) * 7919 + 1) % self.width
+        text, other = ids[:12], ids[12:]
+        fresh = self.logits(text, last=2).copy()
+        self.logits(np.concatenate([text[:5], other]))
+        rolled_back = self.logits(text, last=2).copy()
+        difference = float(np.abs(fresh - rolled_back).max() / (fresh.std() or 1.0))
+        if not difference < TOLERANCE:
+            raise ValueError(
+                f"a step after a rollback of the {self.backend.kind} cache differs from a fresh one by {difference:.2f} "
+                "of the logits' spread: this model cannot be rolled back; decode it without a draft"
+            )
+        self.forget()
+
+
+def load(
+    folder: Path,
+    device: str = "CPU",
+    properties: dict | None = None,
+    capacity: int | None = None,
+    stateful: bool | None = None,
+) -> CachedModel:
+    """Compile the IR in `folder` for `device` with OpenVINO `properties` (CACHE_DIR keeps the compiled model on disk).
+
+    `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
+    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere. Raises ValueError for a model that
+    cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
+    """
+    folder = Path(folder)
+    config = folder / "config.json"
+    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    known = {**known, **known.get("text_config", {})}
+    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), CAPACITY)
+    capacity = capacity or min(context, CAPACITY)
+    model = ov.Core().read_model(folder / "openvino_model.xml")
+    _refuse_other_states(model, folder)
+    if stateful is None:
+        stateful = device.partition(".")[0] not in ("CPU", "GPU")
+    if stateful:
+        backend = StatefulModel(model, device, properties or {}, capacity, "sliding_window" in known)
+    else:
+        backend = PagedModel(model, device, properties or {}, capacity)
+    try:
+        return CachedModel(backend, capacity)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _refuse_other_states(model: ov.Model, folder: Path) -> None:
+    """A key or value cache has an entry for each token, so it can be cut; other states have all tokens in one."""
+    states = [variable.get_info() for variable in model.get_variables()]
+    if not states:
+        raise ValueError(
+            f"{folder} has no KV cache: export it with `optimum-cli export openvino` (it is stateful then)"
+        )
+    for state in states:
+        shape = state.data_shape
+        if shape.rank.get_length() != 4 or not shape[2].is_dynamic:
+            raise ValueError(
+                f"{folder} keeps a state that cannot be rolled back ({state.variable_id}: linear attention or a state "
+                "space model): speculative decoding needs an attention cache"
+            )

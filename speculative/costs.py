@@ -1,0 +1,79 @@
+"""What a draft step and a main inference on n tokens cost here: measured once, kept on disk."""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+
+from speculative.cached_model import CachedModel
+from speculative.draft_length import LONGEST, Costs
+
+MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference
+CONTEXT = 64  # tokens in the cache meanwhile
+TIMES = 3
+
+
+def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
+    """Time both models (a second or so for a 1 B model); their caches are empty afterwards."""
+    return Costs(
+        draft=_seconds(draft, (1,))[1] if draft else 0.0,
+        main=_seconds(main, tuple(n for n in MEASURED if n + CONTEXT <= main.capacity)),
+    )
+
+
+def _seconds(model: CachedModel, counts: tuple[int, ...]) -> dict[int, float]:
+    tokens = (np.arange(CONTEXT + max(counts), dtype=np.int64) * 7919 + 1) % model.width
+    model.logits(tokens[:CONTEXT])
+    times: dict[int, list[float]] = {n: [] for n in counts}
+    for _ in range(TIMES + 1):
+        for n in counts:
+            begin = time.perf_counter()
+            model.backend.run(CONTEXT, tokens[CONTEXT : CONTEXT + n], n)
+            times[n].append(time.perf_counter() - begin)
+    model.forget()
+    return {n: statistics.median(times[n][1:]) for n in counts}  # the first of each shape is slower
+
+
+def key(*models: tuple[Path | None, str, dict]) -> str:
+    """What the costs depend on: the weights, their devices and the properties of both, and the machine."""
+    named = [
+        [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
+        for folder, device, properties in models
+        if folder
+    ]
+    return json.dumps([ov.__version__, platform.node(), os.cpu_count(), named], sort_keys=True, default=str)
+
+
+def folder(properties: dict) -> Path:
+    """Where costs are kept: beside the compiled models if there is a CACHE_DIR, else in the user's cache folder."""
+    if "CACHE_DIR" in properties:
+        return Path(properties["CACHE_DIR"])
+    base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "openvino-speculative")
+
+
+def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
+    """The costs kept in `folder` under `name`; measured and kept there if there are none.
+
+    The same costs every time make the draft lengths, and with a seed the text, the same every time.
+    """
+    file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
+    except (OSError, ValueError, KeyError):
+        costs = measure(main, draft)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"draft": costs.draft, "main": costs.main, "of": name}), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        pass  # a read-only home: measured again next time
+    return costs

@@ -1,0 +1,82 @@
+"""A model with its KV cache in blocks (paged attention: Kwon et al. 2023, arXiv 2309.06180), for CPU and GPU.
+
+The cache is one table of blocks for each layer, allocated once. Where a run starts is an input of the model, so rolling
+back is starting earlier: nothing is copied, and what lies behind is overwritten.
+"""
+
+import numpy as np
+import openvino as ov
+from openvino._offline_transformations import paged_attention_transformation
+
+from speculative.logits_cut import keep_logits_at
+
+
+class PagedModel:
+    """`run(start, tokens, last)` over an OpenVINO model and its blocks."""
+
+    kind = "paged attention"
+
+    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
+        """`model` is changed in place. `capacity` is the longest sequence, in tokens."""
+        paged_attention_transformation(model)
+        keep_logits_at(model, axis=0)
+        core = ov.Core()
+        compiled = core.compile_model(model, device, properties)
+        self._request = compiled.create_infer_request()
+        self._index = {name: i for i, port in enumerate(compiled.inputs) for name in port.names}
+        on_gpu = device.startswith("GPU")
+        self._block_size = 16 if on_gpu else 32  # tokens in a block, fixed by the plugin
+        blocks = -(-capacity // self._block_size)
+        self.cache_bytes = 0
+        for i, port in enumerate(compiled.inputs):
+            if port.any_name.startswith(("key_cache.", "value_cache.")):
+                shape = ov.Shape([blocks, *(dim.get_length() for dim in list(port.partial_shape)[1:])])
+                if on_gpu:  # in the device's own memory
+                    tensor = core.get_default_context(device).create_tensor(port.element_type, shape, {})
+                else:
+                    tensor = ov.Tensor(port.element_type, shape)
+                self._request.set_input_tensor(i, tensor)
+                self.cache_bytes += tensor.byte_size
+        self._shared: dict[str, ov.Tensor] = {}
+        self._past = self._share("past_lens", np.zeros(1, np.int32))
+        self._span = self._share("subsequence_begins", np.zeros(2, np.int32))
+        self._block_span = self._share("block_indices_begins", np.zeros(2, np.int32))
+        self._longest = self._share("max_context_len", np.zeros((), np.int32))
+        self._blocks = np.arange(blocks, dtype=np.int32)
+        self._shape = (0, 0, 0)  # tokens, last, blocks of the last run
+
+    def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
+
+        Returns logits float32 [last, V] after the last `last` of them: a view that the next run overwrites.
+        """
+        n = len(tokens)
+        end = start + n
+        blocks = -(-end // self._block_size)
+        self._set_shapes(n, last, blocks)
+        self._ids[:] = tokens
+        self._positions[:] = np.arange(start, end)
+        self._past[0] = start
+        self._span[1] = n
+        self._block_span[1] = blocks
+        self._longest[()] = end
+        self._request.start_async()
+        self._request.wait()
+        return self._request.get_output_tensor(0).data.reshape(last, -1)
+
+    def _share(self, name: str, array: np.ndarray) -> np.ndarray:
+        self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # which keeps the array alive
+        self._request.set_input_tensor(self._index[name], tensor)
+        return array
+
+    def _set_shapes(self, n: int, last: int, blocks: int) -> None:
+        """Set anew the inputs whose shape differs from the last run's."""
+        was_n, was_last, was_blocks = self._shape
+        if n != was_n:
+            self._ids = self._share("input_ids", np.zeros(n, np.int64))
+            self._positions = self._share("position_ids", np.zeros(n, np.int64))
+        if (n, last) != (was_n, was_last):
+            self._share("logits_positions", np.arange(n - last, n, dtype=np.int64))
+        if blocks != was_blocks:
+            self._share("block_indices", self._blocks[:blocks])
+        self._shape = n, last, blocks

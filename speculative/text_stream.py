@@ -1,0 +1,73 @@
+"""Tokens in, text out, piece by piece: whole characters only, and nothing that may belong to a stop string."""
+
+from collections.abc import Callable, Collection, Sequence
+
+BEFORE = 8  # tokens decoded again for their influence on the next ones (spaces, bytes of one character)
+
+
+class TextStream:
+    """The text of a growing list of tokens.
+
+    `text` is all of it so far; `stopped` is set once a stop string is complete, and the text ends there, before the
+    string or, with `include_stop`, behind it.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: Collection[str] = (), include_stop: bool = False
+    ):
+        self._decode = decode
+        self._stops = [stop for stop in stop_strings if stop]
+        self._include_stop = include_stop
+        self._ids: list[int] = []
+        self._done = 0  # tokens whose text is in `text`
+        self._said = 0  # characters that were returned
+        self.text = ""
+        self.stopped = False
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Take more tokens; return the text that is certain now and how many of `tokens` belong to the text.
+
+        That is all of them, or those up to the one that completes a stop string.
+        """
+        for used, token in enumerate(tokens, start=1):
+            self._ids.append(token)
+            self._extend(last=False)
+            if self.stopped:
+                return self._new(len(self.text)), used
+        return self._new(len(self.text) - self._held_back()), len(tokens)
+
+    def end(self) -> str:
+        """Return what was held back: no more tokens come."""
+        if not self.stopped:
+            self._extend(last=True)
+        return self._new(len(self.text))
+
+    def _extend(self, last: bool) -> None:
+        begin = max(0, self._done - BEFORE)
+        before = self._decode(self._ids[begin : self._done]) if begin < self._done else ""
+        both = self._decode(self._ids[begin:])
+        if both.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
+            return
+        searched = len(self.text)
+        self.text += both[len(before) :]
+        self._done = len(self._ids)
+        self._stop_at_first(searched)
+
+    def _stop_at_first(self, searched: int) -> None:
+        found = [
+            (at, stop) for stop in self._stops if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0
+        ]
+        if found:
+            at, stop = min(found)
+            self.text = self.text[: at + len(stop) * self._include_stop]
+            self.stopped = True
+
+    def _held_back(self) -> int:
+        """The length of the longest end of the text that a stop string begins with."""
+        lengths = range(max((len(stop) for stop in self._stops), default=1) - 1, 0, -1)
+        return next((n for n in lengths if any(stop.startswith(self.text[-n:]) for stop in self._stops)), 0)
+
+    def _new(self, until: int) -> str:
+        new = self.text[self._said : max(until, self._said)]
+        self._said = max(until, self._said)
+        return new
