@@ -65,24 +65,24 @@ class Distribution:
         `logits` float32 [V] are left as they are. Raises ValueError if they are not numbers.
         """
         logits = self._penalised(logits, prompt, generated)
+        best = logits.argmax()
+        if not np.isfinite(logits[best]):  # argmax finds what is not a number
+            raise ValueError(
+                f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
+            )
         if self.greedy:
-            best = logits.argmax()
-            _check_finite(logits[best])
             return _spread(np.float32(1), best, len(logits))
 
         kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else slice(None)
-        weights = logits[kept]
-        highest = weights.max()
-        _check_finite(highest)
-        weights = weights - highest
+        weights = logits[kept] - logits[best]
         if self.temperature != 1:
             weights *= np.float32(1 / self.temperature)
-        np.exp(weights, out=weights)  # the highest is 1
-        all_of_it = weights.sum()
+        np.exp(weights, out=weights)  # softmax, once divided by its sum; the largest is 1
+        total = weights.sum()
         if self.min_p > 0:
-            weights[weights < self.min_p] = 0
+            weights *= weights >= self.min_p
         if self.top_p < 1:
-            weights[~nucleus(weights, self.top_p * all_of_it)] = 0
+            weights *= nucleus(weights, self.top_p * total)
         weights /= weights.sum()
         return weights if isinstance(kept, slice) else _spread(weights, kept, len(logits))
 
@@ -108,9 +108,9 @@ class Distribution:
 
 
 def largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """Return the tokens of the k largest of `logits` [V], largest first; of equal ones the lower tokens, k < V.
+    """Return the tokens of the k largest of `logits` [V], largest first; of equal ones the lower tokens. k is below V.
 
-    The k-th largest of the maxima of blocks is a bound the k-th largest logit cannot be below, so that few are sorted.
+    The k-th largest logit cannot be below the k-th largest of the maxima of blocks, so that few need sorting.
     """
     block = max(1, len(logits) // (8 * k))
     maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), block))
@@ -121,31 +121,27 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
 def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
     """Return bool [V]: the fewest largest `weights` that add up to more than `mass`, or all; of equal ones the first.
 
-    Holtzman et al. 2020 (arXiv 1904.09751), section 3.1. What is below the V-th part of the rest cannot be among them;
-    above that, the smallest of them is enclosed between a low and a high weight before the last ones are sorted.
+    `weights` are float32 and not negative. Holtzman et al. 2020 (arXiv 1904.09751), section 3.1, without sorting the
+    vocabulary: what is below the V-th part of the rest cannot be among them, and of what is left only those within 1 %
+    of the smallest are sorted. They are found by adding up weights that agree in exponent and first 7 bits.
     """
     rest = weights.sum() - mass
     if rest <= 0:
         return np.ones(len(weights), bool)
-    low, high = rest / len(weights), weights.max()
-    head, taken, larger = weights[weights >= low], 0.0, 0  # the edge is in head, behind `larger` ones of `taken` mass
-    for _ in range(16):
-        if len(head) < 256:
-            break
-        middle = np.sqrt(low * high)
-        above = head[head >= middle]
-        if taken + above.sum() > mass:
-            head, low = above, middle
-        else:
-            head, high = head[head < middle], middle
-            taken, larger = taken + above.sum(), larger + len(above)
+    head = weights.compress(weights >= rest / len(weights))
+    bucket = (head.view(np.int32) >> 16).astype(np.intp)
+    bucket = bucket.max() - bucket  # 0 holds the largest
+    reached = np.bincount(bucket, weights=head).cumsum()
+    last = min(reached.searchsorted(mass, side="right"), len(reached) - 1)
+    before = reached[last - 1] if last else 0.0
 
-    head[::-1].sort()
-    place = min(head.cumsum().searchsorted(mass - taken, side="right"), len(head) - 1)
-    inside = weights >= head[place]
-    surplus = np.count_nonzero(inside) - (larger + place + 1)
+    edges = head.compress(bucket == last)
+    edges[::-1].sort()
+    place = min(edges.cumsum(dtype=np.float64).searchsorted(mass - before, side="right"), len(edges) - 1)
+    inside = weights >= edges[place]
+    surplus = np.count_nonzero(inside) - np.count_nonzero(bucket < last) - (place + 1)
     if surplus:
-        inside[np.flatnonzero(weights == head[place])[-surplus:]] = False
+        inside[np.flatnonzero(weights == edges[place])[-surplus:]] = False
     return inside
 
 
@@ -153,11 +149,3 @@ def _spread(probabilities: np.ndarray, tokens: np.ndarray, size: int) -> np.ndar
     everywhere = np.zeros(size, np.float32)
     everywhere[tokens] = probabilities
     return everywhere
-
-
-def _check_finite(highest_logit: float) -> None:
-    if not np.isfinite(highest_logit):
-        raise ValueError(
-            f"the model's highest logit is {highest_logit}: run it with INFERENCE_PRECISION_HINT=f32, "
-            "or check its weights"
-        )
