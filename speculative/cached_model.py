@@ -14,19 +14,21 @@ from typing import Protocol
 import numpy as np
 import openvino as ov
 
+from speculative.npu_model import NpuModel
 from speculative.paged_model import PagedModel
 from speculative.stateful_model import StatefulModel
 
-CHUNK = 1024  # tokens of a prompt in one inference: bounds the memory for activations
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
 TOLERANCE = 0.2  # of the logits' spread; u8 caches differ by up to 0.03, a stale cache by 0.5 and more
 
 
 class Backend(Protocol):
-    """What holds the cache: `PagedModel` or `StatefulModel`."""
+    """What holds the cache: `PagedModel`, `StatefulModel` or `NpuModel`."""
 
     kind: str
+    capacity: int  # longest sequence, in tokens
+    chunk: int  # tokens of a prompt to give in one run
     cache_bytes: int
 
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
@@ -36,10 +38,10 @@ class Backend(Protocol):
 class CachedModel:
     """One sequence of one model. Not thread-safe: one caller at a time."""
 
-    def __init__(self, backend: Backend, capacity: int):
+    def __init__(self, backend: Backend):
         self.backend = backend
-        self.capacity = capacity
-        self._held = np.zeros(capacity, np.int64)  # the tokens in the cache
+        self.capacity = backend.capacity
+        self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0
         self.width = 0
         self._check_rollback()
@@ -56,9 +58,9 @@ class CachedModel:
             )
         start = min(self.common_prefix(tokens), n - last)
         self._length = start  # should a run fail, nothing behind is trusted
-        while n - start > CHUNK + last:
-            self._run(start, tokens[start : start + CHUNK], 1)
-            start += CHUNK
+        while n - start > self.backend.chunk + last:
+            self._run(start, tokens[start : start + self.backend.chunk], 1)
+            start += self.backend.chunk
         return self._run(start, tokens[start:], last)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
@@ -90,8 +92,8 @@ class CachedModel:
         difference = float(np.abs(fresh - rolled_back).max() / (fresh.std() or 1.0))
         if not difference < TOLERANCE:
             raise ValueError(
-                f"a step after a rollback of the {self.backend.kind} cache differs from a fresh one by {difference:.2f} "
-                "of the logits' spread: this model cannot be rolled back; decode it without a draft"
+                f"a step after a rollback of the {self.backend.kind} cache differs from a fresh one by "
+                f"{difference:.2f} of the logits' spread: this model cannot be rolled back; decode it without a draft"
             )
         self.forget()
 

@@ -152,10 +152,11 @@ class Decoder:
         result = Generation()
         text = TextStream(self._decode, config.stop_strings, config.include_stop_str_in_output)
         stops = self._stop_ids(config)
+        watched = config.stop_strings or (streamer and not isinstance(streamer, StreamerBase))
         begin = time.perf_counter()
         steps = self.stream(prompt, config)
         for step in steps:
-            piece, used = text.push(step.tokens) if self.tokenizer else ("", len(step.tokens))
+            piece, used = text.push(step.tokens) if watched else ("", len(step.tokens))
             gained = step.tokens[:used]
             result.tokens += gained
             result.from_draft += [i < step.accepted for i in range(used)]
@@ -171,12 +172,15 @@ class Decoder:
                 result.finish_reason = "cancelled"
             if result.finish_reason != "length":
                 steps.close()
-        rest = text.end() if self.tokenizer else ""
         if isinstance(streamer, StreamerBase):
             streamer.end()
-        elif streamer and rest:
-            streamer(rest)
-        result.text = text.text
+        if watched:
+            rest = text.end()
+            if rest and streamer and not isinstance(streamer, StreamerBase):
+                streamer(rest)
+            result.text = text.text
+        elif self.tokenizer:
+            result.text = self._decode(result.tokens)
         result.draft_length = self._rule(config).why() if self.draft else "no draft"
         return result
 

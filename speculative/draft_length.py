@@ -86,9 +86,9 @@ class AdaptiveDraftLength:
 
         tokens they are expected to add  >  best rate so far (tokens a second) x seconds they add to draft and verify
 
-    which is the stopping rule that maximises tokens per second. The chance that a draft token is accepted is learnt from
-    how sure the draft is of it (as in Mamou et al. 2024, arXiv 2405.04304), old outcomes fading. Where not even a first
-    token pays, decoding is plain, and a token is drafted now and then to see whether that has changed.
+    which is the stopping rule that maximises tokens per second. The chance that a draft token is accepted is learnt
+    from how sure the draft is of it (as in Mamou et al. 2024, arXiv 2405.04304), old outcomes fading. Where not even a
+    first token pays, decoding is plain, and a token is drafted now and then to see whether that has changed.
     """
 
     BINS = 8  # of the draft's confidence
@@ -164,8 +164,8 @@ class AdaptiveDraftLength:
         speedup = tau * self._verify[1] / (self._verify[k + 1] + k * self._costs.draft)
         best = int(speedup.argmax())
         facts = (
-            f"a draft token takes {draft:.2f} ms and is accepted with {alpha:.2f}, the main model takes {one:.1f} ms for "
-            f"one token and {self._verify[best + 1] * 1000:.1f} ms for {best + 1}"
+            f"a draft token takes {draft:.2f} ms and is accepted with {alpha:.2f}, "
+            f"the main model takes {one:.1f} ms for one token and {self._verify[best + 1] * 1000:.1f} ms for {best + 1}"
         )
         if best == 0:
             return f"plain decoding, as drafting does not pay: {facts}"

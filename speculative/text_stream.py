@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-BEFORE = 8  # tokens decoded again for their influence on the next ones (spaces, bytes of one character)
+KEPT = 16  # tokens decoded again for their influence on the next ones (spaces, bytes of one character)
 
 
 class TextStream:
@@ -19,7 +19,8 @@ class TextStream:
         self._stops = [stop for stop in stop_strings if stop]
         self._include_stop = include_stop
         self._ids: list[int] = []
-        self._done = 0  # tokens whose text is in `text`
+        self._begin = self._done = 0  # of the tokens decoded again, of those whose text is in `text`
+        self._before = ""  # the text of tokens _begin to _done
         self._said = 0  # characters that were returned
         self.text = ""
         self.stopped = False
@@ -29,34 +30,40 @@ class TextStream:
 
         That is all of them, or those up to the one that completes a stop string.
         """
+        if not self._stops:  # all at once: decoding takes about 0.1 ms
+            self._ids += tokens
+            self._extend(last=False)
+            return self._say(len(self.text)), len(tokens)
         for used, token in enumerate(tokens, start=1):
             self._ids.append(token)
             self._extend(last=False)
             if self.stopped:
-                return self._new(len(self.text)), used
-        return self._new(len(self.text) - self._held_back()), len(tokens)
+                return self._say(len(self.text)), used
+        return self._say(len(self.text) - self._held_back()), len(tokens)
 
     def end(self) -> str:
         """Return what was held back: no more tokens come."""
         if not self.stopped:
             self._extend(last=True)
-        return self._new(len(self.text))
+        return self._say(len(self.text))
 
     def _extend(self, last: bool) -> None:
-        begin = max(0, self._done - BEFORE)
-        before = self._decode(self._ids[begin : self._done]) if begin < self._done else ""
-        both = self._decode(self._ids[begin:])
+        both = self._decode(self._ids[self._begin :])
         if both.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
             return
         searched = len(self.text)
-        self.text += both[len(before) :]
+        self.text += both[len(self._before) :]
+        if len(self._ids) - self._begin <= KEPT:
+            self._before = both
+        else:
+            self._begin = self._done
+            self._before = self._decode(self._ids[self._begin :])
         self._done = len(self._ids)
         self._stop_at_first(searched)
 
     def _stop_at_first(self, searched: int) -> None:
-        found = [
-            (at, stop) for stop in self._stops if (at := self.text.find(stop, max(0, searched - len(stop) + 1))) >= 0
-        ]
+        begins = ((self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops)
+        found = [(at, stop) for at, stop in begins if at >= 0]
         if found:
             at, stop = min(found)
             self.text = self.text[: at + len(stop) * self._include_stop]
@@ -64,10 +71,10 @@ class TextStream:
 
     def _held_back(self) -> int:
         """The length of the longest end of the text that a stop string begins with."""
-        lengths = range(max((len(stop) for stop in self._stops), default=1) - 1, 0, -1)
+        lengths = range(max(map(len, self._stops)) - 1, 0, -1)
         return next((n for n in lengths if any(stop.startswith(self.text[-n:]) for stop in self._stops)), 0)
 
-    def _new(self, until: int) -> str:
-        new = self.text[self._said : max(until, self._said)]
+    def _say(self, until: int) -> str:
+        new = self.text[self._said : until]
         self._said = max(until, self._said)
         return new
