@@ -108,40 +108,42 @@ def load(
     """Compile the IR in `folder` for `device` with OpenVINO `properties` (CACHE_DIR keeps the compiled model on disk).
 
     `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
-    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere. Raises ValueError for a model that
-    cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
+    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere; an NPU has its own, up to 1,152 tokens
+    unless `capacity` or MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a
+    model that cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
     """
     folder = Path(folder)
     config = folder / "config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     known = {**known, **known.get("text_config", {})}
     context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), CAPACITY)
-    capacity = capacity or min(context, CAPACITY)
+    window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
+    kind = device.partition(".")[0]
     model = ov.Core().read_model(folder / "openvino_model.xml")
-    _refuse_other_states(model, folder)
-    if stateful is None:
-        stateful = device.partition(".")[0] not in ("CPU", "GPU")
-    if stateful:
-        backend = StatefulModel(model, device, properties or {}, capacity, "sliding_window" in known)
-    else:
-        backend = PagedModel(model, device, properties or {}, capacity)
     try:
-        return CachedModel(backend, capacity)
+        _refuse_other_states(model)
+        if kind == "NPU":
+            backend = NpuModel(model, device, properties or {}, capacity, context, window)
+        elif stateful or (stateful is None and kind not in ("CPU", "GPU")):
+            backend = StatefulModel(model, device, properties or {}, capacity or min(context, CAPACITY), window)
+        else:
+            backend = PagedModel(model, device, properties or {}, capacity or min(context, CAPACITY))
+        return CachedModel(backend)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 
 
-def _refuse_other_states(model: ov.Model, folder: Path) -> None:
+def _refuse_other_states(model: ov.Model) -> None:
     """A key or value cache has an entry for each token, so it can be cut; other states have all tokens in one."""
     states = [variable.get_info() for variable in model.get_variables()]
     if not states:
         raise ValueError(
-            f"{folder} has no KV cache: export it with `optimum-cli export openvino` (it is stateful then)"
+            "the model has no KV cache: export it with `optimum-cli export openvino` (it is stateful then)"
         )
     for state in states:
         shape = state.data_shape
         if shape.rank.get_length() != 4 or not shape[2].is_dynamic:
             raise ValueError(
-                f"{folder} keeps a state that cannot be rolled back ({state.variable_id}: linear attention or a state "
+                f"the model keeps a state that cannot be rolled back ({state.variable_id}: linear attention or a state "
                 "space model): speculative decoding needs an attention cache"
             )

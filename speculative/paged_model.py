@@ -15,9 +15,11 @@ class PagedModel:
     """`run(start, tokens, last)` over an OpenVINO model and its blocks."""
 
     kind = "paged attention"
+    chunk = 1024  # tokens of a prompt in one inference: bounds the memory for activations
 
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
         """`model` is changed in place. `capacity` is the longest sequence, in tokens."""
+        self.capacity = capacity
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()

@@ -17,18 +17,21 @@ class StatefulModel:
     """`run(start, tokens, last)` over an OpenVINO model and its states."""
 
     kind = "stateful"
+    chunk = 1024  # tokens of a prompt in one inference: bounds the memory for activations
 
-    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, sliding_window: bool):
+    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, window: int):
         """`model` is changed in place. `capacity` is the longest sequence, in tokens.
 
-        With `sliding_window` rejected entries are cut off by copying: a window counts entries, hidden ones too.
+        With a sliding `window` shorter than the cache (0 without one) rejected entries are cut off by copying: a window
+        counts entries, hidden ones too.
         """
+        self.capacity = capacity
         keep_logits_at(model, axis=1)
         compiled = ov.Core().compile_model(model, device, properties)
         self._request = compiled.create_infer_request()
         self._index = {name: i for i, port in enumerate(compiled.inputs) for name in port.names}
-        self._can_hide = not sliding_window and {"attention_mask", "position_ids"} <= self._index.keys()
-        room = capacity + (capacity // SPARE if self._can_hide else 0)
+        room = capacity + capacity // SPARE
+        self._can_hide = not 0 < window < room and {"attention_mask", "position_ids"} <= self._index.keys()
         self.cache_bytes = room * _bytes_per_token(model, compiled)
         self._mask = np.zeros((1, room), np.int64)  # of the entries: 1 = in use
         self._entry = np.zeros(capacity, np.int64)  # which one each position has
@@ -71,7 +74,7 @@ class StatefulModel:
     def _keep(self, entries: np.ndarray) -> None:
         """Copy what is in use together."""
         for state in self._request.query_state():
-            state.state = ov.Tensor(state.state.data[:, :, entries])
+            state.state = ov.Tensor(np.take(state.state.data, entries, axis=2))
         self._used = len(entries)
         self._entry[: self._used] = np.arange(self._used)
         self._mask[0, : self._used] = 1

@@ -1,0 +1,114 @@
+"""A model on an NPU, where every shape is fixed: one network reads prompts, another up to 8 tokens at a time.
+
+OpenVINO's NPUW makes the two from one stateful IR and keeps the KV cache between them, as GenAI has it do. It forgets
+what is behind the first position of a run, but its attention mask keeps the ones of longer runs before: the mask given
+here therefore covers the whole cache, with zeros behind. And the first step behind a prompt must start where that ends,
+or NPUW takes over the wrong entries: what would start earlier is read anew. `NPUW_DEVICES=CPU` runs all of this on a CPU.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import openvino as ov
+
+PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LEN
+RESPONSE = 128
+STEP = 8  # tokens in one inference behind the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN says another number
+FEWER_STEPS = 8  # what would take more of them is read anew as a prompt, where it has room in one
+RENAMED = ("PREFILL_CONFIG", "PREFILL_HINT", "GENERATE_CONFIG", "GENERATE_HINT", "SHARED_HEAD_CONFIG")  # GenAI's names
+
+
+class NpuModel:
+    """`run(start, tokens, last)` over the two networks."""
+
+    kind = "NPU"
+
+    def __init__(
+        self,
+        model: ov.Model,
+        device: str,
+        properties: dict,
+        capacity: int | None,
+        context: int,
+        window: int,
+    ):
+        """`capacity` is the longest sequence wanted, in tokens, and `context` the longest the model can have.
+
+        MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties go before it and mean what they mean in GenAI; a prompt
+        longer than MAX_PROMPT_LEN works, and is slow. Raises ValueError where the cache would be longer than the
+        model's sliding `window` (0 without one): NPUW may keep the window's entries only, which cannot be rolled back.
+        """
+        properties = dict(properties)
+        capacity = min(capacity or PROMPT + RESPONSE, context)
+        self._prompt = int(properties.pop("MAX_PROMPT_LEN", min(capacity, PROMPT)))
+        response = int(properties.pop("MIN_RESPONSE_LEN", max(capacity - self._prompt, RESPONSE)))
+        self.capacity = min(self._prompt + response, context)
+        self.chunk = self.capacity  # a run makes its own
+        if 0 < window < self.capacity:
+            raise ValueError(
+                f"the model's sliding window of {window} tokens cannot be rolled back on an NPU: use a CPU or GPU, or "
+                f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN up to {window}"
+            )
+        self._step = int(properties.get("NPUW_LLM_MAX_GENERATION_TOKEN_LEN", STEP))
+        self._step = self._step if self._step == 1 else -(-self._step // 8) * 8  # as NPUW rounds it
+        settings = {
+            **{f"NPUW_LLM_{name}" if name in RENAMED else name: value for name, value in properties.items()},
+            "NPU_USE_NPUW": "YES",
+            "NPUW_LLM": "YES",
+            "NPUW_LLM_BATCH_DIM": 0,
+            "NPUW_LLM_SEQ_LEN_DIM": 2,
+            "NPUW_LLM_MAX_PROMPT_LEN": self._prompt,
+            "NPUW_LLM_MIN_RESPONSE_LEN": response + self._step,  # what a step adds needs room beside the cache
+            "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": self._step,
+            "NPUW_LLM_GENERATE_PYRAMID": "NO",  # one mask for all lengths
+        }
+        self._request = ov.Core().compile_model(model, device, settings).create_infer_request()
+        per_token = sum(
+            variable.get_info().data_shape[1].get_length() * variable.get_info().data_shape[3].get_length() * 2  # f16
+            for variable in model.get_variables()
+        )
+        self.cache_bytes = (self._prompt + self.capacity) * per_token  # each of the two networks has one
+        self._text = np.zeros(self.capacity, np.int64)  # the tokens in the cache
+        self._just_read = 0  # length of a prompt with no step behind it yet: that has to be where it ends
+        self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
+
+    def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
+
+        Returns logits float32 [last, V] after the last `last` of them: a view that the next run overwrites.
+        """
+        end = start + len(tokens)
+        self._text[start:end] = tokens
+        read = min(end - max(last - self._step, 0), self._prompt)  # a prompt ends with logits for one step's tokens
+        anew = start == 0 or (end - start > FEWER_STEPS * self._step and read > start)
+        if anew or start < self._just_read:
+            cuts = [0, *range(read, end, self._step), end]
+        else:
+            cuts = [*range(start, end, self._step), end]
+        if len(cuts) == 2:
+            return self._infer(*cuts)[-last:]
+        rows = [self._infer(*ends).copy() for ends in pairwise(cuts)]
+        return np.concatenate(rows)[-last:]
+
+    def _infer(self, start: int, end: int) -> np.ndarray:
+        """Logits after the tokens from `start` to `end`, of a prompt for the last of them only; a view."""
+        n = end - start
+        is_prompt = start == 0 and n > 1  # how NPUW knows one
+        if is_prompt:
+            mask = np.ones((1, n), np.int64)
+        else:
+            mask = np.zeros((1, self.capacity + n), np.int64)
+            mask[0, :start] = 1
+            mask[0, -n:] = 1
+        self._set("input_ids", self._text[None, start:end])
+        self._set("attention_mask", mask)
+        self._set("position_ids", np.arange(start, end)[None])
+        self._request.start_async()
+        self._request.wait()
+        self._just_read = end if is_prompt else 0
+        logits = self._request.get_tensor("logits").data[0]
+        return logits[-min(n, self._step, len(logits)) :]
+
+    def _set(self, name: str, array: np.ndarray) -> None:
+        self._inputs[name] = tensor = ov.Tensor(array, shared_memory=True)
+        self._request.set_tensor(name, tensor)
