@@ -1,5 +1,6 @@
 """What the tests share: where things are, and how to run a program of this project as its user does."""
 
+import functools
 import json
 import os
 import subprocess
@@ -32,6 +33,29 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """A function of an architecture: the folder of its tiny pair, `main` and `draft` in f32, exported at the first call."""
+    from tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
+
+    from convert import export_pair, optimum_cli
+
+    @functools.cache
+    def tiny_pair(architecture: str) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        tokenizer = train_tokenizer()
+        for role in ("main", "draft"):
+            save_checkpoint(architecture, role, tokenizer, folder / "checkpoints" / role)
+        sources = [str(folder / "checkpoints" / role) for role in ("main", "draft")]
+        precision = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimum_cli, "run", run_optimum_here)
+            assert export_pair.main([*sources, str(folder / "pair"), *precision]) == 0
+        return folder / "pair"
+
+    return tiny_pair
 
 
 @pytest.fixture(scope="session")

@@ -9,24 +9,15 @@ import pytest
 import transformers
 from optimum.exporters.openvino.model_configs import ChatGLM2OpenVINOConfig
 from packaging.version import parse
-from tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_checkpoint, train_tokenizer
-
-from convert import export_pair, optimum_cli
+from tiny_checkpoints import ARCHITECTURES
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 NEW_TOKENS = 64  # with the prompt, several times the sliding windows of 16
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tmp_path, monkeypatch):
-    monkeypatch.setattr(optimum_cli, "run", run_optimum_here)
-    tokenizer = train_tokenizer()
-    for role in ("main", "draft"):
-        save_checkpoint(architecture, role, tokenizer, tmp_path / "checkpoints" / role)
-    pair = tmp_path / "pair"
-    sources = [str(tmp_path / "checkpoints" / role) for role in ("main", "draft")]
-    assert export_pair.main([*sources, str(pair), "--weight-format", "fp32", "--draft-weight-format", "fp32"]) == 0
-
+def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tiny_pair):
+    pair = tiny_pair(architecture)
     alone, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **F32))
     for draft in ("draft", "main"):  # a bad draft and a perfect one: rejected and accepted tokens both
         draft_model = openvino_genai.draft_model(str(pair / draft), "CPU", **F32)
