@@ -3,7 +3,7 @@
 OpenVINO's NPUW makes the two from one stateful IR and keeps the KV cache between them, as GenAI has it do. It forgets
 what is behind the first position of a run, but its attention mask keeps the ones of longer runs before: the mask given
 here therefore covers the whole cache, with zeros behind. And the first step behind a prompt must start where that ends,
-or NPUW takes over the wrong entries: what would start earlier is read anew. `NPUW_DEVICES=CPU` runs all of this on a CPU.
+or NPUW takes over the wrong entries; what starts earlier is read anew. `NPUW_DEVICES=CPU` runs all this on a CPU.
 """
 
 from itertools import pairwise
