@@ -37,7 +37,7 @@ def run():
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory):
-    """A function of an architecture: the folder of its tiny pair, `main` and `draft` in f32, exported at the first call."""
+    """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first."""
     from tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
 
     from convert import export_pair, optimum_cli
