@@ -1,0 +1,391 @@
+"""Probabilities as GenAI's own sampler has them: compared with what it draws, the main model alone.
+
+The logits are known: most models here are a table that looks up the last token, in the smallest IR LLMPipeline runs;
+one is the embedded draft, over the paged-attention backend. Seeds are fixed, so that the p-values are too.
+"""
+
+import json
+import shutil
+from statistics import NormalDist
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+import pytest
+from conftest import DRAFT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openvino import opset13
+from openvino_genai import GenerationConfig
+
+from speculative.distribution import Distribution, check_supported, largest, nucleus
+
+NOTHING = np.empty(0, np.int64)
+LIKELY, UNLIKELY = 1e-3, 1e-9  # p-values: what GenAI does is above, what it does not do is below
+
+
+def save_table(table, folder):
+    """Write an IR whose next-token logits are the row of `table` [V, V] of the last token."""
+    types = {"input_ids": np.int64, "attention_mask": np.int64, "position_ids": np.int64, "beam_idx": np.int32}
+    inputs = []
+    for name, dtype in types.items():
+        inputs.append(opset13.parameter([-1] if name == "beam_idx" else [-1, -1], dtype, name=name))
+        inputs[-1].output(0).set_names({name})
+    logits = opset13.gather(opset13.constant(table.astype(np.float32)), inputs[0], opset13.constant(0))
+    logits.output(0).set_names({"logits"})
+    ov.save_model(ov.Model([logits], inputs), folder / "openvino_model.xml", compress_to_fp16=False)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    for part in DRAFT.glob("openvino_*tokenizer.*"):
+        shutil.copy(part, folder)
+    return openvino_genai.LLMPipeline(folder, "CPU", ATTENTION_BACKEND="SDPA")
+
+
+def tokens(pipe, prompt, **config):
+    """Return the tokens of each sequence GenAI generates behind the tokens `prompt`."""
+    config = GenerationConfig(**{"ignore_eos": True, **config})
+    return pipe.generate(ov.Tensor(np.array([prompt])), config).tokens
+
+
+def p_value(counts, probabilities):
+    """Chi-square: how often as many draws from `probabilities` are at least as far from them as `counts` are."""
+    if counts[probabilities == 0].any():
+        return 0.0
+    expected = counts.sum() * probabilities[probabilities > 0]
+    statistic = ((counts[probabilities > 0] - expected) ** 2 / expected).sum()
+    degrees = max(len(expected) - 1, 1)
+    # Wilson and Hilferty 1931: the cube root of chi-square / degrees of freedom is close to normal.
+    variance = 2 / (9 * degrees)
+    return NormalDist(1 - variance, variance**0.5).cdf(2 * (1 - variance) - (statistic / degrees) ** (1 / 3))
+
+
+# The first token, very often: which tokens are left, and with what share.
+
+PROMPT = [3, 4, 3, 6, 1]
+STEPS = np.log([0.4, 0.3, 0.15, 0.08, 0.04, 0.02, 0.008, 0.002])
+HALVES = np.log([1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 128])
+MIXED = np.array([1, -1, 0.5, -0.5, 0, 2, -2, 0.3])
+FIRST = [
+    (STEPS, {}, 8),
+    (MIXED, dict(temperature=0.5), 8),
+    (MIXED, dict(temperature=1.5), 8),
+    (STEPS, dict(top_k=3), 3),
+    (STEPS, dict(top_k=0), 8),
+    (STEPS, dict(top_k=8), 8),
+    (STEPS, dict(top_k=1, temperature=2), 1),
+    (STEPS, dict(top_p=0.69), 2),
+    (STEPS, dict(top_p=0.71), 3),
+    (STEPS, dict(top_p=0.01), 1),
+    (HALVES, dict(top_p=0.749), 2),
+    (HALVES, dict(top_p=0.751), 3),
+    (STEPS, dict(top_p=0.71, temperature=2), 4),  # of the flattened probabilities
+    (STEPS, dict(min_p=0.3), 3),
+    (HALVES, dict(min_p=0.24), 3),
+    (STEPS, dict(min_p=0.3, temperature=2), 5),
+    (STEPS, dict(top_k=3, top_p=0.8), 2),  # top_p of what top_k leaves; of everything it would be 3
+    (STEPS, dict(min_p=0.3, top_p=0.8), 3),  # top_p of what was there before min_p; of what it leaves it would be 2
+    (STEPS, dict(top_k=5, min_p=0.15, top_p=0.9, temperature=0.8), 3),
+    (MIXED, dict(repetition_penalty=1.5), 8),
+    (MIXED, dict(repetition_penalty=0.7), 8),
+    (MIXED, dict(presence_penalty=1.0, frequency_penalty=1.0), 8),  # the prompt does not count
+]
+
+
+@pytest.mark.parametrize(("row", "config", "left"), FIRST, ids=lambda value: str(value) if type(value) is dict else "")
+def test_the_first_token_is_drawn_by_genai_as_said_here(row, config, left, tmp_path):
+    config = dict(do_sample=True, **config)
+    pipe = save_table(np.tile(row, (8, 1)), tmp_path)
+    drawn = tokens(pipe, PROMPT, max_new_tokens=1, num_return_sequences=20_000, rng_seed=1, **config)
+    counts = np.bincount([token for (token,) in drawn], minlength=8)
+    probabilities = distribution(config)(row.astype(np.float32), np.array(PROMPT), NOTHING)
+    assert np.count_nonzero(probabilities) == np.count_nonzero(counts) == left
+    assert p_value(counts, probabilities) > LIKELY
+
+
+def test_draws_tell_temperatures_apart(tmp_path):
+    """The test above can fail: 3 % of temperature are seen."""
+    pipe = save_table(np.tile(MIXED, (8, 1)), tmp_path)
+    drawn = tokens(pipe, PROMPT, max_new_tokens=1, num_return_sequences=20_000, do_sample=True, temperature=0.7)
+    counts = np.bincount([token for (token,) in drawn], minlength=8)
+    for temperature, possible in ((0.7, True), (0.74, False), (0.66, False)):
+        row = distribution(dict(do_sample=True, temperature=temperature))(MIXED.astype(np.float32), NOTHING, NOTHING)
+        assert (p_value(counts, row) > LIKELY) == possible and (p_value(counts, row) < UNLIKELY) != possible
+
+
+# Whole texts: the tokens before count.
+
+
+def distribution(config):
+    return Distribution(GenerationConfig(**config))
+
+
+def each_token(texts, prompt, model, said):
+    """Yield (token, its logits, their probabilities, tokens before) for each token of `texts` behind `prompt`.
+
+    `model(tokens)` returns the logits [n, V] behind each of n tokens, `said(logits, prompt, text so far)` the
+    probabilities.
+    """
+    for text in texts:
+        rows = model([*prompt, *text])[len(prompt) - 1 :]
+        for i, token in enumerate(text):
+            yield token, rows[i], said(rows[i], np.array(prompt), np.array(text[:i], np.int64)), [*prompt, *text[:i]]
+
+
+def text_p_value(*what):
+    """p-value of texts. A number drawn within a token's own share of [0, 1) is uniform if the shares are right. The
+    tokens that penalties move lie side by side in it: negative logits before others, often seen tokens before others.
+    """
+    random, numbers = np.random.default_rng(0), []
+    for token, logits, shares, before in each_token(*what):
+        if shares[token] == 0:
+            return 0.0
+        order = np.lexsort((-np.bincount(before, minlength=len(shares)), logits >= 0))
+        place = np.flatnonzero(order == token)[0]
+        numbers.append(shares[order[:place]].sum() + random.random() * shares[token])
+    return p_value(np.histogram(numbers, bins=20, range=(0, 1 + 1e-6))[0], np.full(20, 1 / 20))
+
+
+def log_likelihood(*what):
+    return sum(np.log(float(shares[token])) for token, _, shares, _ in each_token(*what))
+
+
+TEXT = [
+    dict(repetition_penalty=1.3),
+    dict(presence_penalty=1.2),
+    dict(frequency_penalty=0.6),
+    dict(presence_penalty=-0.6, frequency_penalty=-0.1),
+    dict(repetition_penalty=1.2, presence_penalty=0.8, frequency_penalty=0.4, temperature=0.8),
+    dict(repetition_penalty=1.2, presence_penalty=0.8, frequency_penalty=0.4, top_k=9, top_p=0.9, min_p=0.02),
+]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Logits [16, 16] of both signs, read-only as an engine's output should be."""
+    table = (np.random.default_rng(1).standard_normal((16, 16)) * 1.5).astype(np.float32)
+    table.flags.writeable = False
+    return table
+
+
+@pytest.fixture(scope="module")
+def table_pipe(table, tmp_path_factory):
+    return save_table(table, tmp_path_factory.mktemp("table"))
+
+
+def texts(pipe, prompt, count, length, **config):
+    return [tokens(pipe, prompt, max_new_tokens=length, rng_seed=seed, **config)[0] for seed in range(count)]
+
+
+@pytest.mark.parametrize("config", TEXT, ids=str)
+def test_texts_are_drawn_by_genai_as_said_here(config, table, table_pipe):
+    config = dict(do_sample=True, **config)
+    drawn = texts(table_pipe, PROMPT, 150, 30, **config)
+    assert text_p_value(drawn, PROMPT, table.__getitem__, distribution(config)) > LIKELY
+
+
+OTHER_MEANINGS = {
+    "no penalty": lambda said: lambda logits, prompt, text: said(logits, NOTHING, NOTHING),
+    "the prompt counts": lambda said: lambda logits, prompt, text: said(logits, NOTHING, np.append(prompt, text)),
+    "the prompt does not count": lambda said: lambda logits, prompt, text: said(logits, NOTHING, text),
+    "subtracted always": lambda said: lambda logits, prompt, text: said(logits + 50, prompt, text),  # none is negative
+    "without the last token": lambda said: lambda logits, prompt, text: said(logits, prompt, text[:-1]),
+    "tokens count once": lambda said: lambda logits, prompt, text: said(logits, prompt, np.unique(text)),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "meanings"),
+    [
+        (dict(presence_penalty=1.2), ["the prompt counts", "subtracted always", "without the last token"]),
+        (dict(frequency_penalty=0.6), ["the prompt counts", "subtracted always", "tokens count once"]),
+        (dict(repetition_penalty=1.5), ["the prompt does not count", "subtracted always"]),
+    ],
+    ids=str,
+)
+def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, table, table_pipe):
+    """Were the other meaning right, its likelihood would fall behind that far with a probability of 1e-9 at most."""
+    drawn = texts(table_pipe, PROMPT, 150, 30, do_sample=True, **config)
+    said = distribution(dict(do_sample=True, **config))
+    likelihood = log_likelihood(drawn, PROMPT, table.__getitem__, said)
+    for meaning in ["no penalty", *meanings]:
+        other = OTHER_MEANINGS[meaning](said)
+        assert likelihood - log_likelihood(drawn, PROMPT, table.__getitem__, other) > -np.log(UNLIKELY), meaning
+
+
+def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
+    row = np.array([2, 1, 0, -1, 1, 0, -1, 2], np.float32)
+    pipe = save_table(np.tile(row, (8, 1)), tmp_path)
+    config = dict(do_sample=True, min_new_tokens=3, eos_token_id=0, stop_token_ids={0, 7})
+    drawn, said = texts(pipe, PROMPT, 500, 6, ignore_eos=False, **config), distribution(config)
+    assert {len(text) for text in drawn} >= {4, 5, 6}
+    assert text_p_value(drawn, PROMPT, lambda tokens: [row] * len(tokens), said) > LIKELY
+    assert not said(row, NOTHING, np.array([1, 1]))[[0, 7]].any()
+    assert said(row, NOTHING, np.array([1, 1, 1]))[[0, 7]].all()
+
+
+# A real model, over the backend LLMPipeline takes by itself.
+
+
+@pytest.fixture(scope="module")
+def real_pipe():
+    return openvino_genai.LLMPipeline(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+
+
+@pytest.fixture(scope="module")
+def real_logits():
+    """Return a function: tokens [n] to the logits [n, V] behind each of them."""
+    request = ov.Core().compile_model(DRAFT / "openvino_model.xml", "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"})
+    request = request.create_infer_request()
+
+    def logits(tokens):
+        request.reset_state()
+        n = len(tokens)
+        inputs = {"input_ids": [tokens], "attention_mask": [[1] * n], "position_ids": [list(range(n))], "beam_idx": [0]}
+        names = {name for port in request.model_inputs for name in port.names}
+        dtypes = {"beam_idx": np.int32}
+        request.infer({k: np.array(v, dtypes.get(k, np.int64)) for k, v in inputs.items() if k in names})
+        return request.get_tensor("logits").data[0].copy()
+
+    return logits
+
+
+REAL_PROMPT = [300, 45, 801, 12, 300, 77, 5]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        dict(repetition_penalty=1.2),
+        dict(repetition_penalty=1.1, presence_penalty=0.7, frequency_penalty=0.5),
+    ],
+    ids=str,
+)
+def test_greedy_tokens_of_a_real_model_are_the_same(config, real_pipe, real_logits):
+    (text,) = tokens(real_pipe, REAL_PROMPT, max_new_tokens=150, **config)
+    said, rows = distribution(config), real_logits(REAL_PROMPT + text)[len(REAL_PROMPT) - 1 :]
+    for i, token in enumerate(text):
+        row = said(rows[i], np.array(REAL_PROMPT), np.array(text[:i], np.int64))
+        assert row[token] == row.sum() == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(temperature=1.5),
+        dict(temperature=0.8, top_p=0.9, repetition_penalty=1.1),
+        dict(top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.2),
+    ],
+    ids=str,
+)
+def test_texts_of_a_real_model_are_drawn_as_said_here(config, real_pipe, real_logits):
+    config = dict(do_sample=True, **config)
+    drawn = texts(real_pipe, REAL_PROMPT, 12, 80, **config)
+    assert text_p_value(drawn, REAL_PROMPT, real_logits, distribution(config)) > LIKELY
+
+
+# The two filters, against the words that define them.
+
+weights = st.lists(st.integers(0, 20), min_size=2, max_size=60).filter(any)
+
+
+@settings(deadline=None)
+@given(weights, st.integers(1, 59))
+def test_largest_are_the_first_k_in_order_of_size(values, k):
+    logits, k = np.array(values, np.float32) - 7, min(k, len(values) - 1)
+    assert largest(logits, k).tolist() == sorted(range(len(values)), key=lambda token: (-values[token], token))[:k]
+
+
+@settings(deadline=None)
+@given(weights, st.integers(1, 1300))
+def test_nucleus_is_the_fewest_largest_that_exceed_the_mass(values, mass):
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
+    inside = nucleus(np.array(values, np.float32), mass)
+    expected, reached = [], 0
+    for token in order:
+        expected.append(token)
+        reached += values[token]
+        if reached > mass:
+            break
+    assert np.flatnonzero(inside).tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize("flatness", [0.0, 0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_filters_in_a_large_vocabulary(flatness, top_p):
+    logits = (np.random.default_rng(0).standard_normal(151_936) * flatness).astype(np.float32)
+    descending = np.sort(logits)[::-1]
+    assert logits[largest(logits, 1000)].tolist() == descending[:1000].tolist()
+
+    row = distribution(dict(do_sample=True, top_p=top_p))(logits, NOTHING, NOTHING)
+    everything = np.exp(descending.astype(np.float64) - descending[0])
+    size = np.searchsorted(everything.cumsum(), top_p * everything.sum(), side="right") + 1
+    assert abs(np.count_nonzero(row) - size) <= 1 + 1e-5 * size  # float32
+    assert row.dtype == np.float32 and abs(row.sum(dtype=np.float64) - 1) < 1e-5
+    assert row[row > 0].min() >= row[logits < logits[row > 0].min()].max(initial=0)
+
+
+# Greedy, and what is refused.
+
+
+@pytest.mark.parametrize("config", [{}, dict(do_sample=True, temperature=0), dict(do_sample=True, temperature=1e-6)])
+def test_greedy_is_certainty_at_the_first_of_the_largest(config):
+    said = distribution({**config, "temperature": config.get("temperature", 0.7)})
+    assert said.greedy
+    assert said(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("config", [dict(do_sample=True, temperature=1e-5), dict(do_sample=True, top_k=2, top_p=0.9)])
+def test_sampled_is_not_greedy(config):
+    said = distribution(config)
+    assert not said.greedy
+    assert said(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING).tolist() == [0, 0.5, 0, 0.5]
+
+
+def test_what_the_model_excludes_stays_excluded():
+    row = distribution(dict(do_sample=True, repetition_penalty=1.5))(
+        np.array([0, -np.inf, 0], np.float32), np.array([1]), NOTHING
+    )
+    assert row.tolist() == [0.5, 0, 0.5]
+
+
+@pytest.mark.parametrize("config", [{}, dict(do_sample=True), dict(do_sample=True, top_k=1)])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_are_said(config, broken):
+    with pytest.raises(ValueError, match=r"^the model's highest logit is (nan|inf): run it with \S+, or check it$"):
+        distribution(config)(np.array([0, broken, 1], np.float32), NOTHING, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", 1.0),
+        ("min_p", -0.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -2.5),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is {value:g}, but must be [^\n]+$"):
+        distribution(dict(do_sample=True, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(num_beams=4),
+        dict(num_return_sequences=2),
+        dict(logprobs=1),
+        dict(echo=True),
+        dict(structured_output_config=openvino_genai.StructuredOutputConfig(regex="a+")),
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_what_is_not_done_here_is_refused_by_name(config):
+    check_supported(GenerationConfig(do_sample=True, temperature=0.7, num_assistant_tokens=3, stop_strings={"x"}))
+    with pytest.raises(ValueError, match=rf"^{next(iter(config))}\S* is not supported here: leave it [^\n]+$"):
+        check_supported(GenerationConfig(**config))
