@@ -229,9 +229,10 @@ class Decoder:
             rule.learn(len(drafted), accepted)
             gained = tokens[n : n + accepted + 1].tolist()
             end = next((i for i, token in enumerate(gained) if token in stops), None)
-            yield Step(gained, accepted, len(drafted))
-            if end is not None:
+            if end is not None:  # the main model's own token behind an accepted end is not part of the text
+                yield Step(gained[: end + 1], accepted, len(drafted))
                 return
+            yield Step(gained, accepted, len(drafted))
             n += len(gained)
 
     def _rule(self, config: GenerationConfig) -> DraftLength:
