@@ -1,12 +1,15 @@
-"""Measure what a draft gains: the main model alone against the main model with the draft, for several draft lengths K.
+"""Measure what a draft gains: main model alone and with the draft, in GenAI's pipeline and in this project's engine.
 
-    python scripts/benchmark.py models/embedded/main models/embedded/draft --prompts scripts/prompts/embedded_code.jsonl
+    python scripts/benchmark.py models/embedded/main models/embedded/draft
 
-Greedy, the same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt alone and with each K, one
-after the other, so that whatever else the machine does falls on all alike. Speedup is decode throughput (prompt
-excluded) with the draft / alone, in the same round; shown are the median over the rounds and their range. A table for
-people on standard output, then one JSON object on its last line. Repeated 4-grams inflate acceptance: their share
-stands beside.
+Paths (`--paths`): `genai`, GenAI's pipeline, greedy, for each K; `engine`, ours, greedy, for each K and adaptive;
+`sampled`, ours at `--temperature`, lossless. GenAI's own sampled mode with a draft is not (scripts/verify_lossless.py).
+
+The same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt on every path, one after another,
+so that whatever else the machine does falls on all alike. Throughput is decode only (prompt excluded); speedup is over
+the main model alone in GenAI (sampled: alone in the engine), in the same round; shown are the median over the rounds
+and their range. `outside` is the share of the decoding that is not spent in the models. Repeated 4-grams inflate
+acceptance: their share stands beside. A table for people on standard output, then one JSON object on its last line.
 """
 
 import argparse
@@ -17,17 +20,45 @@ import platform
 import signal
 import statistics
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import refuse_unsound, whole  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import genai_runs, metrics  # noqa: E402
+from speculative import decoder, genai_runs, metrics  # noqa: E402
+from speculative.cached_model import CachedModel  # noqa: E402
+from speculative.decoder import Decoder, Generation  # noqa: E402
+from speculative.draft_length import AdaptiveDraftLength  # noqa: E402
+
+PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
+OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
+PATHS = ("genai", "engine", "sampled")
+
+
+@dataclass
+class Way:
+    """One way to decode: where it runs, with which draft length (0: none), greedy or sampled."""
+
+    engine: str
+    draft_length: int | str
+    sampled: bool
+    decode: Callable[[np.ndarray], genai_runs.Run | Generation]
+    seconds: list[list[float]] = field(default_factory=list)  # of each inference, by model, where they are timed
+    rounds: list[list[genai_runs.Run | Generation]] = field(default_factory=list)  # one of each prompt
+    outside: list[float] = field(default_factory=list)  # seconds not spent in inferences, by round
+
+    def throughput(self, round_: int) -> float:
+        runs = self.rounds[round_]
+        return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
 
 
 def lengths(text: str) -> list[int]:
@@ -44,6 +75,12 @@ def lengths(text: str) -> list[int]:
     return values
 
 
+def names(text: str) -> list[str]:
+    if not set(text.split(",")) <= set(PATHS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(PATHS)}")
+    return text.split(",")
+
+
 def key_value(text: str) -> tuple[str, str]:
     key, found, value = text.partition("=")
     if not found:
@@ -51,18 +88,38 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft (IR folder)")
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt", or one prompt a line')
+    parser.add_argument(
+        "--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt", or one prompt a line (default: code)'
+    )
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=lengths, default="1-8", metavar="K", help="1-8 or 2,4 (default: 1-8)"
+    )
+    parser.add_argument("--paths", type=names, default="genai,engine", help="of genai,engine,sampled (default: two)")
+    parser.add_argument(
+        "--temperature", type=temperature, default=1.0, metavar="T", help="of the sampled paths (default: 1)"
     )
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens a run (default: 100)"
     )
+    parser.add_argument("--max-prompts", type=whole, default=20, metavar="N", help="prompts to take (default: 20)")
     parser.add_argument("--rounds", type=whole, default=3, help="interleaved rounds after the warm-up (default: 3)")
+    parser.add_argument(
+        "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
+    )
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
     parser.add_argument(
@@ -73,77 +130,186 @@ def parse_arguments() -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="OpenVINO property of both models",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.max_new_tokens < 2:
+        parser.error("--max-new-tokens 1 leaves nothing to time behind the first token: take 2 or more")
+    return arguments
 
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: the "prompt" of each line for .jsonl, else the lines themselves."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file: give a file with one prompt a line")
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            if line.strip():
+                prompts.append(json.loads(line)["prompt"] if path.suffix == ".jsonl" else line)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f'line {number} of {path} is not JSON like {{"prompt": "..."}}: mend or remove it'
+            ) from None
+    if not prompts:
+        raise ValueError(f"{path} has no prompts: give a file with one prompt a line")
+    return prompts
 
 
-def measure(arguments: argparse.Namespace) -> dict[int, list[list[genai_runs.Run]]]:
-    """Runs by draft length (0: the main model alone), round and prompt."""
-    properties = dict(arguments.property)
-    alone = genai_runs.load(arguments.main, arguments.device, None, "", properties, {})
-    pair = genai_runs.load(
-        arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
-    )
-    inputs = [genai_runs.encode(alone.get_tokenizer(), prompt) for prompt in read_prompts(arguments.prompts)]
-    choices = [0, *arguments.num_assistant_tokens]
-    runs: dict[int, list[list[genai_runs.Run]]] = {k: [] for k in choices}
-    with tqdm(total=(arguments.rounds + 1) * len(inputs) * len(choices), unit="run") as bar:
+def load(arguments: argparse.Namespace) -> list[Way]:
+    """The ways to compare, the main model alone first. Each engine loads each model once."""
+    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
+    properties, n = dict(arguments.property), arguments.max_new_tokens
+    ways = []
+
+    alone = genai_runs.load(main, device, None, "", properties, {})
+    ways.append(Way("GenAI", 0, False, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n)))
+    if "genai" in arguments.paths:
+        pair = genai_runs.load(main, device, draft, draft_device, properties, properties)
+        for k in arguments.num_assistant_tokens:
+            decode = lambda ids, k=k: genai_runs.generate(pair, genai_runs.inputs(ids), n, k)  # noqa: E731
+            ways.append(Way("GenAI", k, False, decode))
+    if {"engine", "sampled"} & set(arguments.paths):
+        ours = decoder.load(main, device, draft, draft_device, properties, properties)
+        models = [ours.main, ours.draft.model]
+        seconds = [time_in(model) for model in models]
+        for sampled in [name == "sampled" for name in ("engine", "sampled") if name in arguments.paths]:
+            for k in (0, *arguments.num_assistant_tokens, "adaptive"):
+                config = openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True)
+                config.do_sample, config.temperature = sampled, arguments.temperature
+                if k in arguments.num_assistant_tokens:
+                    config.num_assistant_tokens = k
+                # adaptive lengths learn from one run for the next, each way for itself
+                one = Decoder(ours.main, ours.draft if k else None, AdaptiveDraftLength(ours.draft_length.costs))
+                decode = lambda ids, one=one, config=config: one.generate(ids, config)  # noqa: E731
+                ways.append(Way("ours", k, sampled, decode, seconds))
+    return ways
+
+
+def time_in(model: CachedModel) -> list[float]:
+    """Have every inference of `model` timed from now on; the list grows by its seconds."""
+    seconds: list[float] = []
+    run = model.backend.run
+
+    def timed(start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        begin = time.perf_counter()
+        logits = run(start, tokens, last)
+        seconds.append(time.perf_counter() - begin)
+        return logits
+
+    model.backend.run = timed
+    return seconds
+
+
+def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
+    """The prompts' token ids, each behind the same `--context` tokens of other text."""
+    tokenizer = openvino_genai.Tokenizer(str(arguments.main))
+    prompts = read_prompts(arguments.prompts)[: arguments.max_prompts]
+    ids = [genai_runs.encode(tokenizer, prompt).input_ids.data[0] for prompt in prompts]
+    if arguments.context:
+        text = tokenizer.encode(OTHER_TEXT.read_text(encoding="utf-8")).input_ids.data[0]
+        before = np.resize(text, arguments.context)
+        ids = [np.concatenate([before, one]) for one in ids]
+    return ids
+
+
+def measure(arguments: argparse.Namespace, prompts: list[np.ndarray]) -> list[Way]:
+    ways = load(arguments)
+    with tqdm(total=(arguments.rounds + 1) * len(prompts) * len(ways), unit="run") as bar:
         for _ in range(arguments.rounds + 1):
-            for k in choices:
-                runs[k].append([])
-            for prompt in inputs:
-                for k in choices:
-                    pipe, draft_length = (pair, k) if k else (alone, None)
-                    runs[k][-1].append(genai_runs.generate(pipe, prompt, arguments.max_new_tokens, draft_length))
+            for way in ways:
+                way.rounds.append([])
+                way.outside.append(0.0)
+            for ids in prompts:
+                for way in ways:
+                    before = [len(seconds) for seconds in way.seconds]
+                    run = way.decode(ids)
+                    way.rounds[-1].append(run)
+                    spent = [sum(seconds[n:]) for seconds, n in zip(way.seconds, before, strict=True)]
+                    way.outside[-1] += run.seconds - sum(spent)
                     bar.update()
-    return {k: rounds[1:] for k, rounds in runs.items()}  # the first round warms up
+    for way in ways:  # the first round warms up
+        del way.rounds[0], way.outside[0]
+    return ways
 
 
-def decode_throughput(runs: list[genai_runs.Run]) -> float:
-    return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
-
-
-def summarise(runs: dict[int, list[list[genai_runs.Run]]]) -> list[dict]:
-    """One row for the main model alone (K = 0), one for each draft length."""
+def summarise(ways: list[Way]) -> list[dict]:
+    """One row for each way."""
     rows = []
-    for k, rounds in runs.items():
-        ratios = [decode_throughput(a) / decode_throughput(b) for a, b in zip(rounds, runs[0], strict=True)]
-        proposed = [n for run in rounds[0] for n in run.proposed]
-        gained = [n for run in rounds[0] for n in run.gained]
+    baseline = {way.sampled: way for way in reversed(ways) if not way.draft_length}
+    for way in ways:
+        rounds = range(len(way.rounds))
+        speedups = [way.throughput(i) / baseline[way.sampled].throughput(i) for i in rounds]
+        runs = [run for round_ in way.rounds for run in round_]
+        proposed = [n for run in runs for n in run.proposed]
+        gained = [n for run in runs for n in run.gained]
+        texts = [run.tokens for run in way.rounds[0]]
         rows.append(
             {
-                "draft_length": k,
-                "throughput": statistics.median(decode_throughput(round_) for round_ in rounds),
-                "speedup": statistics.median(ratios),
-                "speedup_range": [min(ratios), max(ratios)],
+                "engine": way.engine,
+                "sampled": way.sampled,
+                "draft_length": way.draft_length,
+                "throughput": statistics.median(way.throughput(i) for i in rounds),
+                "throughputs": [way.throughput(i) for i in rounds],
+                "speedup": statistics.median(speedups),
+                "speedup_range": [min(speedups), max(speedups)],
                 "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+                "position_acceptance": metrics.position_acceptance(proposed, gained),
                 "block_efficiency": metrics.block_efficiency(gained),
-                "repetition": statistics.mean(metrics.repetition(run.tokens) for run in rounds[0]),
-                "ttft": statistics.median(run.seconds_to_first for round_ in rounds for run in round_),
-                "same_text": sum(a.tokens == b.tokens for a, b in zip(rounds[0], runs[0][0], strict=True)),
-                "output_sha256": hashlib.sha256(str([run.tokens for run in rounds[0]]).encode()).hexdigest()[:16],
+                "mean_draft_length": sum(proposed) / len(proposed),
+                "outside": sum(way.outside) / sum(run.seconds for run in runs) if way.seconds else None,
+                "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
+                "same_text": sum(a == b.tokens for a, b in zip(texts, ways[0].rounds[0], strict=True)),
+                "output_sha256": hashlib.sha256(str(texts).encode()).hexdigest()[:16],
+                "why": getattr(runs[-1], "draft_length", "") if way.draft_length == "adaptive" else "",
             }
         )
     return rows
 
 
-def table(rows: list[dict], prompts: int) -> str:
-    lines = [" K   tokens/s   speedup (range)       acceptance   block eff.   repetition   TTFT ms   text as alone"]
-    best = max(rows, key=lambda row: row["speedup"])
+def compare(rows: list[dict]) -> list[dict]:
+    """What people ask of the table: ours against GenAI with the same K, adaptive against the best fixed K."""
+    facts = []
+
+    def ratio(what: str, one: dict, other: dict) -> None:
+        ratios = [a / b for a, b in zip(one["throughputs"], other["throughputs"], strict=True)]
+        facts.append({"what": what, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]})
+
+    def find(engine: str, sampled: bool) -> dict[int | str, dict]:
+        return {row["draft_length"]: row for row in rows if (row["engine"], row["sampled"]) == (engine, sampled)}
+
+    genai, ours = find("GenAI", False), find("ours", False)
+    for k in [k for k in genai if k in ours]:
+        ratio(f"ours / GenAI, greedy, {f'K = {k}' if k else 'alone'}", ours[k], genai[k])
+    for sampled in (False, True):
+        table = find("ours", sampled)
+        fixed = [row for k, row in table.items() if k not in (0, "adaptive")]
+        if fixed:
+            best = max(fixed, key=lambda row: row["throughput"])
+            kind = "sampled" if sampled else "greedy"
+            ratio(f"adaptive / best fixed K = {best['draft_length']}, {kind}", table["adaptive"], best)
+            ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0])
+    return facts
+
+
+def table(rows: list[dict], facts: list[dict], prompts: int) -> str:
+    lines = [
+        "engine   mode      K         tokens/s   speedup (range)     acceptance   block eff.   outside   "
+        "repetition   text as alone"
+    ]
     for row in rows:
         low, high = row["speedup_range"]
         acceptance = "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
+        outside = "" if row["outside"] is None else f"{row['outside']:.1%}"
+        same = "" if row["sampled"] else f"{row['same_text']}/{prompts}"
+        best = max((r for r in rows if r["sampled"] == row["sampled"]), key=lambda r: r["throughput"])
         lines.append(
-            f"{row['draft_length'] or '-':>2} {row['throughput']:10.1f}   {row['speedup']:.2f}x ({low:.2f}-{high:.2f})"
-            f"   {acceptance:>14}   {row['block_efficiency']:10.2f}   {row['repetition']:10.2f}"
-            f"   {row['ttft'] * 1000:7.1f}   {row['same_text']}/{prompts}"
-            f"{'   <- best' if row is best and row['draft_length'] else ''}"
+            f"{row['engine']:<8} {'sampled' if row['sampled'] else 'greedy':<8}  {row['draft_length'] or '-':<8}"
+            f"{row['throughput']:10.1f}   {row['speedup']:.2f}x ({low:.2f}-{high:.2f})   {acceptance:>10}"
+            f"   {row['block_efficiency']:10.2f}   {outside:>7}   {row['repetition']:10.2f}   {same:>13}"
+            f"{'   <- best' if row is best else ''}"
         )
+    lines.append("")
+    lines += [f"{fact['what']}: {fact['ratio']:.2f} ({fact['range'][0]:.2f}-{fact['range'][1]:.2f})" for fact in facts]
+    lines += [f"adaptive, {'sampled' if row['sampled'] else 'greedy'}: {row['why']}" for row in rows if row["why"]]
     return "\n".join(lines)
 
 
@@ -152,30 +318,35 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
-    if not arguments.prompts.is_file():
-        print(f"error: {arguments.prompts} is not a file: give a file with one prompt a line.", file=sys.stderr)
+    try:
+        prompts = encode(arguments)
+    except ValueError as error:
+        print(f"error: {error}.", file=sys.stderr)
         return 2
     try:
-        runs = measure(arguments)
+        ways = measure(arguments, prompts)
     except (RuntimeError, ValueError, KeyError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    rows = summarise(runs)
-    print(table(rows, len(runs[0][0])))
+    rows = summarise(ways)
+    facts = compare(rows)
+    print(table(rows, facts, len(prompts)))
     environment = {
         "main": str(arguments.main),
         "draft": str(arguments.draft),
         "device": arguments.device,
         "draft_device": arguments.draft_device,
         "properties": dict(arguments.property),
-        "prompts": len(runs[0][0]),
+        "prompts": len(prompts),
+        "context": arguments.context or 0,
+        "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": arguments.rounds,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    print(json.dumps({"environment": environment, "rows": rows}, ensure_ascii=False))
+    print(json.dumps({"environment": environment, "rows": rows, "comparisons": facts}, ensure_ascii=False))
     return 0
 
 

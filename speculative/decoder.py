@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import openvino_genai
-from openvino_genai import GenerationConfig, StreamerBase, StreamingStatus
+from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative import cached_model, costs, metrics
 from speculative.cached_model import CachedModel
@@ -28,8 +28,8 @@ from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
 from speculative.rejection_sampling import verify
 from speculative.text_stream import TextStream
 
-Prompt = str | list | np.ndarray
-"""A text (through the chat template if there is one), a chat history (list of dict), or token ids."""
+Prompt = str | ChatHistory | list | np.ndarray
+"""A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
 class Step(NamedTuple):
@@ -108,7 +108,7 @@ class Decoder:
         self.main.forget()
         if self.draft:
             self.draft.forget()
-        self.draft_length.forget()
+        self.draft_length.forget(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 
     def stream(self, prompt: Prompt, config: GenerationConfig) -> Iterator[Step]:
@@ -192,7 +192,7 @@ class Decoder:
             if not self.tokenizer.chat_template or (config and not config.apply_chat_template):
                 return self.tokenizer.encode(prompt).input_ids.data[0]
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        if isinstance(prompt, ChatHistory) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
         return np.asarray(prompt, np.int64)
@@ -210,6 +210,7 @@ class Decoder:
 
         while n < len(tokens):
             drafted, q = [], []
+            begin = time.perf_counter()
             if self.draft and n > n_prompt:  # the prompt's inference comes first and alone: first token first
                 confidence = None
                 while len(drafted) < len(tokens) - n - 1 and rule.more(len(drafted), confidence):
@@ -222,11 +223,13 @@ class Decoder:
                     q.append(q_row)
                     if token in stops:  # what follows an end is of no use
                         break
+            drafted_at = time.perf_counter()
             logits = self.main.logits(tokens[: n + len(drafted)], last=len(drafted) + 1)
             p = lambda i: distribution(logits[i], tokens[: n + i])  # noqa: B023, E731
             accepted, token = verify(drafted, q, p, self._random)
             tokens[n + accepted] = token
-            rule.learn(len(drafted), accepted)
+            if n > n_prompt:
+                rule.learn(len(drafted), accepted, drafted_at - begin, time.perf_counter() - drafted_at)
             gained = tokens[n : n + accepted + 1].tolist()
             end = next((i for i, token in enumerate(gained) if token in stops), None)
             if end is not None:  # the main model's own token behind an accepted end is not part of the text

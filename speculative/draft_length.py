@@ -14,17 +14,18 @@ Confidence = Callable[[], float]
 """How sure the draft was of its last token, from 0 to 1; computed when called."""
 
 LONGEST = 16  # draft tokens in an iteration, for the rules that choose
+STEPS = np.arange(1, LONGEST + 1)
 
 
 class DraftLength(Protocol):
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         """Draft one more, behind `drafted` ones of which the last had `confidence`?"""
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         """Tell the outcome of an iteration."""
 
-    def forget(self) -> None:
-        """Start as if new, for results that can be repeated."""
+    def forget(self, repeatable: bool = False) -> None:
+        """Start as if new; `repeatable`: from now on no clock may have a say."""
 
     def why(self) -> str:
         """What the rule does now, in one line."""
@@ -39,9 +40,9 @@ class FixedDraftLength:
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.k
 
-    def learn(self, drafted: int, accepted: int) -> None: ...
+    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
-    def forget(self) -> None: ...
+    def forget(self, repeatable: bool = False) -> None: ...
 
     def why(self) -> str:
         return f"always {self.k} draft tokens"
@@ -57,9 +58,9 @@ class ConfidenceDraftLength:
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.longest and (drafted == 0 or confidence() >= self.threshold)
 
-    def learn(self, drafted: int, accepted: int) -> None: ...
+    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
-    def forget(self) -> None: ...
+    def forget(self, repeatable: bool = False) -> None: ...
 
     def why(self) -> str:
         return f"up to {self.longest} draft tokens, until the draft is less sure than {self.threshold}"
@@ -96,13 +97,16 @@ class AdaptiveDraftLength:
     PRIOR = 4.0  # judged tokens that the first guess counts for
     PRIOR_ACCEPTANCE = 0.7
     PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between two probes; doubled after each that did not pay
+    CLOCK = 0.05  # weight of the newest time; load, heat and longer contexts change what things cost
 
     def __init__(self, costs: Costs):
-        self._costs = costs
-        self._verify = costs.verify()
+        self.costs = costs
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self, repeatable: bool = False) -> None:
+        self._repeatable = repeatable
+        self._draft_cost = self.costs.draft
+        self._verify_cost = self.costs.verify()
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
         self._all_accepted = self._all_judged = 0.0
@@ -111,17 +115,19 @@ class AdaptiveDraftLength:
         self._probe_every = self.PROBE_FIRST
         self._bins: list[int] = []  # of the tokens drafted in this iteration
         self._survival = 1.0  # the chance that all of them are accepted
+        self._gains = np.zeros(LONGEST)
 
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:
             self._bins, self._survival = [], 1.0
+            self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
             return self._pays(0) or self._plain >= self._probe_every
         bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
         self._bins.append(bin_)
         self._survival *= self._acceptance_of(bin_)
         return drafted < LONGEST and self._pays(drafted)
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         for bin_, was_accepted in zip(self._bins[: accepted + 1], [True] * accepted + [False], strict=False):
             self._accepted *= self.FADE
             self._judged *= self.FADE
@@ -129,13 +135,21 @@ class AdaptiveDraftLength:
             self._judged[bin_] += 1
             self._all_accepted = self._all_accepted * self.FADE + was_accepted
             self._all_judged = self._all_judged * self.FADE + 1
+        if not self._repeatable:
+            self._verify_cost *= self._correction(main_seconds, self._verify_cost[drafted + 1])
+            if drafted:
+                self._draft_cost *= self._correction(draft_seconds, drafted * self._draft_cost)
         self._tokens = self._tokens * self.FADE + accepted + 1
-        self._seconds = self._seconds * self.FADE + drafted * self._costs.draft + self._verify[drafted + 1]
+        self._seconds = self._seconds * self.FADE + drafted * self._draft_cost + self._verify_cost[drafted + 1]
         if not drafted:
             self._plain += 1
         elif self._plain:  # this was a probe
             self._plain = self._probe_every if accepted == drafted else 0  # a success is tried again at once
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
+
+    def _correction(self, seen: float, expected: float) -> float:
+        """A small step from the expected time towards the seen one; a hiccup counts as twice as long, not more."""
+        return 1 + self.CLOCK * (min(max(seen / expected, 0.5), 2.0) - 1) if expected else 1.0
 
     def acceptance(self) -> float:
         """The chance that the next draft token is accepted if those before it were."""
@@ -146,27 +160,27 @@ class AdaptiveDraftLength:
 
     def _rate(self) -> float:
         """Tokens a second to beat: what was reached lately, and plain decoding at least."""
-        plain = 1 / self._verify[1]
+        plain = 1 / self._verify_cost[1]
         return max(plain, self._tokens / self._seconds) if self._seconds else plain
 
     def _pays(self, drafted: int) -> bool:
         """Whether one more token, or any number more, gains more than its time is worth."""
-        more = np.arange(1, LONGEST - drafted + 1)
-        gained = self._survival * np.cumsum(self.acceptance() ** more)
-        seconds = more * self._costs.draft + self._verify[drafted + 1 + more] - self._verify[drafted + 1]
-        return bool((gained > self._rate() * seconds).any())
+        left = LONGEST - drafted
+        verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
+        seconds = verify + self._draft_cost * STEPS[:left]
+        return bool((self._survival * self._gains[:left] > self._rate() * seconds).any())
 
     def why(self) -> str:
-        draft, one = self._costs.draft * 1000, self._verify[1] * 1000
-        alpha = self.acceptance()
-        k = np.arange(LONGEST + 1)
-        tau = np.cumsum(alpha**k)
-        speedup = tau * self._verify[1] / (self._verify[k + 1] + k * self._costs.draft)
+        alpha, one = self.acceptance(), self._verify_cost[1]
+        tau = 1 + np.concatenate([[0], np.cumsum(alpha**STEPS)])
+        seconds = self._verify_cost[1:] + self._draft_cost * np.arange(LONGEST + 1)
+        speedup = tau * one / seconds
         best = int(speedup.argmax())
         facts = (
-            f"a draft token takes {draft:.2f} ms and is accepted with {alpha:.2f}, "
-            f"the main model takes {one:.1f} ms for one token and {self._verify[best + 1] * 1000:.1f} ms for {best + 1}"
+            f"a draft token takes {self._draft_cost * 1000:.2f} ms and is accepted with {alpha:.2f}, "
+            f"the main model takes {one * 1000:.1f} ms for one token"
         )
         if best == 0:
             return f"plain decoding, as drafting does not pay: {facts}"
+        facts += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
         return f"about {best} draft tokens, expected {speedup[best]:.2f}x plain decoding: {facts}"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import openvino
 import openvino_genai
 
 
@@ -40,6 +42,11 @@ def encode(tokenizer: openvino_genai.Tokenizer, prompt: str) -> openvino_genai.T
         return tokenizer.encode(prompt)
     text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def inputs(ids: np.ndarray) -> openvino_genai.TokenizedInputs:
+    """Token ids [n] as the pipeline takes them."""
+    return openvino_genai.TokenizedInputs(openvino.Tensor(ids[None]), openvino.Tensor(np.ones_like(ids[None])))
 
 
 def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None) -> Run:
