@@ -14,6 +14,8 @@ by its draws (tests/test_distribution.py). In this order:
 Main and draft get the same transform, which is what keeps speculative decoding lossless for the transformed main model.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from openvino_genai import GenerationConfig
 
@@ -34,10 +36,11 @@ def check_supported(config: GenerationConfig) -> None:
 class Distribution:
     """Turns logits into probabilities as `config` says; `greedy` tells whether one token has them all.
 
-    Raises ValueError for a value out of range.
+    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. Raises ValueError for
+    a value out of range.
     """
 
-    def __init__(self, config: GenerationConfig):
+    def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = ()):
         for name, valid, range_ in (
             ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
             ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
@@ -57,7 +60,7 @@ class Distribution:
         self.presence_penalty = config.presence_penalty
         self.frequency_penalty = config.frequency_penalty
         self.min_new_tokens = config.min_new_tokens
-        self.stop_token_ids = sorted({*config.stop_token_ids, config.eos_token_id} - {-1})
+        self.stop_token_ids = sorted({*config.stop_token_ids, config.eos_token_id} - {-1} or stop_token_ids)
 
     def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).

@@ -221,6 +221,9 @@ def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
     assert not said(row, NOTHING, np.array([1, 1]))[[0, 7]].any()
     assert said(row, NOTHING, np.array([1, 1, 1]))[[0, 7]].all()
 
+    models_own = Distribution(GenerationConfig(do_sample=True, min_new_tokens=3), stop_token_ids={0, 7})
+    assert models_own(row, NOTHING, NOTHING).tolist() == said(row, NOTHING, NOTHING).tolist()
+
 
 # A real model, over the backend LLMPipeline takes by itself.
 
