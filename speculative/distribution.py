@@ -36,8 +36,8 @@ def check_supported(config: GenerationConfig) -> None:
 class Distribution:
     """Turns logits into probabilities as `config` says; `greedy` tells whether one token has them all.
 
-    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. Raises ValueError for
-    a value out of range.
+    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. Raises ValueError
+    for a value out of range.
     """
 
     def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = ()):
