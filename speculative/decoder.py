@@ -121,6 +121,9 @@ class Decoder:
         tokens = self.encode(prompt, config)
         if not len(tokens):
             raise ValueError("the prompt has no tokens: give some text to go on from")
+        ids = f"the prompt's token ids go from {tokens.min()} to {tokens.max()}"
+        if tokens.min() < 0 or tokens.max() >= self.main.width:
+            raise ValueError(f"{ids}, the model knows 0 to {self.main.width - 1}: encode it with the model's tokenizer")
         room = self.main.capacity - len(tokens)
         if room < 1:
             raise ValueError(f"the prompt has {len(tokens)} tokens and the context room for {self.main.capacity - 1}")
@@ -198,7 +201,7 @@ class Decoder:
         return np.asarray(prompt, np.int64)
 
     def _steps(self, prompt: np.ndarray, longest: int, config: GenerationConfig) -> Iterator[Step]:
-        transform = Distribution(config)
+        transform = Distribution(config, self.stop_token_ids)
         rule = self._rule(config)
         stops = self._stop_ids(config)
         n_prompt = n = len(prompt)

@@ -1,0 +1,286 @@
+"""The engine on the embedded pair: greedy text is the main model's, ends are exact, caches do not show.
+
+In exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties flip between one token and several.
+"""
+
+import itertools
+import json
+import threading
+
+import numpy as np
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+from openvino_genai import GenerationConfig, StreamingStatus
+
+from speculative import cached_model, decoder, genai_runs
+from speculative.decoder import Decoder
+from speculative.draft_length import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.draft_source import ModelDraft, PromptLookup
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
+CODE = ROOT / "scripts/prompts/embedded_code.jsonl"
+PROMPTS = [json.loads(line)["prompt"] for line in CODE.read_text(encoding="utf-8").splitlines()]
+COSTS = Costs(draft=0.1, main={1: 1.0, 5: 1.2, 17: 2.5})
+RULES = [
+    FixedDraftLength(1),
+    FixedDraftLength(4),
+    FixedDraftLength(11),
+    ConfidenceDraftLength(0.5),
+    AdaptiveDraftLength(COSTS),
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return cached_model.load(MAIN, "CPU", EXACT), cached_model.load(DRAFT, "CPU", EXACT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return openvino_genai.Tokenizer(str(MAIN))
+
+
+@pytest.fixture
+def make(models, tokenizer):
+    main, draft = models
+
+    def make(rule=None, source="model"):
+        draft_source = {
+            "model": lambda: ModelDraft(draft, main.width),
+            "lookup": lambda: PromptLookup(main.width),
+            None: lambda: None,
+        }[source]()
+        return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(models, tokenizer):
+    """What the main model alone says, by GenAI."""
+    pipe = genai_runs.load(MAIN, "CPU", None, "", EXACT, {})
+
+    def plain(prompt, tokens):
+        return genai_runs.generate(pipe, genai_runs.encode(tokenizer, prompt), tokens).tokens
+
+    return plain
+
+
+def greedy(tokens, **options):
+    return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
+
+
+def test_greedy_tokens_are_those_of_the_main_model_alone(make, plain):
+    """20 prompts; ours alone, each draft length rule, prompt lookup, against GenAI without a draft."""
+    decoders = [make(source=None), make(source="lookup"), *(make(rule) for rule in RULES)]
+    assert len(PROMPTS) >= 20
+    for prompt in PROMPTS:
+        expected = plain(prompt, 48)
+        for one in decoders:
+            assert one.generate(prompt, greedy(48)).tokens == expected
+
+
+def test_long_greedy_text_is_that_of_the_main_model_alone(make, plain):
+    expected = plain(PROMPTS[0], 500)
+    for rule in RULES[1:]:
+        assert make(rule).generate(PROMPTS[0], greedy(500)).tokens == expected
+
+
+def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
+    pipe = genai_runs.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
+    for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
+        theirs = genai_runs.generate(pipe, genai_runs.encode(tokenizer, prompt), 80, k)
+        ours = make().generate(prompt, greedy(80, num_assistant_tokens=k))
+        assert ours.tokens == theirs.tokens
+
+
+def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
+    one = Decoder(models[0], ModelDraft(cached_model.load(MAIN, "CPU", EXACT), models[0].width), FixedDraftLength(3))
+    result = one.generate(list(range(100, 120)), greedy(17))
+    assert result.from_draft == [False] + [True, True, True, False] * 4
+    assert result.acceptance_rate == 1 and result.block_efficiency == 4 and result.position_acceptance == [1, 1, 1]
+
+
+def test_draft_settings_of_the_config_have_genais_names(make):
+    one = make(FixedDraftLength(2))
+    assert set(one.generate(PROMPTS[0], greedy(30, num_assistant_tokens=5)).proposed[:-1]) == {5}
+    assert set(one.generate(PROMPTS[0], greedy(30)).proposed[:-1]) == {2}
+    assert len(set(one.generate(PROMPTS[0], greedy(60, assistant_confidence_threshold=0.6)).proposed)) > 2
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5, 6, 7])
+def test_never_more_tokens_than_asked(make, wanted):
+    result = make().generate(PROMPTS[1], greedy(wanted, num_assistant_tokens=5))
+    assert len(result.tokens) == len(result.from_draft) == wanted and result.finish_reason == "length"
+    assert sum(result.gained) == wanted - 1 and all(k < wanted for k in result.proposed)
+
+
+def test_max_length_counts_the_prompt(make):
+    config = GenerationConfig(max_length=40, ignore_eos=True)
+    one = make()
+    assert len(one.encode(PROMPTS[0])) + len(one.generate(PROMPTS[0], config).tokens) == 40
+
+
+def test_text_ends_at_the_end_token_even_when_the_draft_proposed_it(make, plain):
+    config = GenerationConfig(max_new_tokens=120)
+    ends = []
+    for prompt in PROMPTS:
+        expected = plain(prompt, 120)
+        if 0 in expected:
+            expected = expected[: expected.index(0) + 1]
+        result = make().generate(prompt, config)
+        assert result.tokens == expected
+        assert result.finish_reason == ("stop" if expected[-1] == 0 else "length")
+        ends.append(expected[-1] == 0 and result.from_draft[-1])
+        if any(ends) and not all(ends):
+            return
+    pytest.fail("no text ended, or none with a token of the draft: this proves nothing")
+
+
+def test_stop_token_ids_end_the_text_and_min_new_tokens_defers_them(make):
+    tokens = make().generate(PROMPTS[0], greedy(40)).tokens
+    stop = tokens[9]
+    first = tokens.index(stop)
+    result = make().generate(PROMPTS[0], GenerationConfig(max_new_tokens=40, stop_token_ids={stop}))
+    assert result.tokens == tokens[: first + 1] and result.finish_reason == "stop"
+    later = make().generate(
+        PROMPTS[0], GenerationConfig(max_new_tokens=40, stop_token_ids={stop}, min_new_tokens=first + 5)
+    )
+    assert stop not in later.tokens[: first + 5] and len(later.tokens) > first + 5
+
+
+def test_stop_strings_end_the_text_exactly(make):
+    whole = make().generate(PROMPTS[0], greedy(60))
+    for stop in (whole.text[20:24], whole.text[33:40], whole.text[50]):
+        pieces = []
+        config = greedy(60, stop_strings={stop, "never said"})
+        result = make().generate(PROMPTS[0], config, pieces.append)
+        before = whole.text[: whole.text.index(stop)]
+        assert result.text == "".join(pieces) == before and result.finish_reason == "stop"
+        assert whole.tokens[: len(result.tokens)] == result.tokens and len(result.tokens) < len(whole.tokens)
+        config.include_stop_str_in_output = True
+        assert make().generate(PROMPTS[0], config).text == before + stop
+
+
+def test_streamers_get_all_and_may_stop(make):
+    pieces = []
+    whole = make().generate(PROMPTS[2], greedy(50), pieces.append)
+    assert "".join(pieces) == whole.text and len(pieces) > 5
+
+    class Collector(openvino_genai.StreamerBase):
+        def __init__(self, limit):
+            super().__init__()
+            self.tokens, self.limit, self.ended = [], limit, False
+
+        def write(self, tokens):
+            self.tokens += tokens
+            return StreamingStatus.STOP if len(self.tokens) >= self.limit else StreamingStatus.RUNNING
+
+        def end(self):
+            self.ended = True
+
+    collector = Collector(limit=20)
+    result = make().generate(PROMPTS[2], greedy(50), collector)
+    assert collector.ended and collector.tokens == result.tokens == whole.tokens[: len(result.tokens)]
+    assert 20 <= len(result.tokens) < 30 and result.finish_reason == "cancelled"
+
+
+def test_chat_turns_cost_only_what_is_new(make, models):
+    one = make()
+    history = [{"role": "user", "content": "Write a function that adds two numbers."}]
+    first = one.generate(history, GenerationConfig(max_new_tokens=40))
+    history += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Now subtract them."}]
+    again = one.encode(history)
+    held = models[0].common_prefix(again)
+    assert held >= len(one.encode(history[:1]))  # the first turn at least
+    second = one.generate(history, greedy(40))
+    one.reset()
+    assert one.generate(history, greedy(40)).tokens == second.tokens  # and the cache does not show
+
+
+def test_the_same_seed_gives_the_same_text(make):
+    one = make(AdaptiveDraftLength(COSTS))
+    config = GenerationConfig(max_new_tokens=60, ignore_eos=True, do_sample=True, temperature=1.2)
+    first = one.generate(PROMPTS[0], config, seed=7)
+    one.generate(PROMPTS[1], config)
+    again = one.generate(PROMPTS[0], config, seed=7)
+    assert again.tokens == first.tokens and again.proposed == first.proposed
+    assert one.generate(PROMPTS[0], config, seed=8).tokens != first.tokens
+
+
+def test_one_text_at_a_time(make):
+    one = make()
+    steps = one.stream(PROMPTS[0], greedy(30))
+    next(steps)
+    errors = []
+
+    def other():
+        try:
+            one.generate(PROMPTS[1], greedy(5))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "busy" in errors[0]
+    steps.close()
+    assert len(one.generate(PROMPTS[1], greedy(5)).tokens) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "word"),
+    [
+        ([], GenerationConfig(max_new_tokens=5), "no tokens"),
+        (list(range(1, 1100)), GenerationConfig(max_new_tokens=5), "1099 tokens"),
+        ([5], GenerationConfig(max_new_tokens=5, num_beams=4), "num_beams"),
+        ([5], GenerationConfig(max_new_tokens=5, do_sample=True, temperature=-1.0), "temperature"),
+        ([5000], GenerationConfig(max_new_tokens=5), "5000"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):
+    with pytest.raises(ValueError, match=word) as error:
+        make().generate(prompt, config)
+    assert "\n" not in str(error.value)
+
+
+def test_text_needs_a_tokenizer(models):
+    one = Decoder(models[0])
+    with pytest.raises(ValueError, match="tokenizer"):
+        one.generate("text", greedy(5))
+    with pytest.raises(ValueError, match="tokenizer"):
+        one.generate([5], greedy(5, stop_strings={"x"}))
+
+
+def test_the_context_ends_the_text(make):
+    prompt = (np.arange(1000) * 7 + 3) % 4096
+    assert len(make().generate(prompt, greedy(100)).tokens) == 1024 - 1000
+
+
+def test_load_measures_costs_once_and_keeps_them(tmp_path):
+    properties = {"CACHE_DIR": str(tmp_path)}
+    one = decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    kept = list(tmp_path.glob("costs-*.json"))
+    assert len(kept) == 1 and list(tmp_path.glob("*.blob"))
+    again = decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    assert again.draft_length.costs == one.draft_length.costs
+    kept[0].write_text("{", encoding="utf-8")  # cut off
+    decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    assert json.loads(kept[0].read_text(encoding="utf-8"))["main"]
+
+
+def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
+    """Edits at random places, some far back; in the end every position's logits equal a fresh computation."""
+    random = np.random.default_rng(0)
+    for model in models:
+        text = random.integers(1, model.width, 40)
+        for _ in range(150):
+            keep = int(random.integers(max(1, len(text) - 30), len(text) + 1))
+            text = np.concatenate([text[:keep], random.integers(1, model.width, int(random.integers(1, 18)))])
+            text = text[-900:] if len(text) < 900 else text[:60]
+            model.logits(text, last=int(random.integers(1, min(len(text), 9))))
+        used = model.logits(text, last=8).copy()
+        model.forget()
+        fresh = model.logits(text, last=8)
+        assert np.abs(used - fresh).max() < 1e-3
