@@ -1,6 +1,7 @@
 """What the scripts ask of their arguments alike."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,34 @@ def whole(text: str) -> int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def lengths(text: str) -> list[int]:
+    """An argparse type: draft lengths, "1-8" or "2,4,6"."""
+    try:
+        first, _, last = text.partition("-")
+        values = list(range(int(first), int(last) + 1)) if last else [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1 or max(values) > 64:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64"
+        )
+    return values
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """An argparse type: an OpenVINO property."""
+    key, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: the "prompt" of each line for .jsonl, else the lines themselves."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
 
 
 def refuse_unsound(main: Path, draft: Path) -> None:

@@ -1,0 +1,409 @@
+"""Is speculative decoding with this pair lossless? Checked for this project's engine and for GenAI's pipeline.
+
+    python scripts/verify_lossless.py models/embedded/main models/embedded/draft
+
+Greedy: the tokens of every path against those of the main model alone in GenAI, after each prompt. Where they differ,
+the first difference is shown with the margin of the logits there: a near-tie, which rounding decides, or a real one.
+
+Sampled: many draws of the first tokens after the first prompt, against their exact joint distribution, computed from
+the main model's logits. The total-variation distance (TV; 0: the same, 1: nothing in common) stands beside the noise,
+what perfect draws have on average at this number, and p is how often perfect draws look as wrong as these. `exact`
+means: no difference found with so many draws; more of them (`--draws 20000`) see smaller ones.
+
+A crash of a request is counted; GenAI's pipeline is then made anew, as after one it goes on without drafting; after 5
+the path ends. Everything runs in execution mode ACCURACY unless `--property` is given: in the default one, u8 caches
+and quantized activations round differently with the number of tokens in an inference. Tables for people on standard
+output, then one JSON object on its last line. The exit status is 0 when the engine's paths hold, 1 when one does not
+(with `--strict`: or one of GenAI's), 2 for bad usage.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+import openvino as ov  # noqa: E402
+import openvino_genai  # noqa: E402
+from arguments import key_value, lengths, read_prompts, refuse_unsound, whole  # noqa: E402
+from openvino_genai import GenerationConfig  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from speculative import decoder, genai_runs, lossless_check  # noqa: E402
+from speculative.cached_model import CachedModel  # noqa: E402
+from speculative.decoder import Decoder  # noqa: E402
+from speculative.draft_length import LONGEST  # noqa: E402
+from speculative.draft_source import PromptLookup  # noqa: E402
+
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
+    "def read_notes(path):",
+    "Count the words of a text.",
+)
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
+GREEDY_K, SAMPLED_K = [1, 4, 8], [4]
+NGRAM = 3  # tokens that prompt lookup looks for, at most
+CONFIDENCE = 0.4  # of the draft, below which a draft ends that goes by it
+FINEST = 0.002  # probability from which a sequence is counted on its own, at least
+ALPHA = 1e-4  # p-value below which draws are called wrong: one false alarm in 10,000 paths
+NEAR_TIE = 0.03  # of the logits' spread: what rounding in a u8 cache may move them by
+MOST_CRASHES = 5  # of one path
+
+
+class Draw(NamedTuple):
+    """The new tokens of one request; how many draft tokens were proposed for them and accepted, where that is known."""
+
+    tokens: list[int]
+    proposed: int = 0
+    accepted: int = 0
+
+
+class Engine:
+    """This project's decoder; its random numbers go on from request to request."""
+
+    def __init__(self, decoder: Decoder, seed: int):
+        self._decoder = decoder
+        decoder.reset(seed)
+
+    def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
+        """The first `wanted` tokens after `prompt`. Raises RuntimeError for a crash."""
+        tokens, proposed, accepted = [], 0, 0
+        steps = self._decoder.stream(prompt, config)
+        for step in steps:
+            tokens += step.tokens
+            proposed += step.proposed
+            accepted += step.accepted
+            if len(tokens) >= wanted:
+                steps.close()
+        return Draw(tokens[:wanted], proposed, accepted)
+
+    def close(self) -> None: ...
+
+
+class Pipeline:
+    """GenAI's LLMPipeline, loaded when first used and again after a crash."""
+
+    def __init__(self, load: Callable[[], openvino_genai.LLMPipeline]):
+        self._load = load
+        self._pipe: openvino_genai.LLMPipeline | None = None
+
+    def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
+        """The first `wanted` tokens after `prompt`. Raises RuntimeError for a crash."""
+        try:
+            self._pipe = self._pipe or self._load()
+            result = self._pipe.generate(ov.Tensor(prompt[None]), config)
+        except RuntimeError:
+            self._pipe = None
+            raise
+        drafting = result.extended_perf_metrics  # which leaves out the last iteration
+        counts = (drafting.get_num_draft_tokens(), drafting.get_num_accepted_tokens()) if drafting else (0, 0)
+        return Draw(list(result.tokens[0][:wanted]), *counts)
+
+    def close(self) -> None:
+        """Free the memory; the next request loads it again."""
+        self._pipe = None
+
+
+@dataclass
+class Way:
+    """One way to decode, and what its requests gave: None for a crash."""
+
+    name: str
+    ours: bool
+    runner: Engine | Pipeline
+    settings: dict  # of the GenerationConfig
+    is_greedy: bool = True  # greedy texts are wanted
+    is_sampled: bool = True  # draws are wanted
+    texts: list[Draw | None] = field(default_factory=list)  # greedy, one of each prompt
+    draws: list[Draw | None] = field(default_factory=list)
+    crash: str = ""
+
+    def request(self, prompt: np.ndarray, wanted: int, settings: dict) -> Draw | None:
+        # Room for a whole draft behind the last token wanted: no way drafts more than it can still use.
+        room = self.settings.get("num_assistant_tokens", LONGEST if self.ours else 0)
+        config = GenerationConfig(max_new_tokens=wanted + room, ignore_eos=True, **settings, **self.settings)
+        try:
+            return self.runner.request(prompt, config, wanted)
+        except RuntimeError as error:
+            self.crash = " ".join(str(error).split())
+            return None
+
+
+def above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("main", type=Path, help="main model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument(
+        "--prompts", type=Path, help='JSON lines with "prompt", or one prompt a line (default: three built in)'
+    )
+    parser.add_argument(
+        "-k",
+        "--num-assistant-tokens",
+        type=lengths,
+        metavar="K",
+        help="draft lengths, as 1-4 or 2,8 (default: 1,4,8 greedy, 4 sampled)",
+    )
+    parser.add_argument("--max-new-tokens", type=whole, default=64, metavar="N", help="of greedy runs (default: 64)")
+    parser.add_argument("--draws", type=whole, default=1000, metavar="N", help="sampled texts a path (default: 1000)")
+    parser.add_argument("--tokens", type=whole, default=3, metavar="N", help="tokens of a draw (default: 3)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="of the draws (default: 1)")
+    parser.add_argument("--top-k", type=whole, metavar="N", help="of the draws (default: off)")
+    parser.add_argument("--top-p", type=above_zero, default=1.0, metavar="P", help="of the draws (default: 1, off)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draws (default: 1)")
+    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    parser.add_argument("--draft-device", help="device of the draft (default: the main model's)")
+    parser.add_argument(
+        "--property",
+        type=key_value,
+        action="append",
+        metavar="KEY=VALUE",
+        help="OpenVINO property of both models, instead of EXECUTION_MODE_HINT=ACCURACY",
+    )
+    parser.add_argument("--strict", action="store_true", help="fail where one of GenAI's paths does not hold, too")
+    arguments = parser.parse_args()
+    if arguments.prompts and not arguments.prompts.is_file():
+        parser.error(f"{arguments.prompts} is not a file: give one with a prompt a line")
+    if arguments.top_p > 1:
+        parser.error(f"--top-p {arguments.top_p:g} is above 1: give a share of the probability")
+    return arguments
+
+
+def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
+    """All ways to decode; the first is the reference. Pipelines are loaded when used."""
+    draft_device = arguments.draft_device or arguments.device
+    no_prefix_cache = openvino_genai.SchedulerConfig()
+    no_prefix_cache.enable_prefix_caching = False
+
+    def pipeline(draft: Path | None, **more) -> Pipeline:
+        both = {**properties, **more}
+        return Pipeline(
+            lambda: genai_runs.load(arguments.main, arguments.device, draft, draft_device, both, properties)
+        )
+
+    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
+    fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
+    our_pair = Engine(engine, arguments.seed)
+    our_lookup = Engine(Decoder(engine.main, PromptLookup(engine.main.width, NGRAM)), arguments.seed)
+    greedy_k, sampled_k = (arguments.num_assistant_tokens or k for k in (GREEDY_K, SAMPLED_K))
+
+    def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, **settings) -> list[Way]:
+        return [
+            Way(
+                f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy_k, k in sampled_k
+            )
+            for k in sorted({*greedy_k, *sampled_k})
+        ]
+
+    return [
+        Way("GenAI main alone", False, alone, {}),
+        Way("engine main alone", True, Engine(Decoder(engine.main), arguments.seed), {}),
+        *for_each_k("engine draft", True, our_pair),
+        Way("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
+        Way("engine draft, adaptive", True, our_pair, {}),
+        *for_each_k("engine lookup", True, our_lookup),
+        *for_each_k("GenAI lookup", False, lookup, max_ngram_size=NGRAM),
+        *for_each_k("GenAI draft", False, pair),
+        *(
+            Way(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
+            for way in for_each_k("GenAI draft", False, fresh_pair)
+            if way.is_sampled
+        ),
+    ]
+
+
+def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.ndarray], sampling: dict) -> None:
+    """Make every way's greedy texts and draws."""
+    total = sum(way.is_greedy * len(prompts) + way.is_sampled * arguments.draws for way in all_ways)
+    with tqdm(total=total, unit="request", dynamic_ncols=True) as bar:
+        for way, following in zip(all_ways, [*all_ways[1:], None], strict=True):
+            bar.set_description(way.name)
+            for prompt in prompts if way.is_greedy else ():
+                way.texts.append(way.request(prompt, arguments.max_new_tokens, {}))
+                bar.update()
+            for i in range(arguments.draws if way.is_sampled else 0):
+                if way.draws.count(None) < MOST_CRASHES:
+                    settings = {**sampling, "rng_seed": arguments.seed + i}
+                    way.draws.append(way.request(prompts[0], arguments.tokens, settings))
+                bar.update()
+            if following is None or following.runner is not way.runner:
+                way.runner.close()
+
+
+def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
+    """The exact joint distribution of a draw; sequences that too few draws would fall on are counted together."""
+    next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
+    resolution = max(lossless_check.EXPECTED / arguments.draws, FINEST)
+    with tqdm(unit=" inferences", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
+
+        def counted(tokens: tuple[int, ...]) -> np.ndarray:
+            bar.update()
+            return next_token(tokens)
+
+        return lossless_check.exact_joint(counted, arguments.tokens, resolution)
+
+
+def judge_texts(way: Way, reference: Way, main: CachedModel, prompts: list[np.ndarray]) -> dict:
+    """One row: are the greedy texts the reference's?"""
+    differences = []
+    for i, (text, expected) in enumerate(zip(way.texts, reference.texts, strict=True)):
+        if text and expected and text.tokens != expected.tokens:
+            differences.append({"prompt": i + 1, **first_difference(main, prompts[i], expected.tokens, text.tokens)})
+    crashes = way.texts.count(None)
+    if crashes:
+        verdict = "crashes"
+    elif all(difference["near_tie"] for difference in differences):
+        verdict = "equal but for near-ties" if differences else "equal"
+    else:
+        verdict = "NOT equal"
+    return {
+        "path": way.name,
+        "ours": way.ours,
+        "prompts": len(prompts),
+        "same": len(prompts) - len(differences) - crashes,
+        "crashes": crashes,
+        "acceptance_rate": acceptance_rate(way.texts),
+        "differences": differences,
+        "verdict": verdict,
+        "holds": verdict.startswith("equal"),
+    }
+
+
+def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int], tokens: list[int]) -> dict:
+    """Where two greedy texts part, and by how much the main model prefers the expected token there."""
+    pairs = zip(expected, tokens, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
+    if place == len(tokens):
+        return {"token": place + 1, "margin": None, "near_tie": False}
+    main.forget()
+    logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
+    margin = float(logits[expected[place]] - logits[tokens[place]])
+    return {"token": place + 1, "margin": margin, "near_tie": abs(margin) < NEAR_TIE * float(logits.std())}
+
+
+def judge_draws(way: Way, cells: lossless_check.Cells) -> dict:
+    """One row: do the draws have the exact distribution?"""
+    drawn = [draw.tokens for draw in way.draws if draw]
+    crashes = way.draws.count(None)
+    row = {
+        "path": way.name,
+        "ours": way.ours,
+        "requests": len(way.draws),
+        "crashes": crashes,
+        "crash": way.crash,
+        "acceptance_rate": acceptance_rate(way.draws),
+    }
+    verdict = "crashes"
+    if drawn:
+        comparison = lossless_check.compare(drawn, cells)
+        row |= comparison._asdict()
+        if comparison.p_value < ALPHA:
+            verdict = "NOT lossless"
+        elif not crashes:
+            verdict = "exact"
+    return {**row, "verdict": verdict, "holds": verdict == "exact"}
+
+
+def acceptance_rate(draws: list[Draw | None]) -> float | None:
+    proposed = sum(draw.proposed for draw in draws if draw)
+    return sum(draw.accepted for draw in draws if draw) / proposed if proposed else None
+
+
+def table_of_texts(rows: list[dict]) -> str:
+    lines = [f"{'greedy':<42} same text   acceptance   verdict"]
+    for row in rows:
+        first = next(iter(sorted(row["differences"], key=lambda difference: difference["near_tie"])), None)
+        where = ""
+        if first:
+            margin = "the text ends" if first["margin"] is None else f"logit margin {first['margin']:.2g}"
+            where = f" (prompt {first['prompt']}, token {first['token']}: {margin})"
+        same = f"{row['same']}/{row['prompts']}"
+        lines.append(f"{row['path']:<42} {same:>9} {share(row['acceptance_rate']):>12}   {row['verdict']}{where}")
+    return "\n".join(lines)
+
+
+def table_of_draws(rows: list[dict]) -> str:
+    lines = [
+        "sampled                                    requests  crashes  acceptance     TV  noise        p   verdict"
+    ]
+    for row in rows:
+        numbers = " " * 22
+        if "p_value" in row:
+            numbers = f"{row['total_variation']:6.3f} {row['noise']:6.3f} {row['p_value']:8.2g}"
+        lines.append(
+            f"{row['path']:<42} {row['requests']:>8} {row['crashes']:>8} {share(row['acceptance_rate']):>11} "
+            f"{numbers}   {row['verdict']}"
+        )
+    return "\n".join(lines)
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    properties = dict(arguments.property) if arguments.property else EXACT
+    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+    if arguments.top_k:
+        sampling["top_k"] = arguments.top_k
+    try:
+        engine = decoder.load(
+            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
+        )
+        texts = read_prompts(arguments.prompts) if arguments.prompts else PROMPTS
+        prompts = [engine.encode(text) for text in texts]
+        cells = exact_cells(arguments, engine.main, prompts[0], sampling)
+        all_ways = ways(arguments, properties, engine)
+        run(arguments, all_ways, prompts, sampling)
+    except (RuntimeError, ValueError, KeyError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    greedy = [judge_texts(way, all_ways[0], engine.main, prompts) for way in all_ways if way.is_greedy]
+    sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
+    ok = all(row["holds"] for row in (*greedy, *sampled) if row["ours"] or arguments.strict)
+    print(table_of_texts(greedy))
+    print()
+    print(table_of_draws(sampled))
+    environment = {
+        "main": str(arguments.main),
+        "draft": str(arguments.draft),
+        "device": arguments.device,
+        "draft_device": arguments.draft_device or arguments.device,
+        "properties": properties,
+        "sampling": sampling,
+        "tokens": arguments.tokens,
+        "cells": len(cells),
+        "seed": arguments.seed,
+        "openvino_genai": openvino_genai.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    print(json.dumps({"ok": ok, "environment": environment, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Do drawn texts have the main model's distribution? The exact joint distribution of the first tokens, and a test.
+
+The first token of a text always looks right, as the main model draws it alone; what a wrong sampler does shows in the
+tokens behind it, and in how they go together. So whole sequences are counted and compared with
+
+    P(x1, x2, x3) = p(x1) p(x2 | x1) p(x3 | x1, x2),
+
+each factor computed from the main model's logits, without a draft and without a cache.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from openvino_genai import GenerationConfig
+
+from speculative.cached_model import CachedModel
+from speculative.distribution import Distribution
+
+OTHER = -1
+"""Stands for all next tokens that are too rare to be listed one by one."""
+
+EXPECTED = 10  # draws in a cell of the chi-square test, at least; rarer cells are put together
+MOST_PREFIXES = 20_000  # whose next token is computed, for the exact distribution
+
+Cells = dict[tuple[int, ...], float]
+"""Probabilities of sequences that exclude each other and sum to 1. One that ends in OTHER stands for all that begin
+like it and go on with a token that is not listed behind that beginning."""
+
+
+class Comparison(NamedTuple):
+    """How draws compare with an exact distribution."""
+
+    draws: int
+    cells: int
+    total_variation: float  # half the sum of |share of the draws - probability|, from 0 to 1
+    noise: float  # what that is on average for as many draws from the exact distribution
+    impossible: int  # draws that have probability 0
+    p_value: float  # how often draws from the exact distribution look as wrong as these
+
+
+def main_alone(
+    main: CachedModel, prompt: np.ndarray, config: GenerationConfig
+) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """What `exact_joint` asks for: the distribution that `config` makes of the main model's logits behind `prompt`
+    (token ids int64 [n]) and the tokens generated so far, everything computed anew."""
+    transform = Distribution(config)
+
+    def next_token(generated: tuple[int, ...]) -> np.ndarray:
+        main.forget()
+        generated = np.array(generated, np.int64)
+        logits = main.logits(np.concatenate([prompt, generated]))[0]
+        return transform(logits, prompt, generated)
+
+    return next_token
+
+
+def exact_joint(
+    next_token: Callable[[tuple[int, ...]], np.ndarray],
+    length: int,
+    resolution: float = 0.0,
+    stop_token_ids: Collection[int] = (),
+) -> Cells:
+    """Return the joint distribution of the first `length` tokens, or fewer where a stop token ends them.
+
+    `next_token(tokens)` is the distribution [V] after the tokens generated so far. A sequence less probable than
+    `resolution` is not listed but belongs to an OTHER, so that the number of cells, and of calls of `next_token`, does
+    not grow with the vocabulary: there are at most length / resolution sequences listed.
+
+    Raises ValueError where more than 20,000 calls of `next_token` would be needed.
+    """
+    cells: Cells = {}
+    going_on: Cells = {(): 1.0}
+    for _ in range(length):
+        if len(going_on) > MOST_PREFIXES:
+            raise ValueError(
+                f"{len(going_on)} beginnings would have to be computed, more than {MOST_PREFIXES}: "
+                "take fewer tokens, a smaller top_k or top_p, or a coarser resolution"
+            )
+        longer: Cells = {}
+        for prefix, probability in going_on.items():
+            p = next_token(prefix).astype(np.float64)
+            joint = p * (probability / p.sum())
+            is_listed = (joint > 0) & (joint >= resolution)
+            for token in np.flatnonzero(is_listed).tolist():
+                ends = token in stop_token_ids
+                (cells if ends else longer)[(*prefix, token)] = float(joint[token])
+            if not is_listed.all():
+                cells[(*prefix, OTHER)] = float(joint[~is_listed].sum())
+        going_on = longer
+    return cells | going_on
+
+
+def cell_of(tokens: Iterable[int], cells: Cells) -> tuple[int, ...]:
+    """The cell that a drawn sequence belongs to."""
+    tokens = tuple(tokens)
+    if tokens in cells:
+        return tokens
+    ends = ((*tokens[:i], OTHER) for i in range(len(tokens) - 1, -1, -1))
+    return next(end for end in ends if end in cells)
+
+
+def compare(drawn: Collection[Iterable[int]], cells: Cells) -> Comparison:
+    """Compare drawn sequences, each as long as the exact distribution's, with it. There must be at least one."""
+    counts = Counter(cell_of(tokens, cells) for tokens in drawn)
+    probabilities = np.array(list(cells.values()))
+    seen = np.array([counts[cell] for cell in cells])
+    draws = int(seen.sum())
+    impossible = int(seen[probabilities == 0].sum())
+    return Comparison(
+        draws=draws,
+        cells=len(cells),
+        total_variation=float(np.abs(seen / draws - probabilities).sum() / 2),
+        noise=expected_total_variation(probabilities, draws),
+        impossible=impossible,
+        p_value=0.0 if impossible else chi_square_p_value(seen, probabilities),
+    )
+
+
+def expected_total_variation(probabilities: np.ndarray, draws: int) -> float:
+    """The mean total-variation distance of `draws` draws to the distribution [n] they come from.
+
+    Exact: De Moivre's mean absolute deviation of a binomial count, 2 m (1 - p) C(N, m) p^m (1 - p)^(N - m) with m the
+    whole number above N p (Diaconis and Zabell 1991, "Closed form summation for classical distributions").
+    """
+    total = 0.0
+    for p in probabilities[(probabilities > 0) & (probabilities < 1)].tolist():
+        m = math.floor(draws * p) + 1
+        if m <= draws:
+            log_chance = _log_choose(draws, m) + m * math.log(p) + (draws - m) * math.log1p(-p)
+            total += 2 * m * (1 - p) * math.exp(log_chance)
+    return total / draws / 2
+
+
+def chi_square_p_value(seen: np.ndarray, probabilities: np.ndarray) -> float:
+    """Pearson's test: how often `seen.sum()` draws from `probabilities` [n] are as far from them as `seen` [n].
+
+    The rarest cells are put together until each holds 10 expected draws, which the chi-square distribution needs.
+    """
+    order = np.argsort(-probabilities)
+    seen, expected = seen[order], probabilities[order] * seen.sum()
+    rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
+    kept = max(1, np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED)))
+    starts = np.arange(kept + 1) if kept < len(expected) else np.arange(kept)
+    seen, expected = np.add.reduceat(seen, starts), np.add.reduceat(expected, starts)
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    return _chi_square_above(statistic, len(expected) - 1)
+
+
+def _chi_square_above(x: float, degrees: int) -> float:
+    """The chance of a chi-square variable of so many degrees of freedom to be `x` or more (Abramowitz and Stegun
+    1964, 26.4.4 and 26.4.5)."""
+    if x <= 0 or degrees == 0:
+        return 1.0
+    half = x / 2
+    first = degrees % 2 / 2  # terms half^i e^-half / i! for i = 0, 1, ... or 1/2, 3/2, ...
+    terms = (
+        math.exp((first + i) * math.log(half) - half - math.lgamma(first + i + 1))
+        for i in range((degrees + 1) // 2 - (degrees % 2))
+    )
+    tail = math.erfc(math.sqrt(half)) if degrees % 2 else 0.0
+    return min(1.0, tail + math.fsum(terms))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
