@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import refuse_unsound, whole  # noqa: E402
+from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import decoder, genai_runs, metrics  # noqa: E402
@@ -61,31 +61,10 @@ class Way:
         return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
 
 
-def lengths(text: str) -> list[int]:
-    """Parse "1-8" or "2,4,6"."""
-    try:
-        first, _, last = text.partition("-")
-        values = list(range(int(first), int(last) + 1)) if last else [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1 or max(values) > 64:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64"
-        )
-    return values
-
-
 def names(text: str) -> list[str]:
     if not set(text.split(",")) <= set(PATHS):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(PATHS)}")
     return text.split(",")
-
-
-def key_value(text: str) -> tuple[str, str]:
-    key, found, value = text.partition("=")
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return key, value
 
 
 def temperature(text: str) -> float:

@@ -1,0 +1,314 @@
+"""Measure what the engine's steps cost, how that grows, and how far it is from what the memory allows.
+
+    python scripts/benchmark_costs.py models/embedded/main models/embedded/draft
+
+- Inferences: the main model on 1 to 17 tokens and the draft on one, behind shorter and longer contexts; and whether a
+  step costs more because the one before was rolled back.
+- Beside the models: logits to distribution, draw and verify, by size of the vocabulary.
+- Start and memory: the first start, the second one with a model cache (CACHE_DIR), peak memory against weights.
+- The limit: an iteration with K draft tokens reads the main model's weights once and the draft's K times. At the
+  measured memory bandwidth that takes a time; the ratio is what part of the decoding time it is.
+
+Medians; the machine must be quiet. Tables on standard output, then one JSON object on its last line.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written but a temporary folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+import openvino as ov  # noqa: E402
+import openvino_genai  # noqa: E402
+from arguments import key_value, refuse_unsound, whole  # noqa: E402
+from openvino_genai import GenerationConfig  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from speculative import decoder  # noqa: E402
+from speculative.cached_model import CachedModel  # noqa: E402
+from speculative.distribution import Distribution  # noqa: E402
+from speculative.rejection_sampling import draw, verify  # noqa: E402
+
+TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+VOCABULARIES = (4_096, 32_000, 151_936)
+SETTINGS = {
+    "greedy": GenerationConfig(),
+    "temperature 1": GenerationConfig(do_sample=True),
+    "top-k 50": GenerationConfig(do_sample=True, top_k=50),
+    "top-p 0.9": GenerationConfig(do_sample=True, top_p=0.9),
+}
+TEXT = Path(__file__).parent / "embedded_recipes.txt"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("main", type=Path, help="main model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument("-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="for the limit")
+    parser.add_argument("--max-new-tokens", type=whole, default=200, metavar="N", help="for the limit (default: 200)")
+    parser.add_argument("--repeat", type=whole, default=9, metavar="N", help="times of each measurement (default: 9)")
+    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument(
+        "--property",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="OpenVINO property of both models",
+    )
+    return parser.parse_args()
+
+
+# ---- inferences -----------------------------------------------------------------------------------------------------
+
+
+def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> dict:
+    """Milliseconds behind `context` tokens: of the main model by tokens, of a draft step, of a rollback."""
+    text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.width, draft.width)
+    main.logits(text[:context])
+    draft.logits(text[:context])
+
+    def step(model: CachedModel, start: int, n: int) -> float:
+        begin = time.perf_counter()
+        model.backend.run(start, text[start : start + n], n)
+        return time.perf_counter() - begin
+
+    def median(model: CachedModel, n: int) -> float:
+        return 1000 * statistics.median([step(model, context, n) for _ in range(repeat + 1)][1:])
+
+    differences = []
+    for _ in range(repeat):  # five tokens behind nine of which seven are dropped, and straight on
+        step(main, context, 9)
+        rolled_back = step(main, context + 2, 5)
+        step(main, context - 7, 9)
+        differences.append(rolled_back - step(main, context + 2, 5))
+    row = {
+        "context": context,
+        "main": {n: median(main, n) for n in TOKENS},
+        "draft": median(draft, 1),
+        "rollback": 1000 * statistics.median(differences),
+    }
+    main.forget()
+    draft.forget()
+    return row
+
+
+# ---- beside the models ----------------------------------------------------------------------------------------------
+
+
+def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> dict:
+    """Microseconds of what an iteration does beside its inferences, over a vocabulary of `size`."""
+    random = np.random.default_rng(0)
+    logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
+    text = random.integers(0, size, 200)
+    transform = Distribution(config)
+    q = [transform(row, text, text) for row in logits]
+    drafted = [int(row.argmax()) for row in q[:4]]
+
+    def median(action: Callable[[], object]) -> float:
+        times = []
+        for _ in range(10 * repeat):
+            begin = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - begin)
+        return 1e6 * statistics.median(times)
+
+    return {
+        "vocabulary": size,
+        "settings": name,
+        "distribution": median(lambda: transform(logits[0], text, text)),
+        "draw": median(lambda: draw(q[0], random)),
+        "verify_4": median(lambda: verify(drafted, q[:4], lambda i: transform(logits[i], text, text), random)),
+    }
+
+
+# ---- start and memory -----------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys, time
+arguments = json.loads(sys.argv[1])
+sys.path.insert(0, arguments["root"])
+from openvino_genai import GenerationConfig
+from speculative import decoder
+begin = time.perf_counter()
+one = decoder.load(arguments["main"], arguments["device"], arguments["draft"], arguments["draft_device"],
+                   arguments["properties"])
+loaded = time.perf_counter() - begin
+one.generate([1, 2, 3], GenerationConfig(max_new_tokens=100, ignore_eos=True))
+peak = next((int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")), None)
+print(json.dumps({"seconds": loaded, "peak_bytes": peak,
+                  "cache_bytes": one.main.backend.cache_bytes + one.draft.model.backend.cache_bytes}))
+"""
+
+
+def starts(arguments: argparse.Namespace) -> list[dict]:
+    """Three starts, each in a new process: without a model cache, one that fills it, one that uses it."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for cache in (None, folder, folder):
+            properties = {**dict(arguments.property), **({"CACHE_DIR": cache} if cache else {})}
+            asked = {
+                "root": str(Path(__file__).resolve().parent.parent),
+                "main": str(arguments.main),
+                "draft": str(arguments.draft),
+                "device": arguments.device,
+                "draft_device": arguments.draft_device,
+                "properties": properties,
+            }
+            command = [sys.executable, "-c", CHILD, json.dumps(asked)]
+            process = subprocess.run(command, capture_output=True, encoding="utf-8")
+            if process.returncode:
+                raise RuntimeError(f"a start failed: {process.stderr.strip().splitlines()[-1]}")
+            found.append({"start": ("no cache", "first", "second")[len(found)], **json.loads(process.stdout)})
+    return found
+
+
+# ---- the limit ------------------------------------------------------------------------------------------------------
+
+
+def bandwidth(repeat: int) -> float:
+    """Bytes a second read and written by copying a gigabyte, one thread a core, the best of some tries."""
+    cores = os.cpu_count() or 1
+    parts = [np.ones(2**29 // cores // 8) for _ in range(cores)]
+    copies = [np.empty_like(part) for part in parts]
+
+    def copy_all() -> None:
+        threads = [threading.Thread(target=np.copyto, args=pair) for pair in zip(copies, parts, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    copy_all()
+    best = float("inf")
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        copy_all()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * sum(part.nbytes for part in parts) / best
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights that every inference reads: those of matrix products, not the embedding table."""
+    read: dict[str, int] = {}
+    for node in ov.Core().read_model(folder / "openvino_model.xml").get_ops():
+        if node.get_type_name() == "MatMul":
+            waiting = [node.input_value(1).get_node()]
+            while waiting:
+                source = waiting.pop()
+                if source.get_type_name() == "Constant":
+                    read[source.get_friendly_name()] = source.get_byte_size()
+                elif source.get_type_name() in ("Convert", "Subtract", "Multiply", "Reshape", "Transpose"):
+                    waiting += [value.get_node() for value in source.input_values()]
+    return sum(read.values())
+
+
+def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
+    """The engine's throughput against what the weights' way through the memory allows, with and without the draft."""
+    bytes_ = {"main": weight_bytes(arguments.main), "draft": weight_bytes(arguments.draft)}
+    per_second = bandwidth(arguments.repeat)
+    text = openvino_genai.Tokenizer(str(arguments.main)).encode(TEXT.read_text(encoding="utf-8")).input_ids.data[0]
+    config = GenerationConfig(
+        max_new_tokens=arguments.max_new_tokens, ignore_eos=True, num_assistant_tokens=arguments.num_assistant_tokens
+    )
+    alone = decoder.Decoder(one.main)
+    facts = {"bandwidth": per_second, "weight_bytes": bytes_, "runs": []}
+    prompts = [text[i * 200 : i * 200 + 60] for i in range(1 + arguments.repeat // 3)]
+    measured: dict[str, list[tuple[float, float]]] = {"alone": [], "draft": []}
+    for prompt in prompts:
+        for name, way in (("alone", alone), ("draft", one)):
+            result = way.generate(prompt, config)
+            read = len(result.gained) * bytes_["main"] + sum(result.proposed) * bytes_["draft"]
+            measured[name].append((result.decode_seconds, read / per_second))
+            facts["runs"].append({"way": name, "seconds": result.decode_seconds, "tokens": len(result.tokens) - 1})
+    for name, pairs in measured.items():
+        facts[name] = statistics.median(bound / seconds for seconds, bound in pairs[1:])
+    return facts
+
+
+# ---- what people read -----------------------------------------------------------------------------------------------
+
+
+def table(inferences: list[dict], sampling: list[dict], started: list[dict], bound: dict, arguments) -> str:
+    lines = ["context   main, ms on " + "".join(f"{n:>7}" for n in TOKENS) + " tokens   draft, ms   rollback, ms"]
+    for row in inferences:
+        main = "".join(f"{row['main'][n]:7.1f}" for n in TOKENS)
+        lines.append(f"{row['context']:>7}   {'':12}{main}{'':7} {row['draft']:>11.2f}   {row['rollback']:>12.2f}")
+    lines += ["", "vocabulary   settings        distribution, us   draw, us   verify 4, us"]
+    lines += [
+        f"{row['vocabulary']:>10,}   {row['settings']:<14} {row['distribution']:>17.0f} {row['draw']:>10.0f}"
+        f" {row['verify_4']:>14.0f}"
+        for row in sampling
+    ]
+    weights = sum(Path(folder, "openvino_model.bin").stat().st_size for folder in (arguments.main, arguments.draft))
+    lines += ["", "start      seconds   peak memory, MB   weights, MB   cache at full length, MB"]
+    for row in started:
+        peak = f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else "not told here"
+        lines.append(
+            f"{row['start']:<9} {row['seconds']:>8.1f} {peak:>17} {weights / 1e6:>13,.0f}"
+            f" {row['cache_bytes'] / 1e6:>26,.0f}"
+        )
+    lines += [
+        "",
+        f"memory bandwidth (copy) {bound['bandwidth'] / 1e9:.1f} GB/s; an inference reads "
+        f"{bound['weight_bytes']['main'] / 1e6:,.0f} MB of main or {bound['weight_bytes']['draft'] / 1e6:,.0f} of draft",
+        f"reached of this limit: {bound['alone']:.2f} alone, {bound['draft']:.2f} with K = "
+        f"{arguments.num_assistant_tokens}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    properties = dict(arguments.property)
+    try:
+        started = starts(arguments)
+        one = decoder.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties)
+        longest = min(one.main.capacity, one.draft.model.capacity) - max(TOKENS)
+        contexts = tqdm([n for n in CONTEXTS if n <= longest], desc="contexts", leave=False)
+        inferences = [inference_costs(n, one.main, one.draft.model, arguments.repeat) for n in contexts]
+        sampling = [
+            sampling_costs(size, name, config, arguments.repeat)
+            for size in VOCABULARIES
+            for name, config in SETTINGS.items()
+        ]
+        bound = limit(arguments, one)
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(table(inferences, sampling, started, bound, arguments))
+    environment = {
+        "main": str(arguments.main),
+        "draft": str(arguments.draft),
+        "device": arguments.device,
+        "draft_device": arguments.draft_device,
+        "properties": properties,
+        "openvino_genai": openvino_genai.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    results = {"inferences": inferences, "sampling": sampling, "starts": started, "limit": bound}
+    print(json.dumps({"environment": environment, **results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
