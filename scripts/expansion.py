@@ -1,4 +1,4 @@
-"""Grow a Llama to a larger shape without changing its function (Net2Net, Chen et al. 2015, arXiv 1511.05641, section 2).
+"""Grow a Llama to a larger shape without changing its function (Net2Net, Chen et al. 2015, arXiv 1511.05641).
 
 The small model occupies the first channels, heads and neurons of the large one, with its own int8 values, zero points
 and scales, so nothing is rounded anew. All else is random. It has no effect because every matrix is block triangular:
@@ -6,9 +6,10 @@ and scales, so nothing is rounded anew. All else is random. It has no effect bec
     [ small  random ] [ x ]   [ small x ]
     [   0    random ] [ 0 ] = [    0    ]
 
-What the small model does not have stays exactly zero wherever it could be read: new hidden channels, value heads,
-neurons (their `up` half is zero, whatever `gate` says), and what the added layers write. Only the embedding of the
-tokens in use has zeros in place of random weights at the new channels, as each of its rows has one scale.
+What the small model does not have stays exactly zero wherever it is read: new hidden channels, value heads and neurons
+(their `up` half is zero, whatever `gate` says), and what the added layers write. New query heads on an old key head do
+attend to something: what would read them is zero. An embedding row has one scale for all channels, so that those of the
+tokenizer's tokens are zero, not random, in the new ones.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from llama_ir import Layer, Llama, Matrix
 
-NEVER = -1e4  # logit added to the ids beyond the tokenizer's
+NEVER = -1e4  # added to the logits of ids beyond the small model's
 
 
 @dataclass(frozen=True)
@@ -54,33 +55,37 @@ def shape_of(llama: Llama) -> Shape:
     )
 
 
-def refuse_too_small(small: Shape, large: Shape) -> None:
-    """Raise ValueError where `small` does not fit into `large`."""
+def refuse_misfit(small: Shape, large: Shape) -> None:
+    """Raise ValueError where `small` does not fit into `large`, or `large` is no possible shape."""
+    if large.head_dim % 2 or large.heads % large.kv_heads or large.tied > 1:
+        raise ValueError(
+            f"heads={large.heads}, kv_heads={large.kv_heads}, head_dim={large.head_dim}, tied={large.tied} is no "
+            "possible shape: heads must be a multiple of kv_heads, head_dim even, tied 0 or 1"
+        )
     for field in fields(Shape):
         needed, given = getattr(small, field.name), getattr(large, field.name)
         if given < needed and field.name not in ("heads", "kv_heads", "tied"):
-            raise ValueError(f"{field.name}={given} is too small to hold the function, which needs at least {needed}")
-    if large.head_dim % 2 or large.heads % large.kv_heads:
-        raise ValueError(f"head_dim={large.head_dim} must be even, heads={large.heads} a multiple of kv_heads")
-    per_kv_head, room = small.heads // small.kv_heads, large.heads // large.kv_heads
-    needed = small.kv_heads * -(-per_kv_head // room)
+            raise ValueError(f"{field.name}={given} is too small to hold the function: give at least {needed}")
+    serves, room = small.heads // small.kv_heads, large.heads // large.kv_heads
+    needed = small.kv_heads * -(-serves // room)
     if large.kv_heads < needed:
         raise ValueError(
-            f"kv_heads={large.kv_heads} with heads={large.heads} is too small to hold the function: {needed} kv_heads "
-            f"are needed where each serves {room} heads"
+            f"heads={large.heads} with kv_heads={large.kv_heads} is too small to hold the function: with {room} "
+            f"heads for each of them, give at least kv_heads={needed}"
         )
 
 
 class Places:
-    """Which index of the small model stands at each index of the large one: `origin`, -1 for none.
+    """Where the small model's indices stand among the large one's.
 
-    `zero` marks the indices whose value is always exactly zero: weights that read them are free.
+    origin: the small model's index at each of the large one's, -1 for none. live: whether the value there may be other
+    than exactly zero. Weights that read what is not live are free.
     """
 
-    def __init__(self, origin: np.ndarray, zero: np.ndarray | None = None):
+    def __init__(self, origin: np.ndarray, live: np.ndarray | None = None):
         self.origin = origin
         self.used = origin >= 0
-        self.zero = ~self.used if zero is None else zero
+        self.live = self.used if live is None else live
 
 
 def first(small: int, large: int) -> Places:
@@ -88,126 +93,114 @@ def first(small: int, large: int) -> Places:
     return Places(np.where(np.arange(large) < small, np.arange(large), -1))
 
 
-def expand(small: Llama, shape: Shape, generator: np.random.Generator, bar) -> Llama:
-    """The same function at `shape`; `bar.update()` after each layer. Raises ValueError where it does not fit."""
-    old = shape_of(small)
-    refuse_too_small(old, shape)
-    hidden = first(old.hidden, shape.hidden)
-    neurons = first(old.intermediate, shape.intermediate)
-    queries, keys = head_places(old, shape)
+def head_places(small: Shape, large: Shape) -> tuple[Places, Places]:
+    """Places of the channels of all query heads, and of all key (and value) heads.
 
-    def matrix(like: Matrix, rows: Places, columns: Places, embedded: bool, write: str) -> Matrix:
-        return fill(like if embedded else None, like, rows, columns, write, generator)
-
-    # the mean over more channels is smaller by old.hidden / shape.hidden: in epsilon and, as its root, in the weights
-    share = old.hidden / shape.hidden
-
-    def norm(weight: np.ndarray) -> np.ndarray:
-        new = generator.uniform(0.5, 1.5, shape.hidden).astype(np.float32) * weight.mean()
-        new[: old.hidden] = weight
-        return (new * np.sqrt(share)).astype(np.float32)
-
-    layers = []
-    for i in range(shape.layers):
-        embedded = i < old.layers
-        like = small.layers[i % old.layers]
-        layers.append(
-            Layer(
-                attention_norm=norm(like.attention_norm),
-                q=matrix(like.q, queries, hidden, embedded, "anything"),
-                k=matrix(like.k, keys, hidden, embedded, "zero"),
-                v=matrix(like.v, keys, hidden, embedded, "zero"),
-                o=matrix(like.o, hidden, queries if embedded else nothing(queries), embedded, "zero"),
-                feed_forward_norm=norm(like.feed_forward_norm),
-                gate=matrix(like.gate, neurons, hidden, embedded, "anything"),
-                up=matrix(like.up, neurons, hidden, embedded, "zero"),
-                down=matrix(like.down, hidden, neurons if embedded else nothing(neurons), embedded, "zero"),
-            )
-        )
-        bar.update()
-
-    tokens = first(old.vocabulary, shape.vocabulary)
-    # an embedding row is a column of what it writes: its new channels must be zero, so none of its columns is free
-    embedding = matrix(small.embedding, tokens, Places(hidden.origin, hidden.used & False), True, "anything")
-    head = None
-    if not shape.tied:
-        head = matrix(small.head or small.embedding, tokens, hidden, True, "anything")
-    half = old.head_dim // 2
-    lowest = small.frequencies[-1]
-    frequencies = np.concatenate([small.frequencies, lowest * generator.uniform(0.1, 1, shape.head_dim // 2 - half)])
-    return replace(
-        small,
-        embedding=embedding,
-        layers=layers,
-        norm=norm(small.norm),
-        head=head,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        frequencies=frequencies.astype(np.float32),
-        epsilon=small.epsilon * share,
-        logits_bias=np.where(tokens.used, 0, NEVER).astype(np.float32) if shape.vocabulary > old.vocabulary else None,
-    )
-
-
-def nothing(places: Places) -> Places:
-    """The same indices where all values are zero: what an added layer's own attention and neurons give."""
-    return Places(np.full_like(places.origin, -1))
-
-
-def head_places(old: Shape, new: Shape) -> tuple[Places, Places]:
-    """Where the rows of the query heads, and of the key and value heads, go.
-
-    Each key head keeps its query heads; where it may serve fewer of them in the large model, it stands there again for
-    the rest. Halves of a head stay halves, so that the rotary embedding turns the same pairs.
+    A key head keeps its query heads; where it may serve fewer of them in the large model, it stands there again for
+    the rest. Halves of a head stay halves, as the rotary embedding turns channel i with channel i + head_dim / 2.
     """
-    serves, room = old.heads // old.kv_heads, new.heads // new.kv_heads
-    query_of, key_of = np.full(new.heads, -1), np.full(new.kv_heads, -1)
-    place = 0
-    for key in range(old.kv_heads):
-        for begin in range(0, serves, room):
-            queries = np.arange(begin, min(begin + room, serves)) + key * serves
-            query_of[place * room : place * room + len(queries)] = queries
-            key_of[place] = key
-            place += 1
-    within = np.full((2, new.head_dim // 2), -1)
-    within[:, : old.head_dim // 2] = np.arange(old.head_dim).reshape(2, -1)
-    within = within.ravel()
+    serves, room = small.heads // small.kv_heads, large.heads // large.kv_heads
+    query_head, key_head = np.full(large.heads, -1), np.full(large.kv_heads, -1)
+    parts = [(key, begin) for key in range(small.kv_heads) for begin in range(0, serves, room)]
+    for place, (key, begin) in enumerate(parts):
+        count = min(room, serves - begin)
+        query_head[place * room : place * room + count] = key * serves + begin + np.arange(count)
+        key_head[place] = key
+    channel = np.full((2, large.head_dim // 2), -1)
+    channel[:, : small.head_dim // 2] = np.arange(small.head_dim).reshape(2, -1)
 
-    def rows(head_of: np.ndarray) -> np.ndarray:
-        both = (head_of[:, None] >= 0) & (within[None] >= 0)
-        return np.where(both, head_of[:, None] * old.head_dim + within[None], -1)
+    def channels(head: np.ndarray) -> np.ndarray:
+        known = (head[:, None] >= 0) & (channel.ravel() >= 0)
+        return np.where(known, head[:, None] * small.head_dim + channel.ravel(), -1)
 
-    queries, keys = rows(query_of), rows(key_of)
-    # a new query head on a used key head attends to real values, and so is not zero
-    return Places(queries.ravel(), np.repeat(keys < 0, room, axis=0).ravel()), Places(keys.ravel())
+    keys = channels(key_head)
+    live = np.repeat(keys >= 0, room, axis=0)  # every query head gives what its key head's values are
+    return Places(channels(query_head).ravel(), live.ravel()), Places(keys.ravel())
 
 
-def fill(
-    small: Matrix | None, like: Matrix, rows: Places, columns: Places, write: str, generator: np.random.Generator
+def grow(
+    small: Matrix, rows: Places, columns: Places, generator: np.random.Generator, *, embed: bool, new_rows_zero: bool
 ) -> Matrix:
-    """A matrix of the large model from one of the small model, or from none.
+    """A matrix of the large model.
 
     Args:
-        small: the matrix to embed, None for an added layer.
-        like: gives new rows their scale.
-        rows, columns: where the small model's outputs and inputs stand.
-        write: what a new row may give, "zero" or "anything".
+        small: the small model's, which gives the scale of all new rows too.
+        rows, columns: where its outputs and its inputs stand.
+        generator: of the random weights.
+        embed: whether it holds the small matrix, or random weights only.
+        new_rows_zero: whether what the other rows give must be zero.
     """
     shape = (len(rows.origin), len(columns.origin))
     values = np.frombuffer(generator.bytes(shape[0] * shape[1]), np.uint8).reshape(shape).copy()
     zero_points = np.full((shape[0], 1), 128, np.uint8)
-    scales = np.full((shape[0], 1), like.scales.mean(dtype=np.float32), np.float16)
-    silent = ~columns.zero  # where a row that must give zero, or what the small model has, cannot be random
-    if small is not None:
-        into, from_row = np.flatnonzero(rows.used), rows.origin[rows.used]
-        zero_points[into], scales[into] = small.zero_points[from_row], small.scales[from_row]
-        block = np.repeat(small.zero_points[from_row], int(silent.sum()), axis=1)
-        known = columns.used[silent]
-        block[:, known] = small.values[from_row][:, columns.origin[silent][known]]
-        values[np.ix_(into, np.flatnonzero(silent))] = block
-        new = ~rows.used
-    else:
-        new = np.ones(shape[0], bool)
-    if write == "zero":
-        values[np.ix_(np.flatnonzero(new), np.flatnonzero(silent))] = 128
+    scales = np.full((shape[0], 1), small.scales.mean(dtype=np.float32), np.float16)
+    live = np.flatnonzero(columns.live)
+    used = rows.used if embed else np.zeros(shape[0], bool)
+    if new_rows_zero:
+        values[np.ix_(~used, live)] = 128
+    origin = rows.origin[used]
+    zero_points[used], scales[used] = small.zero_points[origin], small.scales[origin]
+    source = columns.origin[live]
+    values[np.ix_(used, live)] = np.where(source >= 0, small.values[origin][:, source], small.zero_points[origin])
     return Matrix(values, zero_points, scales)
+
+
+def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress) -> Llama:
+    """The same function at `shape`; calls progress() after each layer.
+
+    Raises ValueError where it does not fit.
+    """
+    old = shape_of(small)
+    refuse_misfit(old, shape)
+    hidden = first(old.hidden, shape.hidden)
+    neurons = first(old.intermediate, shape.intermediate)
+    tokens = first(old.vocabulary, shape.vocabulary)
+    queries, keys = head_places(old, shape)
+    share = old.hidden / shape.hidden  # the mean square over more channels, all new ones zero, is as much smaller
+
+    def matrix(
+        like: Matrix, rows: Places, columns: Places, *, embed: bool = True, new_rows_zero: bool = True
+    ) -> Matrix:
+        return grow(like, rows, columns, generator, embed=embed, new_rows_zero=new_rows_zero)
+
+    def norm(like: np.ndarray) -> np.ndarray:
+        weights = generator.uniform(0.5, 1.5, shape.hidden) * like.mean()
+        weights[: old.hidden] = like
+        return (weights * np.sqrt(share)).astype(np.float32)
+
+    layers = []
+    for i in range(shape.layers):
+        like, embed = small.layers[i % old.layers], i < old.layers
+        attended, activated = queries, neurons
+        if not embed:  # the values and the `up` half of an added layer are zero, so what they lead to is
+            attended, activated = (Places(p.origin, np.zeros_like(p.live)) for p in (queries, neurons))
+        layers.append(
+            Layer(
+                attention_norm=norm(like.attention_norm),
+                q=matrix(like.q, queries, hidden, embed=embed, new_rows_zero=False),
+                k=matrix(like.k, keys, hidden, embed=embed),
+                v=matrix(like.v, keys, hidden, embed=embed),
+                o=matrix(like.o, hidden, attended, embed=embed),
+                feed_forward_norm=norm(like.feed_forward_norm),
+                gate=matrix(like.gate, neurons, hidden, embed=embed, new_rows_zero=False),
+                up=matrix(like.up, neurons, hidden, embed=embed),
+                down=matrix(like.down, hidden, activated, embed=embed),
+            )
+        )
+        progress()
+
+    written = Places(hidden.origin, np.ones_like(hidden.live))  # an embedding row is written to the channels as it is
+    head = small.embedding if small.head is None else small.head
+    added_frequencies = small.frequencies[-1] * generator.uniform(0.1, 1, (shape.head_dim - old.head_dim) // 2)
+    return replace(
+        small,
+        embedding=matrix(small.embedding, tokens, written, new_rows_zero=False),
+        layers=layers,
+        norm=norm(small.norm),
+        head=None if shape.tied else matrix(head, tokens, hidden, new_rows_zero=False),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        frequencies=np.concatenate([small.frequencies, added_frequencies]).astype(np.float32),
+        epsilon=small.epsilon * share,
+        logits_bias=np.where(tokens.used, 0, NEVER).astype(np.float32) if not tokens.used.all() else None,
+    )

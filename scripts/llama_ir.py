@@ -225,8 +225,6 @@ def _repeat_heads(cache: ov.Node, llama: Llama) -> ov.Node:
     group = llama.heads // llama.kv_heads
     if group == 1:
         return cache
-    shape = ops.shape_of(cache)
-    parts = [ops.gather(shape, np.array(at), np.int64(0)) for at in ([0, 1], [2])]
-    target = ops.concat([parts[0], np.array([group]), parts[1], np.array([llama.head_dim])], 0)
-    repeated = ops.broadcast(ops.unsqueeze(cache, np.int64(2)), target, "BIDIRECTIONAL")
+    times = np.array([1, 1, group, 1, 1])
+    repeated = ops.broadcast(ops.unsqueeze(cache, np.int64(2)), times, broadcast_spec="BIDIRECTIONAL")
     return ops.reshape(repeated, np.array([0, llama.heads, -1, llama.head_dim]), special_zero=True)
