@@ -88,6 +88,7 @@ class CachedModel:
         text, other = ids[:12], ids[12:]
         fresh = self.logits(text, last=2).copy()
         self.logits(np.concatenate([text[:5], other]))
+        self.logits(np.concatenate([text[:5], other, text[:1]]))  # a single token behind, as in decoding
         rolled_back = self.logits(text, last=2).copy()
         difference = float(np.abs(fresh - rolled_back).max() / (fresh.std() or 1.0))
         if not difference < TOLERANCE:
@@ -105,8 +106,9 @@ def load(
     capacity: int | None = None,
     stateful: bool | None = None,
 ) -> CachedModel:
-    """Compile the IR in `folder` for `device` with OpenVINO `properties` (CACHE_DIR keeps the compiled model on disk).
+    """Compile the IR in `folder` for `device` with OpenVINO `properties`.
 
+    CACHE_DIR keeps the compiled model on disk, but for paged attention on a CPU, where OpenVINO cannot read it again.
     `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
     backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere; an NPU has its own, up to 1,152 tokens
     unless `capacity` or MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a

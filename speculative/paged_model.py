@@ -23,6 +23,8 @@ class PagedModel:
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
+        if device.startswith("CPU"):  # would write the model at every start and fail to read it (2026.4.1)
+            properties = {name: value for name, value in properties.items() if name != "CACHE_DIR"}
         compiled = core.compile_model(model, device, properties)
         self._request = compiled.create_infer_request()
         self._index = {name: i for i, port in enumerate(compiled.inputs) for name in port.names}
