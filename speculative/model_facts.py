@@ -26,6 +26,7 @@ Größe, déjà vu, naïve, smörgåsbord, Łódź, İstanbul
 😀👍🏽👩‍💻🇪🇺 ∑∫√≠∞ → ¼ №
   two  spaces\u00a0and\u200bodd\u3000ones   """.splitlines()
 
+HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # how optimum-intel marks them in an IR
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length")
 
 
@@ -44,6 +45,7 @@ class ModelFacts:
     encode: Callable[[list[str]], list[list[int]]] | None = None  # texts -> token ids of each; IR only
     chat_template: str = ""
     context_length: int | None = None  # tokens
+    sliding_window: int = 0  # tokens; 0 without one
     architecture: str = ""
     encoder_decoder: bool = False
     logits_width: int | None = None  # what the model predicts over; may be padded beyond the tokenizer's vocabulary
@@ -63,7 +65,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 def ir_facts(folder: Path) -> ModelFacts:
     """Read an OpenVINO IR folder. Raises UnusableFolder when a part is missing, truncated or corrupt."""
-    _require_ir(folder)
+    require_ir(folder)
     for name in ("openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"):
         if (folder / name).is_file() and not _is_whole_xml(folder / name):
             raise UnusableFolder(f"{folder / name} is corrupt or cut off; export or copy it again")
@@ -124,7 +126,14 @@ def checkpoint_facts(folder: Path) -> ModelFacts:
     return facts
 
 
-def _require_ir(folder: Path) -> None:
+def config_facts(folder: Path) -> ModelFacts:
+    """What config.json says, and nothing else. Raises UnusableFolder where it is corrupt."""
+    facts = ModelFacts(folder)
+    _read_config(facts)
+    return facts
+
+
+def require_ir(folder: Path) -> None:
     """Raise UnusableFolder with what to do, unless the folder holds every file of a language model's IR."""
     if not folder.is_dir():
         raise UnusableFolder(f"there is no folder {folder}")
@@ -137,6 +146,11 @@ def _require_ir(folder: Path) -> None:
                 "python convert/export_pair.py MAIN DRAFT OUT_DIR"
             )
         raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
+    if kind := _hidden_state_draft(folder / "openvino_model.xml"):
+        raise UnusableFolder(
+            f"{folder} is made for {kind}: it drafts from the main model's hidden states and is no independent "
+            "model; give a draft that is a language model of its own"
+        )
     for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin"):
         if not (folder / name).is_file():
             raise UnusableFolder(f"{folder} has no {name}; export the model again, without --disable-convert-tokenizer")
@@ -150,6 +164,8 @@ def _read_config(facts: ModelFacts) -> None:
     facts.architecture = next(iter(config.get("architectures") or []), config.get("model_type", ""))
     facts.encoder_decoder = bool(config.get("is_encoder_decoder"))
     facts.context_length = next((c[key] for c in (config, text_config) for key in CONTEXT_KEYS if c.get(key)), None)
+    known = {**config, **text_config}
+    facts.sliding_window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
     if facts.logits_width is None:
         facts.logits_width = config.get("vocab_size") or text_config.get("vocab_size")
 
@@ -197,6 +213,14 @@ def _is_whole_xml(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"</net>")
+
+
+def _hidden_state_draft(xml: Path) -> str:
+    """EAGLE-3 or DFlash where the IR is marked as one, at its end; "" otherwise."""
+    with xml.open("rb") as file:
+        file.seek(max(0, xml.stat().st_size - 65_536))
+        end = file.read().decode("utf-8", errors="replace")
+    return next((name for mark, name in HIDDEN_STATE_DRAFTS.items() if f'<{mark} value="True"' in end), "")
 
 
 def _checkpoint_bytes(folder: Path) -> int:

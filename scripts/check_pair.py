@@ -1,0 +1,94 @@
+"""Is anything wrong with this pair on this machine? The doctor: seconds, nothing is compiled.
+
+    python scripts/check_pair.py models/embedded/main models/embedded/draft
+    python scripts/check_pair.py models/embedded/main models/embedded/draft --device GPU --draft-device CPU
+
+Looks at the files, both tokenizers token by token, special tokens, chat template and context, weight formats, KV
+caches, devices, memory and what a draft step should cost. Each finding is ok, a warning (works, with a limit) or an
+error (does not work), and says what to do. A table on standard output, then one JSON object on its last line; exit
+status 0 for a sound pair (warnings allowed), 1 where errors were found, 2 for bad usage.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from speculative.model_facts import UnusableFolder  # noqa: E402
+from speculative.pair_check import Finding, check_pair  # noqa: E402
+from speculative.pair_fit import check_fit  # noqa: E402
+
+COLOURS = {"ok": "32", "warning": "33", "error": "31"}  # green, yellow, red
+LEVEL, WHAT = 9, 16  # widths of the first two columns
+WIDEST = 120
+
+
+def folder(text: str) -> Path:
+    if Path(text).is_dir():
+        return Path(text)
+    raise argparse.ArgumentTypeError(f"there is no folder {text!r}: give the folder of an exported model")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("main", type=folder, help="main model (IR folder)")
+    parser.add_argument("draft", type=folder, help="draft (IR folder)")
+    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument("--json", action="store_true", help="the JSON object only, no table")
+    return parser.parse_args()
+
+
+def examine(arguments: argparse.Namespace) -> list[Finding]:
+    npu = any("NPU" in device for device in (arguments.device, arguments.draft_device))
+    findings = check_pair(arguments.main, arguments.draft, npu=npu).findings
+    if ("error", "files") in {finding[:2] for finding in findings}:
+        return findings
+    try:
+        return findings + check_fit(arguments.main, arguments.draft, arguments.device, arguments.draft_device)
+    except UnusableFolder as error:  # a checkpoint: a sound pair perhaps, but not yet one to run
+        return [*findings, Finding("error", "files", str(error))]
+
+
+def show(findings: list[Finding]) -> None:
+    coloured = sys.stdout.isatty()
+    width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    for level, what, message in findings:
+        lines = textwrap.wrap(message, max(width - LEVEL - WHAT, 30), break_long_words=False, break_on_hyphens=False)
+        mark = f"\033[{COLOURS[level]}m{level:{LEVEL}}\033[0m" if coloured else f"{level:{LEVEL}}"
+        print(f"{mark}{what:{WHAT}}" + ("\n" + " " * (LEVEL + WHAT)).join(lines))
+
+
+def main() -> int:
+    sys.stdout.reconfigure(encoding="utf-8")
+    sys.stderr.reconfigure(encoding="utf-8")
+    arguments = parse_arguments()
+    findings = examine(arguments)
+    number = {level: sum(finding.level == level for finding in findings) for level in COLOURS}
+    sound = not number["error"]
+    if not arguments.json:
+        show(findings)
+        print(f"\n{'sound' if sound else 'not sound'}: {number['error']} errors, {number['warning']} warnings\n")
+    result = {
+        "sound": sound,
+        "errors": number["error"],
+        "warnings": number["warning"],
+        "main": str(arguments.main),
+        "draft": str(arguments.draft),
+        "device": arguments.device,
+        "draft_device": arguments.draft_device,
+        "findings": [finding._asdict() for finding in findings],
+    }
+    print(json.dumps(result, ensure_ascii=False))
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The devices of this machine: which of those that a device string names are here, why not, and their memory."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import openvino as ov
+
+VIRTUAL = ("AUTO", "HETERO", "MULTI", "BATCH")  # spread a model over the devices named behind the colon
+MAIN_MEMORY = "main memory"
+
+
+class DeviceFacts(NamedTuple):
+    """One device. `missing` says in one clause why it cannot be used, and what to do; empty where it can."""
+
+    name: str  # CPU, GPU.1, NPU
+    full_name: str
+    missing: str
+    memory: str  # MAIN_MEMORY, or the name of a device that has its own
+
+
+class Memory(NamedTuple):
+    """In bytes; None where the system does not tell."""
+
+    total: int | None
+    available: int | None
+
+
+def look_up(device: str, core: ov.Core | None = None) -> list[DeviceFacts]:
+    """The devices that a string names: "CPU", "GPU.1", "AUTO:GPU,-CPU" (all but CPU), "HETERO:GPU,CPU"."""
+    core = core or ov.Core()
+    return [_facts(name, core) for name in names(device, core.available_devices)]
+
+
+def names(device: str, here: list[str]) -> list[str]:
+    """The single devices in a device string, first the one that comes first; `here` stands for a list not given."""
+    kind, _, listed = device.partition(":")
+    if kind not in VIRTUAL:
+        return [device]
+    named = [name.strip().partition("(")[0] for name in listed.split(",") if name.strip()]
+    without = {name[1:] for name in named if name.startswith("-")}
+    wanted = [name for name in named if not name.startswith("-")] or here
+    return [name for name in wanted if name not in without]
+
+
+def main_memory() -> Memory:
+    """This machine's, or a container's limit where that is lower."""
+    if os.name == "nt":
+        return _windows_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    told = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", told.read_text(), re.MULTILINE) if told.is_file() else None
+    available = int(found[1]) * 1024 if found else None
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        text = Path(limit).read_text().strip() if Path(limit).is_file() else ""
+        if text.isdecimal():
+            total = min(total, int(text))
+            available = min(available, total) if available else None
+    return Memory(total, available)
+
+
+def device_memory(name: str, core: ov.Core) -> Memory:
+    """A GPU's own memory; what of it is in use, OpenVINO does not tell."""
+    try:
+        return Memory(int(core.get_property(name, "GPU_DEVICE_TOTAL_MEM_SIZE")), None)
+    except RuntimeError:
+        return Memory(None, None)
+
+
+def _facts(name: str, core: ov.Core) -> DeviceFacts:
+    kind, _, number = name.partition(".")
+    here = core.available_devices
+    is_here = name in here or (kind in here and number == "0") or (not number and f"{kind}.0" in here)
+    if not is_here:
+        return DeviceFacts(name, "", _why_missing(name, core), MAIN_MEMORY)
+    own = kind == "GPU" and "INTEGRATED" not in str(core.get_property(name, "DEVICE_TYPE")).upper()
+    memory = name if own else MAIN_MEMORY  # integrated GPUs and NPUs share the CPU's
+    return DeviceFacts(name, str(core.get_property(name, "FULL_DEVICE_NAME")), "", memory)
+
+
+def _why_missing(name: str, core: ov.Core) -> str:
+    here = f"OpenVINO finds {', '.join(core.available_devices)} here"
+    kind, _, number = name.partition(".")
+    if number and any(device.partition(".")[0] == kind for device in core.available_devices):
+        return f"{here}; take one of these"
+    if kind not in ("CPU", "GPU", "NPU"):
+        return f"it is no device of OpenVINO; {here}; take one of these"
+    try:
+        core.get_property(name, "FULL_DEVICE_NAME")
+        said = ""
+    except RuntimeError as error:  # tells of a missing driver library; of a missing NPU nothing that helps
+        library = re.search(r"([\w.-]+\.(?:so[.\d]*|dll))[^/\\:]*: cannot open shared object", str(error))
+        said = f" ({library[1]} is missing)" if library else ""
+    if kind == "GPU":
+        todo = (
+            "install the OpenCL runtime of the Intel graphics compute stack, in a container also pass --device /dev/dri"
+        )
+    else:
+        todo = "install the Intel NPU driver, in a container also pass --device /dev/accel"
+    return f"{here}{said}; {todo}, or take another device"
+
+
+def _windows_memory() -> Memory:
+    import ctypes
+
+    class Status(ctypes.Structure):  # MEMORYSTATUSEX
+        _fields_ = (
+            ("length", ctypes.c_uint32),
+            ("load", ctypes.c_uint32),
+            ("total", ctypes.c_uint64),
+            ("available", ctypes.c_uint64),
+            ("unused", ctypes.c_uint64 * 5),
+        )
+
+    status = Status(length=ctypes.sizeof(Status))
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return Memory(None, None)
+    return Memory(status.total, status.available)

@@ -1,0 +1,227 @@
+"""Does this pair fit this machine: caches, weight formats, devices, memory, what a draft step should cost.
+
+    for finding in check_fit(Path("models/embedded/main"), Path("models/embedded/draft"), "CPU", "CPU"):
+        ...
+
+Like the pair check it says so in seconds, before anything is compiled; it is for pairs that passed that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openvino as ov
+
+from speculative import device_facts, kv_cache, metrics, weights
+from speculative.cached_model import CAPACITY
+from speculative.device_facts import MAIN_MEMORY, DeviceFacts, Memory
+from speculative.kv_cache import KvCache
+from speculative.model_facts import ModelFacts, config_facts, require_ir
+from speculative.npu_model import PROMPT, RESPONSE
+from speculative.pair_check import Finding
+from speculative.weights import Weights
+
+CHANNEL_WISE = 4e9  # parameters from which on an NPU wants int4 channel-wise (openvino#34450)
+ALPHA = 0.7  # per-token acceptance of a fair draft, for the expected speedup
+LONGEST = 16  # draft lengths looked at for it
+WORTH_IT = 1.2  # expected speedup below which a draft of fair acceptance is too large
+
+
+@dataclass
+class Half:
+    """One model of the pair, its device, and what could be read of it; `cache` is the reason where there is none."""
+
+    role: str  # main, draft
+    device: str
+    facts: ModelFacts
+    devices: list[DeviceFacts]
+    weights: Weights
+    cache: KvCache | str
+
+    @property
+    def on_npu(self) -> bool:
+        return any(device.name.partition(".")[0] == "NPU" for device in self.devices)
+
+    @property
+    def tokens(self) -> int:
+        """The longest text the engine makes room for."""
+        context = self.facts.context_length or CAPACITY
+        return min(context, PROMPT + RESPONSE if self.on_npu else CAPACITY)
+
+
+def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[Finding]:
+    """Judge two IR folders, each on its device. Raises UnusableFolder where one is not whole."""
+    core = ov.Core()
+    named = (("main", Path(main), device), ("draft", Path(draft), draft_device))
+    halves = [_read(role, folder, name, core) for role, folder, name in named]
+    return [
+        *_judge_devices(halves),
+        *_judge_npu(halves),
+        *_judge_weights(halves),
+        *_judge_caches(halves, core),
+        *_judge_memory(halves, core),
+        *_judge_cost(*halves),
+    ]
+
+
+def _read(role: str, folder: Path, device: str, core: ov.Core) -> Half:
+    require_ir(folder)
+    model = core.read_model(folder / "openvino_model.xml")
+    try:
+        cache = kv_cache.read(model)
+    except ValueError as error:
+        cache = str(error)
+    return Half(role, device, config_facts(folder), device_facts.look_up(device, core), weights.read(model), cache)
+
+
+def _judge_devices(halves: list[Half]) -> Iterator[Finding]:
+    for half in halves:
+        if not half.devices:
+            yield Finding("error", "device", f"{half.role}: {half.device!r} leaves no device; name one")
+        missing = [device for device in half.devices if device.missing]
+        for device in missing:
+            yield Finding("error", "device", f"{half.role}: there is no {device.name!r}: {device.missing}")
+        if half.devices and not missing:
+            shown = " and ".join(f"{device.name} ({device.full_name})" for device in half.devices)
+            yield Finding("ok", "device", f"{half.role} on {shown}")
+
+
+def _judge_npu(halves: list[Half]) -> Iterator[Finding]:
+    """What static shapes and NPUW's kernels ask for; engine and export say the same, only later."""
+    for half in halves:
+        if not half.on_npu:
+            continue
+        role, grouped = half.role, half.weights.group_size not in (None, -1)
+        if "int4" in half.weights.asymmetric:
+            message = f"{role} has asymmetric int4 weights, which an NPU cannot run; export it again with --for NPU"
+            yield Finding("error", "NPU weights", message)
+        elif "int4" in half.weights.formats and grouped and half.weights.parameters > CHANNEL_WISE:
+            message = (
+                f"{role} has {_count(half.weights.parameters)} parameters in int4 groups of {half.weights.group_size}, "
+                "and above 4 B an NPU wants them channel-wise; export it again with --for NPU"
+            )
+            yield Finding("warning", "NPU weights", message)
+        elif "int8" in half.weights.asymmetric and "int4" not in half.weights.formats:
+            message = (
+                f"{role} has asymmetric int8 weights, and an NPU is made for symmetric ones; export with --for NPU"
+            )
+            yield Finding("warning", "NPU weights", message)
+        else:
+            yield Finding("ok", "NPU weights", f"{role} has {half.weights}")
+        if 0 < half.facts.sliding_window < half.tokens:
+            message = (
+                f"{role} has a sliding window of {half.facts.sliding_window:,} tokens, which cannot be rolled back on "
+                "an NPU; use a CPU or GPU, or MAX_PROMPT_LEN + MIN_RESPONSE_LEN up to that"
+            )
+            yield Finding("error", "NPU shapes", message)
+        else:
+            message = (
+                f"{role} has static shapes: prompts up to {PROMPT:,} tokens and answers up to {RESPONSE}, unless the "
+                "properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN say more"
+            )
+            yield Finding("warning", "NPU shapes", message)
+
+
+def _judge_weights(halves: list[Half]) -> Iterator[Finding]:
+    shown = "; ".join(f"{half.role} {half.weights}, {_count(half.weights.parameters)} parameters" for half in halves)
+    main, draft = halves
+    if main.weights.formats[0] in ("int4", "int8") and draft.weights.formats[0] in ("fp16", "bf16", "fp32"):
+        message = f"{shown}; compress the draft too (--draft-weight-format int8), as its steps are to be cheap"
+        yield Finding("warning", "weight formats", message)
+    else:
+        yield Finding("ok", "weight formats", shown)
+
+
+def _judge_caches(halves: list[Half], core: ov.Core) -> Iterator[Finding]:
+    for half in halves:
+        if isinstance(half.cache, str):
+            yield Finding("error", "KV cache", f"{half.role}: {half.cache}")
+            continue
+        cache, precision = half.cache, _precision(half, core)
+        message = (
+            f"{half.role} {cache.layers} layers x {cache.heads} heads x {cache.head_size}: "
+            f"{cache.bytes_per_token(precision):,} bytes a token in {precision.to_string()}, "
+            f"{_size(_cache_bytes(half, core))} for {half.tokens:,} tokens"
+        )
+        yield Finding("ok", "KV cache", message)
+
+
+def _judge_memory(halves: list[Half], core: ov.Core) -> Iterator[Finding]:
+    """Both models against each memory they are in. A model spread over devices is counted where it comes first."""
+    places: dict[str, list[Half]] = {}
+    for half in halves:
+        if half.devices and not any(device.missing for device in half.devices):
+            places.setdefault(half.devices[0].memory, []).append(half)
+    for place, inside in places.items():
+        need = [_weight_bytes(half) + _cache_bytes(half, core) for half in inside]
+        parts = " and ".join(f"{half.role} {_size(size)}" for half, size in zip(inside, need, strict=True))
+        there = device_facts.main_memory() if place == MAIN_MEMORY else device_facts.device_memory(place, core)
+        yield _judge_place(place, f"{parts} with weights and full cache", sum(need), there)
+
+
+def _judge_place(place: str, parts: str, need: int, there: Memory) -> Finding:
+    todo = "convert to a smaller format (int4), use a shorter context, or put the draft on another device"
+    if there.total is None:
+        return Finding("ok", "memory", f"{parts}; how much {place} has, this system does not tell")
+    if need > there.total:
+        message = f"{parts} need {_size(need)}, and {place} has {_size(there.total)} in all; {todo}"
+        return Finding("error", "memory", message)
+    if there.available is None:
+        return Finding("ok", "memory", f"{parts}, of {_size(there.total)} in {place}")
+    if need > there.available:
+        free = _size(there.available)
+        message = f"{parts} need {_size(need)}, and of {place} {free} are free; close programs, or {todo}"
+        return Finding("warning", "memory", message)
+    return Finding("ok", "memory", f"{parts}, of {_size(there.available)} free in {place}")
+
+
+def _judge_cost(main: Half, draft: Half) -> Iterator[Finding]:
+    """Decoding is limited by reading the weights, so that their sizes give the cost ratio, on devices alike."""
+    ratio = draft.weights.bytes_per_step / main.weights.bytes_per_step
+    gains = {
+        k: metrics.predicted_speedup(metrics.block_efficiency_at(ALPHA, k), k, ratio, 1) for k in range(1, LONGEST + 1)
+    }
+    best = max(gains, key=gains.__getitem__)
+    said = (
+        f"by the bytes a step reads ({_size(draft.weights.bytes_per_step)} and {_size(main.weights.bytes_per_step)}) a "
+        f"draft step costs {ratio:.2f} of a main step"
+    )
+    if draft.device != main.device:
+        said += ", were the devices equally fast"
+    if gains[best] < WORTH_IT:
+        message = (
+            f"{said}, too much: with {ALPHA:.0%} of tokens accepted at most {gains[best]:.2f}x (K = {best}); take a "
+            "smaller draft or a smaller weight format for it"
+        )
+        yield Finding("warning", "cost ratio", message)
+    else:
+        message = f"{said}: with {ALPHA:.0%} of tokens accepted at most {gains[best]:.1f}x (K = {best}); measure it"
+        yield Finding("ok", "cost ratio", message)
+
+
+def _precision(half: Half, core: ov.Core) -> ov.Type:
+    """What the device keeps its KV cache in: by default u8 on CPUs; f16 where it does not tell."""
+    try:
+        told = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
+    except RuntimeError:
+        told = None
+    return told if isinstance(told, ov.Type) and told != ov.Type.dynamic else ov.Type.f16
+
+
+def _cache_bytes(half: Half, core: ov.Core) -> int:
+    return 0 if isinstance(half.cache, str) else half.cache.bytes_per_token(_precision(half, core)) * half.tokens
+
+
+def _weight_bytes(half: Half) -> int:
+    return (half.facts.folder / "openvino_model.bin").stat().st_size
+
+
+def _size(number: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number / 1e3:,.1f} KB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"

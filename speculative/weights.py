@@ -1,0 +1,62 @@
+"""The weights of a model, read from its IR without loading them: formats, number, and what one step has to read."""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import openvino as ov
+
+FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "bf16": "bf16", "f32": "fp32"}
+UNPACKING = {"Convert", "Subtract", "Multiply", "Reshape"}  # between a packed constant and its use
+SHOWN = 0.1  # formats with less than this share of the bytes are scales and norms
+
+
+class Weights(NamedTuple):
+    """What the constants of a model are."""
+
+    formats: list[str]  # in the order of their bytes
+    asymmetric: list[str]  # those of them with zero points, which nncf packs unsigned
+    group_size: int | None  # weights that share a scale, -1 for all of an output channel; None where nncf did not say
+    parameters: int  # numbers in all matrices
+    bytes_per_step: int  # read to make one token: all but tables of which one row is looked up
+
+    def __str__(self) -> str:
+        return " + ".join(f"{name} asymmetric" if name in self.asymmetric else name for name in self.formats)
+
+
+def read(model: ov.Model) -> Weights:
+    """Look at the constants of `model`, as `ov.Core().read_model` gives it: the .bin file is mapped, not read."""
+    sizes: Counter[str] = Counter()  # bytes by element type
+    parameters = bytes_per_step = 0
+    for node in model.get_ops():
+        if node.get_type_name() != "Constant":
+            continue
+        shape, size = node.get_output_shape(0), node.get_byte_size()
+        sizes[node.get_output_element_type(0).to_string()] += size
+        if len(shape) > 1 and shape[-1] > 1:  # scales and zero points end in 1
+            parameters += math.prod(shape)
+        if _uses(node) != {"Gather"}:
+            bytes_per_step += size
+    large = [name for name, size in sizes.most_common() if size > SHOWN * sizes.total()]
+    return Weights(
+        formats=list(dict.fromkeys(FORMATS.get(name, name) for name in large)),
+        asymmetric=[FORMATS[name] for name in large if name in ("u4", "u8")],
+        group_size=_group_size(model),
+        parameters=parameters,
+        bytes_per_step=bytes_per_step,
+    )
+
+
+def _uses(node: ov.Node) -> set[str]:
+    """The operations that take a constant's value, unpacked."""
+    names = set()
+    for taken in node.output(0).get_target_inputs():
+        user = taken.get_node()
+        name = user.get_type_name()
+        names |= _uses(user) if name in UNPACKING else {name}
+    return names
+
+
+def _group_size(model: ov.Model) -> int | None:
+    path = ["nncf", "weight_compression", "group_size"]
+    return int(model.get_rt_info(path).astype(str)) if model.has_rt_info(path) else None
