@@ -6,7 +6,9 @@ Copy it along with a sample. The pipeline, the draft model and the generation co
 import argparse
 import errno
 import json
+import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -24,6 +26,7 @@ import openvino_genai  # noqa: E402
 MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at once: the engine lets K grow to twice K
 MAX_NEW_TOKENS = 1_000_000
+ALL_TOKENS = openvino_genai.GenerationConfig().top_k
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "f32": "fp32"}
@@ -75,13 +78,16 @@ def sentence(error):
 
 
 def parse_arguments(description, *names):
-    """Parse the named arguments (keys of ARGUMENTS), check all that can be checked before a model is compiled, say
-    what is loaded. `args.property` and `args.draft_property` come back as dictionaries."""
+    """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE gives one another default), check all that can be checked
+    before a model is compiled, say what is loaded. `args.property` and `args.draft_property` come back as dictionaries.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message} (--help shows the usage)")
     for name in (*names, "--debug"):
-        flags = ("-k", name) if name == "--num-assistant-tokens" else (name,)
-        parser.add_argument(*flags, **ARGUMENTS[name])
+        name, _, default = name.partition("=")
+        flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name,)
+        argument = parser.add_argument(*flags, **ARGUMENTS[name])
+        argument.default = default or argument.default
     args = parser.parse_args()
 
     args.property = dict(args.property)
@@ -95,9 +101,10 @@ def parse_arguments(description, *names):
         check_model(role, Path(folder))
         check_device(device, properties)
     if "draft" in names:
-        limit = max_draft_length(args.device)
-        if args.num_assistant_tokens > limit:
-            fail(f"-k {args.num_assistant_tokens} is too long for a main model on {args.device}: take 1 to {limit}.")
+        too_long = "--num-assistant-tokens" in names and args.num_assistant_tokens > MAX_DRAFT_LENGTH_NPU
+        if too_long and args.device == "NPU":
+            k = args.num_assistant_tokens
+            fail(f"-k {k} is too long for a main model on NPU: take 1 to {MAX_DRAFT_LENGTH_NPU}.")
         check_pair(Path(args.main), Path(args.draft))
     if "prompt" in names:
         args.prompt = read_prompt(args.prompt)
@@ -117,8 +124,30 @@ def whole_number(low, high):
     return parse
 
 
-def max_draft_length(device):
-    return MAX_DRAFT_LENGTH_NPU if device == "NPU" else MAX_DRAFT_LENGTH
+def draft_length(text):
+    """Parse 1 to MAX_DRAFT_LENGTH tokens, or auto, which is 0."""
+    try:
+        return 0 if text == "auto" else whole_number(1, MAX_DRAFT_LENGTH)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+
+
+def decimal(valid, range_):
+    """Return an argparse type that takes the numbers of which `valid` is true; `range_` says which these are."""
+
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if valid(value):
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {range_}")
+
+    return parse
+
+
+temperature = decimal(lambda value: 0 <= value < math.inf, "from 0 on")
 
 
 def key_value(text):
@@ -130,6 +159,7 @@ def key_value(text):
 
 
 DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
+DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # of our own engine, which knows auto; of GenAI's
 PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
 ARGUMENTS = {
     "main": {"help": "folder of the main model (OpenVINO IR)"},
@@ -142,6 +172,36 @@ ARGUMENTS = {
         "default": 5,
         "metavar": "K",
         "help": f"tokens drafted for one inference of the main model, 1 to {MAX_DRAFT_LENGTH} (default: %(default)s)",
+    },
+    "-k": {
+        "type": draft_length,
+        "default": "auto",
+        "metavar": "K",
+        "help": f"tokens drafted for each inference, 1 to {MAX_DRAFT_LENGTH}, or auto: as many as pay (default: auto)",
+    },
+    "--temperature": {
+        "type": temperature,
+        "default": "1",
+        "metavar": "T",
+        "help": "below 1 likely tokens become likelier, above 1 less so; 0 is greedy (default: %(default)s)",
+    },
+    "--top-k": {
+        "type": whole_number(1, MAX_NEW_TOKENS),
+        "default": ALL_TOKENS,
+        "metavar": "N",
+        "help": "draw from the N most probable tokens only (default: all)",
+    },
+    "--top-p": {
+        "type": decimal(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        "default": 1.0,
+        "metavar": "P",
+        "help": "draw from the fewest tokens whose probabilities exceed P (default: all)",
+    },
+    "--seed": {
+        "type": whole_number(0, 2**32 - 1),
+        "default": random.getrandbits(32),
+        "metavar": "N",
+        "help": "the same seed gives the same text again on the same machine (default: a random one, which is shown)",
     },
     "--max-ngram-size": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
@@ -246,21 +306,16 @@ def read_prompt(prompt):
     return prompt
 
 
-def room_in_context(folder, tokenizer, text):
-    """Return how many new tokens fit behind `text`: the context length in config.json less the tokens of `text`."""
-    config = Path(folder, "config.json")
-    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), MAX_NEW_TOKENS)
-    return context - tokenizer.encode(text).input_ids.shape[1]
-
-
 def fit_in_context(args):
     """Refuse a prompt that fills the context; lower max_new_tokens, and say so, where the context leaves less."""
+    config = Path(args.main, "config.json")
+    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), MAX_NEW_TOKENS)
     tokenizer = openvino_genai.Tokenizer(args.main)
     text = args.prompt
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-    room = room_in_context(args.main, tokenizer, text)
+    room = context - tokenizer.encode(text).input_ids.shape[1]
     if room < 1:
         fail(f"the prompt is {1 - room} tokens too long for the context of {args.main}: shorten it.")
     if room < args.max_new_tokens:
@@ -388,11 +443,14 @@ def stop_tokens(folder, tokenizer):
 
 
 def print_summary(args, config, streamer, result):
-    """Print the figures of one generation and what made it on stderr."""
+    """Print the figures of one generation, by GenAI or by our own engine, and what made it on stderr."""
     streamer.check()
     rows = figures(args, config, streamer, result)
+    if "temperature" in args:
+        rows["draft length"] = result.draft_length
+        rows["sampling"] = sampling(args)
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
-    if result.extended_perf_metrics:
+    if "draft" in args:
         rows["draft"] = f"{args.draft} on {args.draft_device}, "
         rows["draft"] += precision(args.draft, args.draft_device, args.draft_property)
     say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
@@ -407,20 +465,35 @@ def figures(args, config, streamer, result):
         rows["throughput"] = f"{tokens / (last - first):.1f} tokens/s (decode only)"
         rows["main inferences"] = f"{inferences} after the prompt's"
         rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
-    drafting = result.extended_perf_metrics  # None without a draft model
-    if drafting and (proposed := proposed_tokens(args, config, streamer.gained, drafting)):
-        accepted = tokens - inferences
+    if hasattr(result, "from_draft"):  # our own engine
+        proposed, accepted = sum(result.proposed), sum(result.from_draft)
+        if result.finish_reason == "length" and tokens + 1 < config.max_new_tokens:
+            rows["new tokens"] = f"{tokens + 1}, as the cache has no room for more"
+    else:
+        proposed, accepted = proposed_tokens(args, config, streamer.gained, result), tokens - inferences
+    if proposed:
         rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
     return rows
 
 
-def proposed_tokens(args, config, gained, drafting):
-    """Return how many tokens the draft proposed. The engine leaves out the last iteration, except where an NPU takes
-    part; there the draft was as long as K and the tokens still wanted allowed."""
+def proposed_tokens(args, config, gained, result):
+    """Return how many tokens the draft proposed. GenAI leaves out the last iteration, except where an NPU takes part;
+    there the draft was as long as K and the tokens still wanted allowed."""
+    drafting = result.extended_perf_metrics
+    if not drafting:  # no draft model
+        return 0
     if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
         return drafting.get_num_draft_tokens()
     wanted = config.max_new_tokens - sum(gained[:-1])
     return drafting.get_num_draft_tokens() + min(config.num_assistant_tokens, wanted - 1)
+
+
+def sampling(args):
+    """Return how the next token is chosen, in words."""
+    if args.temperature <= 1e-6:
+        return f"none: temperature {args.temperature:g} is greedy"
+    top_k = "all" if args.top_k == ALL_TOKENS else args.top_k
+    return f"temperature {args.temperature:g}, top-k {top_k}, top-p {args.top_p:g}, seed {args.seed}"
 
 
 def precision(folder, device, properties):

@@ -2,8 +2,11 @@
 
     python samples/speculative_chat.py models/embedded/main models/embedded/draft
 
-Answers stream to standard output, all else goes to standard error, so it works in a pipe too. Greedy. Ctrl-C stops
-an answer; at the prompt it ends the chat, as /quit and Ctrl-D do.
+Greedy, or drawn if a --temperature is set, and lossless either way. Both come from `speculative/decoder.py`, since
+GenAI's pipeline draws from another distribution when it samples with a draft model: one engine for both keeps each
+model in memory once. An answer computes only what is new in the conversation.
+Answers stream to standard output, all else goes to standard error, so it works in a pipe too. Ctrl-C stops an
+answer; at the prompt it ends the chat, as /quit and Ctrl-D do.
 """
 
 import argparse
@@ -15,13 +18,19 @@ from pathlib import Path
 import console
 import openvino_genai
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from speculative import decoder
+from speculative.draft_length import FixedDraftLength
+
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401
 
 COMMANDS = """\
-/k [N]                  show or set how many tokens are drafted for one inference of the main model
+/k [N|auto]             show or set how many tokens are drafted for one inference of the main model (auto: what pays)
+/temperature [T]        show or set it: 0 is greedy, above it answers are drawn
 /tokens [N]             show or set the longest answer, in tokens
-/speculation [on|off]   show or switch drafting, to compare (off loads the main model a second time, alone)
+/speculation [on|off]   show or switch drafting, to compare
 /colour [on|off]        show or switch the colour of accepted draft tokens
 /reset                  forget the conversation
 /help                   this list
@@ -39,19 +48,23 @@ class ColouringStreamer(console.Streamer):
 
 
 class Chat:
-    def __init__(self, args, pipe):
+    def __init__(self, args, engine):
         self.args = args
-        self.pipe = pipe
-        self.main_alone = None  # loaded when speculation is switched off
+        self.engine = engine
+        self.adaptive = engine.draft_length
         self.speculation = True
-        self.history = openvino_genai.ChatHistory()
+        self.history = []
         self.colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.set_temperature(args.temperature)
+
+    def set_temperature(self, temperature):
+        """From here on a drawn answer depends on the conversation and the seed alone."""
+        self.args.temperature = temperature
+        self.engine.reset(self.args.seed if temperature else None)
 
     def answer(self, question):
         self.history.append({"role": "user", "content": question})
-        pipe = self.pipe if self.speculation else self.main_alone
-        prompt = pipe.get_tokenizer().apply_chat_template(self.history, add_generation_prompt=True)
-        room = console.room_in_context(self.args.main, pipe.get_tokenizer(), prompt)
+        room = self.engine.main.capacity - len(self.engine.encode(self.history))
         if room < 1:
             self.history.pop()
             console.say(f"The conversation fills the context of {self.args.main}: /reset forgets it.")
@@ -59,13 +72,16 @@ class Chat:
 
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = min(self.args.max_new_tokens, room)
-        if self.speculation:
-            config.num_assistant_tokens = self.args.num_assistant_tokens
+        config.do_sample = True
+        config.temperature = self.args.temperature
+        config.top_k = self.args.top_k
+        config.top_p = self.args.top_p
+        self.engine.draft_length = self.draft_length() if self.speculation else FixedDraftLength(0)
 
         kind = ColouringStreamer if self.colour else console.Streamer
-        streamer = kind(self.args.main, pipe.get_tokenizer())
+        streamer = kind(self.args.main, self.engine.tokenizer)
         console.ctrl_c.streaming = True  # while the prompt is read, too
-        result = pipe.generate(self.history, config, streamer)
+        result = self.engine.generate(self.history, config, streamer)
         self.history.append({"role": "assistant", "content": streamer.text})
         print(flush=True)
         try:
@@ -77,22 +93,29 @@ class Chat:
         wanted = ("new tokens", "throughput", "block efficiency", "acceptance rate")
         console.say("(" + ", ".join(f"{name} {figures[name]}" for name in wanted if name in figures) + ")")
 
+    def draft_length(self):
+        k = self.args.num_assistant_tokens
+        return FixedDraftLength(k) if k else self.adaptive
+
     def command(self, line):
         """Obey one command and say what holds now. An unknown command or value changes nothing."""
         name, _, value = line.partition(" ")
         value = value.strip()
         try:
             if name == "/k":
-                limit = console.max_draft_length(self.args.device)
-                self.args.num_assistant_tokens = number(value, limit, self.args.num_assistant_tokens)
-                console.say(f"K = {self.args.num_assistant_tokens} draft tokens")
+                if value:
+                    self.args.num_assistant_tokens = console.draft_length(value)
+                console.say(f"K = {self.args.num_assistant_tokens or 'auto'}: {self.draft_length().why()}")
+            elif name == "/temperature":
+                if value:
+                    self.set_temperature(console.temperature(value))
+                console.say(f"sampling: {console.sampling(self.args)}")
             elif name == "/tokens":
-                self.args.max_new_tokens = number(value, console.MAX_NEW_TOKENS, self.args.max_new_tokens)
+                if value:
+                    self.args.max_new_tokens = console.whole_number(1, console.MAX_NEW_TOKENS)(value)
                 console.say(f"answers of at most {self.args.max_new_tokens} tokens")
             elif name == "/speculation":
                 self.speculation = switch(value, self.speculation)
-                if not self.speculation and not self.main_alone:
-                    self.load_main_alone()
                 console.say(f"speculation {'on' if self.speculation else 'off'}")
             elif name == "/colour":
                 self.colour = switch(value, self.colour)
@@ -106,16 +129,6 @@ class Chat:
                 console.say(f"there is no command {name}: /help lists them")
         except argparse.ArgumentTypeError as error:
             console.say(f"{name}: {error}")
-
-    def load_main_alone(self):
-        """A pipeline made with a draft model always drafts (num_assistant_tokens = 0 means 5), so load another."""
-        size = Path(self.args.main, "openvino_model.bin").stat().st_size
-        console.say(f"Loading {self.args.main} a second time, without the draft: {size / 1e6:.0f} MB more memory ...")
-        self.main_alone = openvino_genai.LLMPipeline(self.args.main, self.args.device, **self.args.property)
-
-
-def number(text, limit, current):
-    return console.whole_number(1, limit)(text) if text else current
 
 
 def switch(text, current):
@@ -131,20 +144,25 @@ def main():
         "draft",
         "--device",
         "--draft-device",
-        "--num-assistant-tokens",
+        "-k",
+        "--temperature=0",
+        "--top-k",
+        "--top-p",
+        "--seed",
         "--max-new-tokens",
         "--property",
         "--draft-property",
     )
 
-    draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)
-    pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **args.property)
-    if not pipe.get_tokenizer().chat_template:
+    engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
+    if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: chat with an instruct model.")
 
     if os.name == "nt":
         os.system("")  # lets older Windows consoles show colours
-    chat = Chat(args, pipe)
+    chat = Chat(args, engine)
+    if args.temperature:
+        chat.command("/temperature")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         console.say("/help lists the commands.")

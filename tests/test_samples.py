@@ -16,10 +16,13 @@ from conftest import DRAFT, MAIN, ROOT
 SAMPLES = {
     "greedy_causal_lm.py": [MAIN],
     "speculative_decoding_lm.py": [MAIN, DRAFT],
+    "speculative_sampling_lm.py": [MAIN, DRAFT],
     "prompt_lookup_decoding_lm.py": [MAIN],
     "speculative_chat.py": [MAIN, DRAFT],
 }
 ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
+GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0]}  # the others know nothing else
+OUR_ENGINE = ("speculative_sampling_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 NPU_ON_CPU = ("--property", "NPUW_DEVICES=CPU", *EXACT)
@@ -46,7 +49,7 @@ def figures(stderr):
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, name):
     text, tokens = greedy
-    done = run(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT)
+    done = run(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT, *GREEDY.get(name, []))
     assert done.returncode == 0, done.stderr
     assert done.stdout == text
     shown = figures(done.stderr)
@@ -56,7 +59,7 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, nam
     assert re.fullmatch(r"\d+ after the prompt's", shown["main inferences"])
     assert re.fullmatch(r"[\d.]+ tokens per main inference", shown["block efficiency"])
     assert shown["main"] == f"{MAIN} on CPU, int8 weights, inference in f32"
-    assert ("acceptance rate" in shown) == ("draft" in shown) == (name == "speculative_decoding_lm.py")
+    assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
 
 
 @pytest.mark.parametrize("k", [1, 8])
@@ -254,10 +257,9 @@ def test_ctrl_c_stops_the_text_with_status_130(endless, name):
     assert "throughput" not in shown
 
 
-def test_ctrl_c_stops_the_loading_with_status_130():
-    status, shown = press_ctrl_c_when(
-        [sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT], lambda process: process.stderr.readline()
-    )
+@pytest.mark.parametrize("name", ["speculative_decoding_lm.py", "speculative_sampling_lm.py"])
+def test_ctrl_c_stops_the_loading_with_status_130(name):
+    status, shown = press_ctrl_c_when([sample(name), MAIN, DRAFT, PROMPT], lambda process: process.stderr.readline())
     assert status == 130
     assert shown.split() == f"Loading {MAIN} on CPU and {DRAFT} on CPU ...".split()
 
@@ -293,7 +295,9 @@ def test_samples_import_the_engine_and_their_console_module_only(name):
     tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imports - sys.stdlib_module_names - {"readline"} == {"console", "openvino_genai"}
+    engine = {"speculative", "speculative.draft_length"} if name in OUR_ENGINE else set()
+    assert {"console", "openvino_genai"} <= imports - sys.stdlib_module_names - {"readline"} - engine
+    assert imports - sys.stdlib_module_names - {"readline"} <= {"console", "openvino_genai"} | engine
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)

@@ -1,0 +1,44 @@
+"""Speculative sampling: drawn, not greedy, text at the speed of speculative decoding, and lossless.
+
+    python samples/speculative_sampling_lm.py models/embedded/main models/embedded/draft "def fib(n):" --temperature 0.8
+
+Each token is distributed as if the main model had drawn it alone (Leviathan et al. 2023, Chen et al. 2023). GenAI's own
+pipeline draws from another distribution when it samples with a draft model, so this uses `speculative/decoder.py`.
+The same --seed gives the same text. Without -k it drafts as many tokens as pay, and the summary says why.
+The text streams to standard output, a summary follows on standard error.
+"""
+
+import sys
+from pathlib import Path
+
+import console
+import openvino_genai
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from speculative import decoder
+
+
+def main():
+    args = console.parse_arguments(
+        __doc__, "main", "draft", "prompt", "--device", "--draft-device", "-k", "--temperature", "--top-k", "--top-p",
+        "--seed", "--max-new-tokens", "--property", "--draft-property",
+    )  # fmt: skip
+
+    engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
+
+    config = openvino_genai.GenerationConfig()  # whatever the model's generation_config.json asks for
+    config.max_new_tokens = args.max_new_tokens
+    config.num_assistant_tokens = args.num_assistant_tokens
+    config.do_sample = True
+    config.temperature = args.temperature
+    config.top_k = args.top_k
+    config.top_p = args.top_p
+
+    streamer = console.Streamer(args.main, engine.tokenizer)
+    result = engine.generate(args.prompt, config, streamer, args.seed)
+    console.print_summary(args, config, streamer, result)
+
+
+if __name__ == "__main__":
+    console.run(main)

@@ -1,0 +1,143 @@
+"""speculative_sampling_lm.py: it hands on what the user asked for, shows what the engine did, fails in one sentence.
+
+That what is drawn is distributed as it should be is shown where the engine is tested.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+from test_sample_errors import assert_one_sentence
+from test_samples import figures
+from tiny_checkpoints import save_ir, train_tokenizer
+
+from speculative import decoder
+
+SAMPLE = "samples/speculative_sampling_lm.py"
+PROMPT = "def read_file(path):"
+TOKENS = 40
+ACCURACY = "EXECUTION_MODE_HINT=ACCURACY"
+SHORT = ("--max-new-tokens", TOKENS, "--property", ACCURACY)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return decoder.load(MAIN, draft=DRAFT, properties=dict([ACCURACY.split("=")]))
+
+
+def drawn(temperature):
+    return openvino_genai.GenerationConfig(
+        max_new_tokens=TOKENS, num_assistant_tokens=3, do_sample=True, temperature=temperature
+    )
+
+
+def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run, engine):
+    result = engine.generate(PROMPT, drawn(2.0), seed=5)
+    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == result.text
+    shown = figures(done.stderr)
+    accepted, proposed = sum(result.from_draft), sum(result.proposed)
+    assert 0 < accepted < proposed
+    assert shown["new tokens"] == str(len(result.tokens))
+    assert shown["main inferences"] == f"{len(result.gained)} after the prompt's"
+    assert shown["block efficiency"] == f"{result.block_efficiency:.2f} tokens per main inference"
+    assert shown["acceptance rate"] == f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+    assert shown["draft length"] == "always 3 draft tokens"
+    assert shown["sampling"] == "temperature 2, top-k all, top-p 1, seed 5"
+
+
+def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run):
+    options = ("--temperature", 2, *SHORT)
+    first = run(SAMPLE, MAIN, DRAFT, PROMPT, *options)
+    assert first.returncode == 0, first.stderr
+    seed = int(re.search(r"seed (\d+)$", figures(first.stderr)["sampling"])[1])
+    assert run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed, *options).stdout == first.stdout
+    assert run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed ^ 1, *options).stdout != first.stdout
+    assert re.match(r"(about \d+ draft tokens|plain decoding).* ms for ", figures(first.stderr)["draft length"])
+
+
+@pytest.mark.parametrize("option", [("--temperature", 0), ("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-4)])
+def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run, engine, option):
+    alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
+    done = run(SAMPLE, MAIN, DRAFT, PROMPT, *SHORT, *option)
+    assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
+    said = figures(done.stderr)["sampling"]
+    assert ("greedy" in said) == (option == ("--temperature", 0))
+    assert f"{option[0][2:]} {option[1]:g}" in said
+
+
+def test_any_text_on_any_console_and_device(run, engine):
+    prompt = "naïve 你好 🙂 Σ"
+    options = ("--draft-device", "HETERO:CPU", "-k", 3, "--temperature", 2, "--seed", 1)
+    done = run(SAMPLE, MAIN, DRAFT, "-", *SHORT, *options, stdin=prompt, env={"PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == engine.generate(prompt, drawn(2.0), seed=1).text
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "range_"),
+    [
+        ("--temperature", "-1", "from 0 on"),
+        ("--top-p", "0", "above 0 and at most 1"),
+        ("--top-p", "2", "above 0 and at most 1"),
+        ("--top-k", "0", "from 1 to"),
+        ("--seed", "one", "from 0 to"),
+        ("-k", "0", "from 1 to 64, nor auto"),
+    ],
+)
+def test_an_argument_out_of_range(run, option, value, range_):
+    assert_one_sentence(run(SAMPLE, MAIN, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--temperature", ["inf", "nan", "hot", "", "-0.1"]),
+        ("--top-p", ["nan", "-0.5", "1.01", ""]),
+        ("--top-k", ["-1", "1.5", "all"]),
+        ("--seed", ["-1", "1.5", "4294967296"]),
+        ("-k", ["65", "-1", "AUTO", ""]),
+    ],
+)
+def test_more_that_is_out_of_range(option, values):
+    sys.path.insert(0, str(ROOT / "samples"))
+    import console
+
+    for value in values:
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(value))):
+            console.ARGUMENTS[option]["type"](value)
+
+
+def test_models_and_prompts_that_cannot_be(run, tmp_path, other_tokenizer):
+    assert_one_sentence(run(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, tmp_path / "nowhere", "not a folder")
+    assert_one_sentence(run(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+    shutil.copytree(DRAFT, tmp_path / "other")
+    for file in other_tokenizer.iterdir():
+        shutil.copy(file, tmp_path / "other")
+    done = run(SAMPLE, MAIN, tmp_path / "other", PROMPT)
+    assert_one_sentence(done, 2, MAIN, tmp_path / "other", "differ", "same tokenizer")
+
+
+def test_what_the_engine_refuses(run, tmp_path):
+    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+    assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
+    table = save_ir(train_tokenizer(), tmp_path / "table")
+    assert_one_sentence(run(SAMPLE, table, table, PROMPT), 1, table, "no KV cache")
+
+
+def test_a_cache_that_is_smaller_than_the_context(run):
+    npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
+    options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
+    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 2, *options)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+, as the cache has no room for more", figures(done.stderr)["new tokens"])
+    done = run(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
+    assert_one_sentence(done, 1, "the prompt has", "room for 95")
