@@ -1,0 +1,95 @@
+"""Prompt files: the bundled ones hold what their README says, and a broken one names its line."""
+
+import json
+import re
+from collections import Counter
+
+import openvino_genai
+import pytest
+from conftest import MAIN, ROOT
+
+from scripts.prompt_files import read_prompts
+from speculative.metrics import repetition
+
+FOLDER = ROOT / "scripts/prompts"
+BUNDLED = {path.name: read_prompts(path) for path in sorted(FOLDER.glob("*.jsonl"))}
+
+
+def test_there_are_more_than_a_hundred_unlike_any_other():
+    prompts = [prompt for file in BUNDLED.values() for prompt in file]
+    assert len(prompts) >= 100
+    assert len({prompt.id for prompt in prompts}) == len({prompt.text for prompt in prompts}) == len(prompts)
+    assert all(prompt.category for prompt in prompts)
+
+
+def test_the_readme_counts_what_is_there():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE)
+    told = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
+    tokenizer = openvino_genai.Tokenizer(str(MAIN))
+    seen: dict[str, list[int]] = {}
+    for name, prompts in BUNDLED.items():
+        for prompt in prompts:
+            category = "code" if name == "embedded_code.jsonl" else prompt.category
+            seen.setdefault(category, []).append(tokenizer.encode(prompt.text).input_ids.shape[1])
+    counted = {name: (len(n), sorted(n)[len(n) // 2], min(n), max(n)) for name, n in seen.items()}
+    assert told == counted
+
+
+def test_conversations_have_turns():
+    chats = [prompt for prompt in BUNDLED["instructions.jsonl"] if prompt.category == "multi-turn"]
+    assert all(len(prompt.turns) == 2 and prompt.text == prompt.turns[0] for prompt in chats)
+    others = Counter(len(prompt.turns) for prompt in BUNDLED["instructions.jsonl"] if prompt not in chats)
+    assert others == {1: 70}
+
+
+def test_long_prompts_are_long_and_no_loops():
+    tokenizer = openvino_genai.Tokenizer(str(MAIN))
+    for prompt in BUNDLED["long.jsonl"]:
+        assert 1000 <= tokenizer.encode(prompt.text).input_ids.shape[1] <= 4000
+        assert repetition(prompt.text.split()) < 0.35, prompt.id
+
+
+def test_text_files_have_a_prompt_a_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffdef größe(x):\r\n\r\n  class A:\u2028 pass\n".encode())
+    first, second = read_prompts(path)
+    assert (first.text, first.id, first.category) == ("def größe(x):", "1", "")
+    assert (second.text, second.id) == ("  class A:\u2028 pass", "3")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "a"', "line 2 .* is not JSON"),
+        ('["a"]', "line 2 .* is not a JSON object"),
+        ('{"text": "a"}', 'line 2 .* has no text as "prompt"'),
+        ('{"prompt": 7}', 'line 2 .* has no text as "prompt"'),
+        ('{"prompt": " "}', 'line 2 .* has no text as "prompt"'),
+        ('{"turns": []}', 'line 2 .* has no text as "prompt"'),
+        ('{"prompt": "a", "turns": ["b"]}', "line 2 .* another"),
+        ('{"prompt": "first"}', "line 2 .* repeats the prompt of line 1"),
+        (b'{"prompt": "\xff"}', "line 2 .* is not UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, reason):
+    path = tmp_path / "broken.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps({"prompt": "first"}).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_prompts(path)
+    assert "broken.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_a_file_without_prompts_is_refused(tmp_path, content):
+    path = tmp_path / "empty.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="has no prompts"):
+        read_prompts(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none.jsonl"):
+        with pytest.raises(ValueError, match="is not a file"):
+            read_prompts(path)
