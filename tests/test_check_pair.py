@@ -1,0 +1,251 @@
+"""The doctor as its user runs it, and what it judges by: caches, weights, devices, memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import openvino as ov
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+from openvino import opset13
+
+from speculative import cached_model, device_facts, kv_cache, weights
+from speculative.device_facts import DeviceFacts, Memory
+from speculative.pair_fit import check_fit
+
+HERE = ov.Core().available_devices
+PROGRAM = "scripts/check_pair.py"
+
+
+def result_of(process):
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def messages(findings, level, what):
+    return [finding.message for finding in findings if (finding.level, finding.what) == (level, what)]
+
+
+def save_model(folder, packed=ov.Type.u4, cache=(-1, 2, -1, 8), window=None, width=64):
+    """Give `folder`, a copy of an IR, a model with packed weights [width, 64], a table, a state of shape `cache`."""
+    tokens = opset13.parameter([-1, -1], np.int64, name="input_ids")
+    weight = opset13.multiply(
+        opset13.convert(ov.op.Constant(packed, ov.Shape([width, 64]), [1] * (width * 64)), np.float32),
+        opset13.constant(np.full((width, 1), 0.5, np.float32)),
+    )
+    table = opset13.constant(np.arange(32 * 64, dtype=np.uint8).reshape(32, 64))
+    hidden = opset13.convert(opset13.gather(table, tokens, opset13.constant(0)), np.float32)
+    logits = opset13.matmul(hidden, weight, False, True)
+    logits.output(0).set_names({"logits"})
+    sinks = []
+    if cache:
+        info = ov.op.util.VariableInfo()
+        info.data_shape, info.data_type, info.variable_id = ov.PartialShape(cache), ov.Type.f32, "past_key_values.0"
+        variable = ov.op.util.Variable(info)
+        sinks = [opset13.assign(opset13.read_value(variable), variable)]
+    ov.save_model(ov.Model([logits.output(0)], sinks, [tokens]), folder / "openvino_model.xml", compress_to_fp16=False)
+    config = {"max_position_embeddings": 256, "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(DRAFT, tmp_path / "copy")
+
+
+@pytest.fixture
+def npu_here(monkeypatch):
+    """As on a machine with an NPU: what is judged then is judged before the device is asked for anything."""
+    npu = DeviceFacts("NPU", "a neural processor", "", device_facts.MAIN_MEMORY)
+    monkeypatch.setattr(device_facts, "look_up", lambda device, core: [npu])
+
+
+def test_the_embedded_pair_is_sound(run):
+    process = run(PROGRAM, MAIN, DRAFT)
+    result = result_of(process)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert result["sound"] and result["errors"] == 0
+    looked_at = {
+        "files",
+        "vocabulary",
+        "encodings",
+        "special tokens",
+        "chat template",
+        "context length",
+        "architecture",
+    }
+    looked_at |= {"device", "weight formats", "KV cache", "memory", "cost ratio"}
+    assert looked_at <= {finding["what"] for finding in result["findings"]}
+    table = process.stdout.splitlines()[:-1]
+    assert "\033" not in process.stdout and max(map(len, table)) <= 120
+    assert "sound: 0 errors" in process.stdout
+
+
+def test_json_alone(run):
+    process = run(PROGRAM, MAIN, DRAFT, "--json")
+    assert process.stdout.count("\n") == 1 and result_of(process)["sound"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX terminals")
+def test_a_terminal_gets_colours():
+    import pty
+
+    terminal, end = pty.openpty()
+    process = subprocess.Popen([sys.executable, PROGRAM, str(MAIN), str(MAIN)], stdout=end, cwd=ROOT)
+    os.close(end)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert b"\033[32mok" in shown and b"\033[33mwarning" in shown  # main as its own draft: too dear
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [([MAIN], "draft"), ([MAIN, "no/such/folder"], "no/such/folder"), ([MAIN, DRAFT, "--what"], "--what")],
+)
+def test_bad_usage(run, arguments, word):
+    process = run(PROGRAM, *arguments)
+    assert process.returncode == 2 and process.stdout == ""
+    assert word in process.stderr and "Traceback" not in process.stderr
+
+
+def test_another_tokenizer_is_an_error(run, copy, other_tokenizer):
+    for path in other_tokenizer.glob("openvino_*"):
+        shutil.copy(path, copy)
+    process = run(PROGRAM, MAIN, copy)
+    assert process.returncode == 1 and not result_of(process)["sound"]
+    assert "error    vocabulary" in process.stdout and "not sound: " in process.stdout
+
+
+def test_a_truncated_model_is_an_error(run, copy):
+    path = copy / "openvino_model.bin"
+    path.write_bytes(path.read_bytes()[:-1000])
+    process = run(PROGRAM, MAIN, copy, "--json")
+    (finding,) = result_of(process)["findings"]
+    assert process.returncode == 1 and finding["what"] == "files"
+    assert "truncated" in finding["message"] and process.stderr == ""
+
+
+def test_a_checkpoint_is_told_to_be_converted(run, tmp_path):
+    for role, source in (("main", MAIN), ("draft", DRAFT)):
+        (tmp_path / role).mkdir()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(source / name, tmp_path / role)
+        (tmp_path / role / "model.safetensors").write_bytes(b"")
+    process = run(PROGRAM, tmp_path / "main", tmp_path / "draft")
+    assert process.returncode == 1
+    assert "convert/export_pair.py" in result_of(process)["findings"][-1]["message"]
+
+
+@pytest.mark.parametrize(("mark", "name"), [("eagle3_mode", "EAGLE-3"), ("dflash_mode", "DFlash")])
+def test_drafts_from_hidden_states_are_recognised(run, copy, mark, name):
+    model = ov.Core().read_model(copy / "openvino_model.xml")
+    model.set_rt_info("True", [mark])  # as optimum-intel does
+    ov.save_model(model, copy / "marked.xml", compress_to_fp16=False)
+    for suffix in (".xml", ".bin"):
+        (copy / f"marked{suffix}").replace(copy / f"openvino_model{suffix}")
+    process = run(PROGRAM, MAIN, copy, "--json")
+    (finding,) = result_of(process)["findings"]
+    assert process.returncode == 1 and name in finding["message"]
+
+
+@pytest.mark.parametrize("device", [name for name in ("GPU", "NPU", "GPX", "CPU.7") if name not in HERE])
+def test_an_absent_device_is_an_error_with_the_reason(device):
+    findings = check_fit(MAIN, DRAFT, "CPU", f"AUTO:{device},CPU")
+    (message,) = messages(findings, "error", "device")
+    assert device in message and "OpenVINO finds" in message
+    assert "install" in message if device in ("GPU", "NPU") else "take one of these" in message
+
+
+def test_device_strings():
+    here = ["CPU", "GPU.0", "GPU.1"]
+    assert device_facts.names("GPU.1", here) == ["GPU.1"]
+    assert device_facts.names("AUTO:GPU,CPU", here) == ["GPU", "CPU"]
+    assert device_facts.names("MULTI:GPU.1(2),CPU(4)", here) == ["GPU.1", "CPU"]
+    assert device_facts.names("HETERO", here) == here
+    assert device_facts.names("AUTO:-GPU.0", here) == ["CPU", "GPU.1"]
+
+
+def test_this_machine_has_memory():
+    memory = device_facts.main_memory()
+    assert memory.total > 1e9 and (memory.available is None or 0 < memory.available <= memory.total)
+
+
+@pytest.mark.parametrize(
+    ("memory", "level"),
+    [(Memory(10**7, 10**7), "error"), (Memory(10**9, 10**7), "warning"), (Memory(None, None), "ok")],
+)
+def test_memory_is_compared_with_what_is_there(monkeypatch, memory, level):
+    monkeypatch.setattr(device_facts, "main_memory", lambda: memory)
+    (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), level, "memory")
+    assert "main 38" in message and "draft 2" in message
+    assert level == "ok" or "int4" in message
+
+
+def test_the_cache_is_as_large_as_the_engine_makes_it():
+    cache = kv_cache.read(ov.Core().read_model(DRAFT / "openvino_model.xml"))
+    assert cache == (1, 2, 64, 2 * 2 * 64)
+    made = cached_model.load(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, capacity=512).backend
+    assert cache.bytes_per_token(ov.Type.f32) * 512 == made.cache_bytes
+    made = cached_model.load(DRAFT, "CPU", {"KV_CACHE_PRECISION": "u8"}, capacity=512).backend
+    assert 0.9 < made.cache_bytes / (cache.bytes_per_token(ov.Type.u8) * 512) <= 1
+
+
+def test_a_state_that_cannot_be_rolled_back_is_an_error(copy):
+    (message,) = messages(check_fit(MAIN, save_model(copy, cache=(-1, 2, 64)), "CPU", "CPU"), "error", "KV cache")
+    assert "draft" in message and "rolled back" in message
+
+
+def test_a_model_without_cache_is_an_error(copy):
+    (message,) = messages(check_fit(MAIN, save_model(copy, cache=None), "CPU", "CPU"), "error", "KV cache")
+    assert "no KV cache" in message
+
+
+def test_weights_are_counted_by_format_and_by_use(copy):
+    read = weights.read(ov.Core().read_model(save_model(copy) / "openvino_model.xml"))
+    assert read.formats == ["int4", "int8"] and read.asymmetric == ["int4", "int8"]
+    assert read.parameters == 64 * 64 + 32 * 64
+    assert 64 * 64 // 2 <= read.bytes_per_step < 64 * 64 // 2 + 32 * 64  # the table is looked up, not read
+
+
+def test_the_embedded_weights_are_all_there_is_in_the_file():
+    for folder, parameters in ((MAIN, 31.6e6), (DRAFT, 2.0e6)):
+        read = weights.read(ov.Core().read_model(folder / "openvino_model.xml"))
+        assert read.formats == ["int8"] and read.parameters == pytest.approx(parameters, rel=0.02)
+        assert read.bytes_per_step == pytest.approx((folder / "openvino_model.bin").stat().st_size, rel=0.01)
+
+
+def test_an_npu_takes_no_asymmetric_int4(copy, npu_here):
+    findings = check_fit(MAIN, save_model(copy, ov.Type.u4), "NPU", "NPU")
+    (message,) = messages(findings, "error", "NPU weights")
+    assert "draft" in message and "--for NPU" in message
+    assert len(messages(findings, "warning", "NPU shapes")) == 2
+    (message,) = messages(check_fit(MAIN, save_model(copy, ov.Type.i4), "NPU", "NPU"), "ok", "NPU weights")
+    assert "draft has int4" in message
+
+
+def test_an_npu_takes_no_sliding_window(copy, npu_here):
+    (message,) = messages(check_fit(MAIN, save_model(copy, window=16), "NPU", "NPU"), "error", "NPU shapes")
+    assert "16 tokens" in message
+
+
+def test_logits_of_other_width_are_an_error_with_an_npu_only(run, copy):
+    save_model(copy, width=4160)  # 64 more than the tokenizer has tokens: padding
+    for device, level in (("CPU", "warning"), ("NPU", "error")):
+        result = result_of(run(PROGRAM, MAIN, copy, "--json", "--draft-device", device))
+        assert {finding["level"] for finding in result["findings"] if finding["what"] == "logits width"} == {level}
+
+
+def test_a_draft_as_large_as_the_main_model_is_too_dear():
+    (message,) = messages(check_fit(MAIN, MAIN, "CPU", "CPU"), "warning", "cost ratio")
+    assert "costs 1.00 of a main step" in message and "smaller" in message
+    (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), "ok", "cost ratio")
+    assert "costs 0.06 of a main step" in message
