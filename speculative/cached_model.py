@@ -8,6 +8,7 @@ again: a chat turn costs what is new, and a rejected draft is rolled back by bei
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Protocol
 
@@ -110,7 +111,8 @@ def load(
 
     CACHE_DIR keeps the compiled model on disk, but for paged attention on a CPU, where OpenVINO cannot read it again.
     `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
-    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere; an NPU has its own, up to 1,152 tokens
+    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a warning,
+    on a GPU that fails at paged attention; an NPU has its own, up to 1,152 tokens
     unless `capacity` or MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a
     model that cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
     """
@@ -122,17 +124,28 @@ def load(
     window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
     kind = device.partition(".")[0]
     model = ov.Core().read_model(folder / "openvino_model.xml")
+    properties = properties or {}
     try:
         _refuse_other_states(model)
         if kind == "NPU":
-            backend = NpuModel(model, device, properties or {}, capacity, context, window)
-        elif stateful or (stateful is None and kind not in ("CPU", "GPU")):
-            backend = StatefulModel(model, device, properties or {}, capacity or min(context, CAPACITY), window)
-        else:
-            backend = PagedModel(model, device, properties or {}, capacity or min(context, CAPACITY))
-        return CachedModel(backend)
+            return CachedModel(NpuModel(model, device, properties, capacity, context, window))
+        capacity = capacity or min(context, CAPACITY)
+        if stateful or (stateful is None and kind not in ("CPU", "GPU")):
+            return CachedModel(StatefulModel(model, device, properties, capacity, window))
+        try:
+            return CachedModel(PagedModel(model.clone(), device, properties, capacity))
+        except (RuntimeError, ValueError) as error:
+            if stateful is False or kind == "CPU":
+                raise
+            # A GPU driver may lack it. What fails for another reason fails again below, and says so.
+            warnings.warn(f"no paged attention on {device} ({_line(error)}): the stateful cache is used", stacklevel=2)
+            return CachedModel(StatefulModel(model, device, properties, capacity, window))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _refuse_other_states(model: ov.Model) -> None:

@@ -14,26 +14,27 @@ from speculative.cached_model import CachedModel
 from speculative.draft_length import LONGEST, Costs
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference
-CONTEXT = 64  # tokens in the cache meanwhile
-TIMES = 3
+CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
+TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
+STALE = 0.75  # of the kept time for one token: so much faster now, it was measured on a busy machine
 
 
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
     """Time both models (a second or so for a 1 B model); their caches are empty afterwards."""
-    return Costs(
-        draft=_seconds(draft, (1,))[1] if draft else 0.0,
-        main=_seconds(main, tuple(n for n in MEASURED if n + CONTEXT <= main.capacity)),
-    )
+    return Costs(draft=_seconds(draft, (1,))[1] if draft else 0.0, main=_seconds(main, MEASURED))
 
 
 def _seconds(model: CachedModel, counts: tuple[int, ...]) -> dict[int, float]:
-    tokens = (np.arange(CONTEXT + max(counts), dtype=np.int64) * 7919 + 1) % model.width
-    model.logits(tokens[:CONTEXT])
+    context = max(1, min(CONTEXT, model.capacity - max(counts)))
+    counts = tuple(n for n in counts if context + n <= model.capacity)
+    tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % model.width
+    model.logits(tokens[:context])
     times: dict[int, list[float]] = {n: [] for n in counts}
-    for _ in range(TIMES + 1):
+    started = time.perf_counter()
+    while len(times[counts[0]]) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
         for n in counts:
             begin = time.perf_counter()
-            model.backend.run(CONTEXT, tokens[CONTEXT : CONTEXT + n], n)
+            model.backend.run(context, tokens[context : context + n], n)
             times[n].append(time.perf_counter() - begin)
     model.forget()
     return {n: min(times[n][1:]) for n in counts}  # the first of each shape is slower; other load only adds
@@ -60,14 +61,18 @@ def folder(properties: dict) -> Path:
 def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
     """The costs kept in `folder` under `name`; measured and kept there if there are none.
 
-    The same costs every time make the draft lengths, and with a seed the text, the same every time.
+    The same costs every time make the draft lengths, and with a seed the text, the same every time. They are measured
+    again only if the main model turns out to be much faster than they say.
     """
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
+        costs = Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
+        if _seconds(main, (1,))[1] > STALE * costs.main[1]:
+            return costs
     except (OSError, ValueError, KeyError):
-        costs = measure(main, draft)
+        pass  # none yet, or a file that was cut off
+    costs = measure(main, draft)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")

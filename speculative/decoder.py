@@ -52,7 +52,8 @@ class Generation:
     text: str = ""
     finish_reason: str = "length"  # or "stop", or "cancelled"
     proposed: list[int] = field(default_factory=list)  # for each inference of the main model after the prompt's
-    gained: list[int] = field(default_factory=list)  # likewise; see `speculative.metrics`
+    accepted: list[int] = field(default_factory=list)  # likewise
+    gained: list[int] = field(default_factory=list)  # likewise: one more than accepted, but at an end of text
     seconds_to_first: float = 0.0  # from the call to the first token, prompt included
     seconds: float = 0.0  # the call
     draft_length: str = ""  # what the draft length rule did last, and why
@@ -64,7 +65,7 @@ class Generation:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return metrics.acceptance_rate(self.proposed, self.gained)
+        return metrics.acceptance_rate(self.proposed, [n + 1 for n in self.accepted])
 
     @property
     def block_efficiency(self) -> float | None:
@@ -72,7 +73,7 @@ class Generation:
 
     @property
     def position_acceptance(self) -> list[float]:
-        return metrics.position_acceptance(self.proposed, self.gained)
+        return metrics.position_acceptance(self.proposed, [n + 1 for n in self.accepted])
 
 
 class Decoder:
@@ -166,6 +167,7 @@ class Decoder:
             result.seconds = time.perf_counter() - begin
             if result.seconds_to_first:
                 result.proposed.append(step.proposed)
+                result.accepted.append(min(step.accepted, used))
                 result.gained.append(used)
             else:
                 result.seconds_to_first = result.seconds
