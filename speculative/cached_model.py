@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import openvino as ov
 
+from speculative import kv_cache
 from speculative.npu_model import NpuModel
 from speculative.paged_model import PagedModel
 from speculative.stateful_model import StatefulModel
@@ -126,7 +127,7 @@ def load(
     model = ov.Core().read_model(folder / "openvino_model.xml")
     properties = properties or {}
     try:
-        _refuse_other_states(model)
+        kv_cache.read(model)  # refuses states that cannot be rolled back
         if kind == "NPU":
             return CachedModel(NpuModel(model, device, properties, capacity, context, window))
         capacity = capacity or min(context, CAPACITY)
@@ -146,19 +147,3 @@ def load(
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
-
-
-def _refuse_other_states(model: ov.Model) -> None:
-    """A key or value cache has an entry for each token, so it can be cut; other states have all tokens in one."""
-    states = [variable.get_info() for variable in model.get_variables()]
-    if not states:
-        raise ValueError(
-            "the model has no KV cache: export it with `optimum-cli export openvino` (it is stateful then)"
-        )
-    for state in states:
-        shape = state.data_shape
-        if shape.rank.get_length() != 4 or not shape[2].is_dynamic:
-            raise ValueError(
-                f"the model keeps a state that cannot be rolled back ({state.variable_id}: linear attention or a state "
-                "space model): speculative decoding needs an attention cache"
-            )
