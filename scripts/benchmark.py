@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
+from prompt_files import read_prompts  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import decoder, genai_runs, metrics  # noqa: E402
@@ -115,24 +116,6 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: the "prompt" of each line for .jsonl, else the lines themselves."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file: give a file with one prompt a line")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            if line.strip():
-                prompts.append(json.loads(line)["prompt"] if path.suffix == ".jsonl" else line)
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f'line {number} of {path} is not JSON like {{"prompt": "..."}}: mend or remove it'
-            ) from None
-    if not prompts:
-        raise ValueError(f"{path} has no prompts: give a file with one prompt a line")
-    return prompts
-
-
 def load(arguments: argparse.Namespace) -> list[Way]:
     """The ways to compare, the main model alone first. Each engine loads each model once."""
     main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
@@ -182,7 +165,7 @@ def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
     """The prompts' token ids, each behind the same `--context` tokens of other text."""
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     prompts = read_prompts(arguments.prompts)[: arguments.max_prompts]
-    ids = [genai_runs.encode(tokenizer, prompt).input_ids.data[0] for prompt in prompts]
+    ids = [genai_runs.encode(tokenizer, prompt.text).input_ids.data[0] for prompt in prompts]
     if arguments.context:
         text = tokenizer.encode(OTHER_TEXT.read_text(encoding="utf-8")).input_ids.data[0]
         before = np.resize(text, arguments.context)
@@ -300,7 +283,7 @@ def main() -> int:
     try:
         prompts = encode(arguments)
     except ValueError as error:
-        print(f"error: {error}.", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         ways = measure(arguments, prompts)

@@ -57,9 +57,16 @@ def test_bad_input_is_one_sentence(run, tmp_path, program, arguments, status, wo
     assert word in said and "Traceback" not in said
 
 
-def test_benchmark_without_prompts_file(run, tmp_path):
-    process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", tmp_path / "none.txt")
-    assert process.returncode == 2 and "none.txt" in process.stderr
+@pytest.mark.parametrize(
+    ("content", "word"), [(None, "not a file"), ("\n", "no prompts"), ('{"prompt": "x"}\n{"prompt"\n', "line 2")]
+)
+def test_benchmark_names_what_is_wrong_with_a_prompts_file(run, tmp_path, content, word):
+    prompts = tmp_path / "prompts.jsonl"
+    if content is not None:
+        prompts.write_text(content, encoding="utf-8")
+    process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts)
+    assert process.returncode == 2 and word in process.stderr and "prompts.jsonl" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
@@ -67,16 +74,51 @@ def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
     prompts.write_text('{"prompt": "def area(width, height):"}\n{"prompt": "class Box:"}\n', encoding="utf-8")
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "-k", "2,4", "--max-new-tokens", "24",
-        "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY",
+        "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY", "--paths", "genai,engine,sampled",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    alone, two, four = last_line(process)["rows"]
-    assert (alone["draft_length"], two["draft_length"], four["draft_length"]) == (0, 2, 4)
+    results = last_line(process)
+    rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in results["rows"]}
+    lengths = {"GenAI": [0, 2, 4], "ours": [0, 2, 4, "adaptive"]}
+    assert set(rows) == {
+        (engine, sampled, k) for engine in lengths for sampled in (False, True) for k in lengths[engine]
+    } - {("GenAI", True, k) for k in (0, 2, 4)}
+    alone = rows["GenAI", False, 0]
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
-    for row in (two, four):
-        assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"] <= row["draft_length"] + 1
-        assert row["output_sha256"] == alone["output_sha256"]  # exact arithmetic: the same tokens
+    for (_, sampled, k), row in rows.items():
+        if k:
+            assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
+        if k in (2, 4):
+            assert row["block_efficiency"] <= k + 1 and row["mean_draft_length"] <= k
+        if not sampled:  # exact arithmetic: the same tokens
+            assert row["output_sha256"] == alone["output_sha256"] and row["same_text"] == 2
     assert "acceptance" in process.stdout.splitlines()[0]
+    asked = [comparison["what"] for comparison in results["comparisons"]]
+    assert "ours / GenAI, greedy, K = 4" in asked and any("adaptive / best fixed" in what for what in asked)
+
+
+def test_benchmark_behind_other_text(run, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def area(width, height):\n", encoding="utf-8")
+    process = run(
+        "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "-k", "3", "--max-new-tokens", "10",
+        "--rounds", "1", "--paths", "engine", "--context", "300",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert last_line(process)["environment"]["context"] == 300
+    process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "--max-new-tokens", "1")
+    assert process.returncode == 2 and "2 or more" in process.stderr
+
+
+def test_benchmark_costs_prints_tables_and_one_json_line(run):
+    process = run("scripts/benchmark_costs.py", MAIN, DRAFT, "--repeat", "1", "--max-new-tokens", "8")
+    assert process.returncode == 0, process.stderr
+    results = last_line(process)
+    assert [row["context"] for row in results["inferences"]] == [256, 512]  # the pair's context is 1,024
+    assert {row["vocabulary"] for row in results["sampling"]} == {4_096, 32_000, 151_936}
+    assert [row["start"] for row in results["starts"]] == ["no cache", "first", "second"]
+    assert 30e6 < results["limit"]["weight_bytes"]["main"] < 36e6 and results["limit"]["bandwidth"] > 1e8
+    assert 0 < results["limit"]["draft"] < 1.5
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
