@@ -16,6 +16,10 @@ DRAFT = ROOT / "models/embedded/draft"
 sys.path.insert(0, str(ROOT))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="20,000 draws of every case (an hour)")
+
+
 @pytest.fixture
 def run():
     """Run `python PROGRAM ARGS...` from the checkout and return the finished process, its output decoded as UTF-8."""

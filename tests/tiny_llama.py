@@ -1,0 +1,55 @@
+"""The smallest Llamas there are: one layer, a vocabulary of a few tokens, about 0.1 ms an inference.
+
+Random weights in sizes that make next tokens vary, attention matter, and no token certain or out of the question.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import openvino
+
+from scripts import llama_ir
+from scripts.llama_ir import Layer, Llama, Matrix
+
+VOCABULARY = 8
+HIDDEN, HEADS, HEAD_DIM = 32, 2, 16
+
+
+def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None) -> Llama:
+    """A model of its own for each `seed`; with `noise` something like it. `bias` [8] is added to its logits."""
+    random, other = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
+
+    def matrix(outputs: int, inputs: int, size: float = 1.0) -> Matrix:
+        weights = random.normal(size=(outputs, inputs)) + noise * other.normal(size=(outputs, inputs))
+        return in_int8(weights * size / np.sqrt(inputs))
+
+    ones = np.ones(HIDDEN, np.float32)
+    embedding = matrix(VOCABULARY, HIDDEN, np.sqrt(HIDDEN))
+    attention = [matrix(HIDDEN, HIDDEN, 2) for _ in range(4)]
+    feed_forward = [matrix(HIDDEN, HIDDEN) for _ in range(3)]
+    return Llama(
+        embedding=embedding,
+        layers=[Layer(ones, *attention, ones, *feed_forward)],
+        norm=ones,
+        head=matrix(VOCABULARY, HIDDEN, 1.2),
+        heads=HEADS,
+        kv_heads=HEADS,
+        frequencies=(10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
+        attention_scale=HEAD_DIM**-0.5,
+        epsilon=1e-6,
+        logits_bias=bias,
+    )
+
+
+def in_int8(weights: np.ndarray) -> Matrix:
+    low, high = weights.min(1, keepdims=True), weights.max(1, keepdims=True)
+    scales = ((high - low) / 255).astype(np.float16)
+    zero_points = np.round(-low / scales).clip(0, 255)
+    values = np.round(weights / scales + zero_points).clip(0, 255)
+    return Matrix(values.astype(np.uint8), zero_points.astype(np.uint8), scales)
+
+
+def save_tiny_llama(folder: Path, **options) -> Path:
+    folder.mkdir(parents=True)
+    openvino.save_model(llama_ir.build(tiny_llama(**options)), folder / "openvino_model.xml", compress_to_fp16=False)
+    return folder
