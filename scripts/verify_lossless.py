@@ -51,7 +51,7 @@ PROMPTS = (
     "Count the words of a text.",
 )
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
-GREEDY_K, SAMPLED_K = [1, 4, 8], [4]
+GREEDY_K, SAMPLED_K = [1, 4, 8], [2]
 NGRAM = 3  # tokens that prompt lookup looks for, at most
 CONFIDENCE = 0.4  # of the draft, below which a draft ends that goes by it
 FINEST = 0.002  # probability from which a sequence is counted on its own, at least
@@ -161,11 +161,11 @@ def parse_arguments() -> argparse.Namespace:
         "--num-assistant-tokens",
         type=lengths,
         metavar="K",
-        help="draft lengths, as 1-4 or 2,8 (default: 1,4,8 greedy, 4 sampled)",
+        help="draft lengths, as 1-4 or 2,8 (default: 1,4,8 greedy, 2 sampled)",
     )
     parser.add_argument("--max-new-tokens", type=whole, default=64, metavar="N", help="of greedy runs (default: 64)")
-    parser.add_argument("--draws", type=whole, default=1000, metavar="N", help="sampled texts a path (default: 1000)")
-    parser.add_argument("--tokens", type=whole, default=3, metavar="N", help="tokens of a draw (default: 3)")
+    parser.add_argument("--draws", type=whole, default=500, metavar="N", help="sampled texts a path (default: 500)")
+    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens of a draw (default: 4)")
     parser.add_argument("--temperature", type=above_zero, default=1.0, help="of the draws (default: 1)")
     parser.add_argument("--top-k", type=whole, metavar="N", help="of the draws (default: off)")
     parser.add_argument("--top-p", type=above_zero, default=1.0, metavar="P", help="of the draws (default: 1, off)")
@@ -216,7 +216,7 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
 
     return [
         Way("GenAI main alone", False, alone, {}),
-        Way("engine main alone", True, Engine(Decoder(engine.main), arguments.seed), {}),
+        Way("engine main alone", True, Engine(Decoder(engine.main), arguments.seed), {}, is_sampled=False),
         *for_each_k("engine draft", True, our_pair),
         Way("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
         Way("engine draft, adaptive", True, our_pair, {}),
