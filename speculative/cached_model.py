@@ -22,7 +22,8 @@ from speculative.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
-TOLERANCE = 0.2  # of the logits' spread; u8 caches differ by up to 0.03, a stale cache by 0.5 and more
+TOLERANCE = 0.02  # of the logits' spread; rollbacks wrong by a single token differ by 0.025 and more
+NATURAL = 0.1  # what precision alone never does; 0.01 is usual
 
 
 class Backend(Protocol):
@@ -83,20 +84,33 @@ class CachedModel:
         return logits
 
     def _check_rollback(self) -> None:
-        """Compare a step after a rollback with a fresh one, so that a wrong cache never goes unnoticed."""
-        first = self.backend.run(0, np.zeros(1, np.int64), 1)
-        self.width = first.shape[1]
-        ids = (np.arange(24, dtype=np.int64) * 7919 + 1) % self.width
-        text, other = ids[:12], ids[12:]
-        fresh = self.logits(text, last=2).copy()
-        self.logits(np.concatenate([text[:5], other]))
-        self.logits(np.concatenate([text[:5], other, text[:1]]))  # a single token behind, as in decoding
-        rolled_back = self.logits(text, last=2).copy()
-        difference = float(np.abs(fresh - rolled_back).max() / (fresh.std() or 1.0))
-        if not difference < TOLERANCE:
+        """Compare steps after a rollback with the same on a fresh cache, so that a wrong one never goes unnoticed.
+
+        Logits differ a little by themselves, with the number of tokens in an inference and, in a u8 cache, with what
+        was rolled back. So the text in one piece and in two shows how much is allowed, and the medians count: one
+        expert of a mixture chosen otherwise moves a whole row.
+        """
+        self.width = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
+        ids = (np.arange(14, dtype=np.int64) * 7919 + 1) % self.width
+        text, other = ids[:10], ids[10:]
+        whole = self.logits(text, last=8).copy()
+        wrong, natural = [], []
+        for start in (2, 6):
+            self.logits(np.concatenate([text[:start], other]))
+            self.logits(np.concatenate([text[:start], other, text[:1]]))  # a single token behind, as in decoding
+            rolled_back = self.logits(text, last=10 - start).copy()
+            self.forget()
+            self.logits(text[:start])
+            fresh = self.logits(text, last=10 - start)
+            spread = fresh.std(axis=1) + 1e-6
+            wrong.append(np.sqrt(np.square(rolled_back - fresh).mean(axis=1)) / spread)
+            natural.append(np.sqrt(np.square(whole[start - 2 :] - fresh).mean(axis=1)) / spread)
+        difference, allowed = np.median(np.concatenate(wrong)), np.median(np.concatenate(natural))
+        if not (difference < max(TOLERANCE, 2.5 * allowed) and allowed < NATURAL):
             raise ValueError(
                 f"a step after a rollback of the {self.backend.kind} cache differs from a fresh one by "
-                f"{difference:.2f} of the logits' spread: this model cannot be rolled back; decode it without a draft"
+                f"{max(difference, allowed):.2f} of the logits' spread: this model cannot be rolled back; "
+                "decode it without a draft"
             )
         self.forget()
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import MAIN
+from conftest import DRAFT, MAIN
 from openvino._offline_transformations import paged_attention_transformation
 from tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_ir, train_tokenizer
 
@@ -284,19 +284,21 @@ def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, mo
     """The last two are NPUW's own faults: should one of them not be found, OpenVINO was corrected."""
     base = wrong.__base__
     monkeypatch.setattr(cached_model, base.__name__, wrong)
-    folder = tiny_pair("mistral" if wrong is TrimsOneTooMany else "llama") / "main"  # a sliding window is trimmed
-    device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", EXACT)
-    with pytest.raises(
-        ValueError, match=r"differs from a fresh one by [\d.]+ of the logits' spread: this model cannot"
-    ):
-        cached_model.load(folder, device, properties, stateful=base is StatefulModel)
+    device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", {})
+    tiny = "mistral" if wrong is TrimsOneTooMany else "llama"  # a sliding window is trimmed
+    for folder in [tiny_pair(tiny) / "main"] + [MAIN, DRAFT] * (base is not NpuModel and wrong is not TrimsOneTooMany):
+        with pytest.raises(
+            ValueError, match=r"from a fresh one by [\d.]+ of the logits' spread: this model cannot be ro"
+        ):
+            cached_model.load(folder, device, properties, stateful=base is StatefulModel)
 
 
 @STATEFUL
 def test_the_default_precision_passes_the_check(stateful, tiny_pair):
     """bf16 or f16 and a u8 cache, as the device chooses."""
-    for folder in (MAIN, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
-        assert isinstance(cached_model.load(folder, "CPU", stateful=stateful), CachedModel)
+    for folder in (MAIN, DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
+        for properties in ({}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}):
+            assert isinstance(cached_model.load(folder, "CPU", properties, stateful=stateful), CachedModel)
 
 
 def test_a_state_space_model_is_refused(tmp_path):
