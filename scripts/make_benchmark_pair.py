@@ -60,7 +60,7 @@ DRAFT_SHAPE = Shape(4, 512, 8, 4, 64, 2304, 32000, 1)  # 34 M
 CONTEXT = 8192  # that config.json states
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 throughout
 DRAFT_LENGTH, NEW_TOKENS = 4, 64
-TOLERANCE = 0.02  # of the acceptance rate
+TOLERANCE, TRIES = 0.02, 6  # of the acceptance rate
 COMPARED = 4  # prompts on which main's greedy tokens are compared with the embedded main model's
 NOTE = "benchmark pair: the function of a small model at the shape of a large one, for measuring speed, not text"
 TOKENIZER_FILES = ("*token*", "chat_template.jinja", "generation_config.json")
@@ -220,39 +220,38 @@ def acceptance_rate(main: Path, draft: Path, prompts: list[str], description: st
 
 
 def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Llama, float]:
-    """Write the draft with the noise that gives the acceptance asked for, by bisection; return it and the noise.
+    """Write the draft with the noise that gives the acceptance asked for; return it and the noise.
 
-    Measured with the embedded main model, as the large one writes the same.
+    Measured with the embedded main model, as the large one writes the same. Acceptance falls with noise about as
+    1 - noise^2.5, which gives the first guess; further ones lie on the line between the nearest on both sides.
     """
-    tried: dict[float, float] = {}
+    asked, tried = arguments.acceptance, {}
 
     def grown(noise: float) -> llama_ir.Llama:
         source = with_noise(arguments.draft_source, noise, arguments.seed)
         return expand(source, arguments.draft_shape, np.random.default_rng([arguments.seed, 1]), lambda: None)
 
-    def accepted(noise: float) -> float:
+    def try_with(noise: float) -> float:
         write(grown(noise), folder)
         tried[noise] = acceptance_rate(SOURCE, folder, arguments.prompts, f"draft with noise {noise:.3f}")
         print(f"draft with noise {noise:.3f}: acceptance {tried[noise]:.3f}", file=sys.stderr)
         return tried[noise]
 
-    def distance(noise: float) -> float:
-        return abs(tried[noise] - arguments.acceptance)
-
-    low, high = 0.0, 1.0
-    if arguments.acceptance <= TOLERANCE:
-        accepted(high)
-    elif accepted(low) > arguments.acceptance:
-        while min(map(distance, tried)) > TOLERANCE and len(tried) < 12:
-            middle = (low + high) / 2
-            low, high = (middle, high) if accepted(middle) > arguments.acceptance else (low, middle)
-    elif distance(low) > TOLERANCE and arguments.draft_source is not arguments.source:
+    if asked <= TOLERANCE:
+        try_with(1.0)
+    elif (most := try_with(0.0)) > asked + TOLERANCE:
+        more, less = (0.0, most), (1.0, 0.0)  # noise and acceptance on both sides of what is asked for
+        noise = (1 - asked / most) ** 0.4
+        while abs(try_with(noise) - asked) > TOLERANCE and len(tried) < TRIES:
+            more, less = ((noise, tried[noise]), less) if tried[noise] > asked else (more, (noise, tried[noise]))
+            noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
+    elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
-            f"warning: this draft gives no more than {tried[low]:.3f}; "
-            f"--draft-shape with layers={len(arguments.source.layers)} or more is accepted nearly always",
+            f"warning: this draft gives no more than {most:.3f}; --draft-shape with "
+            f"layers={len(arguments.source.layers)} or more is accepted nearly always",
             file=sys.stderr,
         )
-    noise = min(tried, key=distance)
+    noise = min(tried, key=lambda noise: abs(tried[noise] - asked))
     draft = grown(noise)
     write(draft, folder)
     return draft, noise

@@ -1,0 +1,267 @@
+"""The benchmark pair: the embedded main model at another shape, and a draft as good as asked for."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import openvino as ov
+import pytest
+from conftest import MAIN, ROOT
+from openvino._offline_transformations import paged_attention_transformation
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import expansion
+import llama_ir
+from expansion import Shape
+
+PROGRAM = "scripts/make_benchmark_pair.py"
+SMALL = Shape(11, 640, 10, 5, 64, 1500, 5000, 0)
+SMALL_TEXT = "layers=11,hidden=640,heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
+TOKENS = np.array([[5, 9, 100, 300, 4000, 17, 18, 2048, 77, 1]])
+SAME = 2e-4  # of logits up to 16: f32 sums in another order differ by 2e-5
+
+
+@pytest.fixture(scope="module")
+def source():
+    return llama_ir.read(MAIN)
+
+
+def grow(source, shape, seed=0):
+    return expansion.expand(source, shape, np.random.default_rng(seed), lambda: None)
+
+
+def run_model(model):
+    """Logits float32 [10, vocabulary] in f32: seven tokens first, then three with what the cache holds."""
+    request = ov.Core().compile_model(model, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}).create_infer_request()
+    rows = []
+    for begin, end in ((0, 7), (7, 10)):
+        inputs = {
+            "input_ids": TOKENS[:, begin:end],
+            "attention_mask": np.ones((1, end), np.int64),
+            "position_ids": np.arange(begin, end)[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        rows.append(request.infer(inputs)["logits"][0].copy())
+    return np.concatenate(rows)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run_model(ov.Core().read_model(MAIN / "openvino_model.xml"))
+
+
+SHAPES = {
+    "the same": Shape(10, 512, 8, 4, 64, 1408, 4096, 1),
+    "wider, deeper, untied": SMALL,
+    "larger heads": Shape(10, 576, 12, 4, 80, 1408, 4096, 1),
+    "a key head for every query head": Shape(10, 512, 9, 9, 64, 1408, 4097, 1),
+    "more query heads for each key head": Shape(12, 512, 16, 4, 64, 1600, 4200, 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_a_grown_model_is_the_same_function(source, expected, shape):
+    grown = grow(source, shape)
+    assert expansion.shape_of(grown) == shape
+    logits = run_model(llama_ir.build(grown))
+    assert np.abs(logits[:, :4096] - expected).max() < SAME
+    assert logits[:, 4096:].max(initial=-1e9) < -1000  # ids beyond the tokenizer's
+
+
+@pytest.mark.parametrize("key", ["q", "k", "v", "o", "gate", "up", "down"])
+def test_a_weight_where_it_does_not_belong_would_be_seen(source, expected, key):
+    grown = grow(source, SMALL)
+    values = getattr(grown.layers[2], key).values
+    values[:64, :64] = np.random.default_rng(1).permutation(values[:64, :64].ravel()).reshape(64, 64)
+    assert np.abs(run_model(llama_ir.build(grown))[:, :4096] - expected).max() > 10 * SAME
+
+
+@pytest.mark.parametrize("part", ["epsilon", "norm scale", "attention scale", "frequencies", "new rows"])
+def test_an_uncorrected_part_would_be_seen(source, expected, part):
+    grown = grow(source, SMALL)
+    if part == "epsilon":
+        grown = replace(grown, epsilon=1e-2)
+    elif part == "norm scale":
+        grown = replace(grown, norm=grown.norm * np.float32(np.sqrt(640 / 512)))
+    elif part == "attention scale":
+        grown = replace(grown, attention_scale=80**-0.5)
+    elif part == "frequencies":
+        grown = replace(grown, frequencies=grown.frequencies[::-1].copy())
+    else:
+        grown.layers[0].down.values[512:] = 90  # something written to the new hidden channels
+    assert np.abs(run_model(llama_ir.build(grown))[:, :4096] - expected).max() > 10 * SAME
+
+
+def matrices(model):
+    named = {"embedding": model.embedding, "head": model.head}
+    for i, layer in enumerate(model.layers):
+        named |= {f"{key} {i}": getattr(layer, key) for key in llama_ir.MATRICES}
+    return {name: matrix for name, matrix in named.items() if matrix is not None}
+
+
+def test_what_is_free_is_random_and_no_two_matrices_are_equal(source):
+    one, other = (matrices(grow(source, SMALL, seed)) for seed in (0, 1))
+    hashes = {hashlib.sha256(matrix.values.tobytes()).digest() for matrix in one.values()}
+    assert len(hashes) == len(one) == 2 + 7 * 11
+    for name, matrix in one.items():
+        if not name.startswith(("embedding", "o ", "down ")):  # these read the hidden channels, the new ones always 0
+            new = matrix.values[:, 512:] == matrix.zero_points
+            assert new.mean() < 0.02, name
+            assert (matrix.values[:, 512:] != other[name].values[:, 512:]).mean() > 0.9, name
+    for name in ("q 10", "gate 10", "o 10", "down 10", "head"):  # and these of the added layer are free as a whole
+        rows = slice(4096, None) if name == "head" else slice(None)
+        assert (one[name].values[rows] == one[name].zero_points[rows]).mean() < 0.02, name
+    zero = sum((matrix.values == matrix.zero_points).sum() for matrix in one.values())
+    assert zero / SMALL.parameters < 0.2
+
+
+@pytest.mark.parametrize("shape", [SMALL, SHAPES["a key head for every query head"]], ids=["grouped", "one to one"])
+def test_openvino_fuses_it_and_paged_attention_takes_it(source, shape):
+    def kinds(model):
+        runtime = ov.Core().compile_model(model, "CPU").get_runtime_model()
+        return Counter(node.get_rt_info()["layerType"].value for node in runtime.get_ordered_ops())
+
+    model = llama_ir.build(grow(source, shape))
+    fused = kinds(model.clone())
+    assert (fused["ScaledDotProductAttention"], fused["RMS"]) == (shape.layers, 2 * shape.layers + 1)
+    assert fused["RoPE"] == 2 * shape.layers and fused["FullyConnected"] == 7 * shape.layers + 1
+    paged_attention_transformation(model)
+    names = [port.any_name for port in model.inputs]
+    assert names.count("position_ids") == 1 and "beam_idx" not in names and "attention_mask" not in names
+    assert {"past_lens", "block_indices", f"value_cache.{shape.layers - 1}"} <= set(names)
+    assert kinds(model)["PagedAttention"] == shape.layers
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = (ROOT / "scripts/prompts/embedded_code.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:2]), encoding="utf-8")
+    return path
+
+
+def make(out, *arguments):
+    command = [sys.executable, str(ROOT / PROGRAM), str(out), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, prompts):
+    """A pair of a small shape with a medium draft, and what the program printed."""
+    out = tmp_path_factory.mktemp("pairs") / "medium"
+    process = make(out, "--shape", SMALL_TEXT, "--acceptance", "0.5", "--prompts", prompts)
+    assert process.returncode == 0, process.stderr
+    return out, process
+
+
+def test_a_pair_is_what_it_says(made):
+    from speculative.pair_check import check_pair
+
+    out, process = made
+    assert [path.name for path in sorted(out.parent.iterdir())] == ["medium"]  # no temporary folder left
+    pair = json.loads((out / "pair.json").read_text(encoding="utf-8"))
+    assert json.loads(process.stdout.splitlines()[-1]) == pair
+    assert pair["kind"] == "benchmark pair"
+    assert "benchmark pair" in process.stdout.splitlines()[0] and "benchmark pair" in (out / "README.md").read_text()
+    assert pair["same_greedy_tokens"] == {"equal": 128, "compared": 128}
+    assert pair["main"]["shape"] == vars(SMALL)
+    for role in ("main", "draft"):
+        size = (out / role / "openvino_model.bin").stat().st_size
+        assert pair[role]["bytes"] == size
+        assert pair[role]["parameters"] <= size < 1.02 * pair[role]["parameters"]
+    config = json.loads((out / "main/config.json").read_text(encoding="utf-8"))
+    assert (config["vocab_size"], config["hidden_size"], config["head_dim"]) == (5000, 640, 64)
+    assert config["max_position_embeddings"] == 8192
+    check = check_pair(out / "main", out / "draft")
+    assert all(finding.level == "ok" for finding in check.findings)
+
+
+def test_the_medium_draft_is_medium(made):
+    pair = json.loads((made[0] / "pair.json").read_text(encoding="utf-8"))
+    assert pair["acceptance"]["asked"] == 0.5
+    assert abs(pair["acceptance"]["measured"] - 0.5) < 0.1
+
+
+def test_a_useless_draft_shares_the_main_model_and_a_good_one_is_good(made, prompts, tmp_path):
+    useless, good = tmp_path / "useless", tmp_path / "good"
+    process = make(useless, "--main-of", made[0], "--acceptance", "0", "--prompts", prompts)
+    assert process.returncode == 0, process.stderr
+    measured = json.loads(process.stdout.splitlines()[-1])["acceptance"]["measured"]
+    assert measured < 0.05
+    weights = "main/openvino_model.bin"
+    assert (useless / weights).stat().st_size == (made[0] / weights).stat().st_size
+    process = make(good, "--main-of", useless, "--acceptance", "1", "--prompts", prompts)
+    assert process.returncode == 0, process.stderr
+    measured = json.loads(process.stdout.splitlines()[-1])["acceptance"]["measured"]
+    assert measured > 0.75
+    assert "layers=10" in process.stderr  # what it takes for more
+
+
+def test_long_texts_are_not_cut(made):
+    import openvino_genai
+
+    tokenizer = openvino_genai.Tokenizer(str(made[0] / "main"))
+    assert tokenizer.encode("def area(radius):\n" * 500).input_ids.shape[1] > 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shape", "TinyLama"], "no shape is called 'TinyLama'; known are TinyLlama-1.1B"),
+        (["--shape", "layers=4,hidden=1024"], "does not give heads, kv_heads"),
+        (["--shape", "TinyLlama-1.1B,depth=3"], "'depth=3' is not one of layers"),
+        (["--shape", "TinyLlama-1.1B,layers=many"], "'layers=many' is not one of layers"),
+        (["--shape", "TinyLlama-1.1B,layers=9"], "--shape: layers=9 is too small to hold the function"),
+        (["--shape", "TinyLlama-1.1B,kv_heads=2"], "give at least kv_heads=4"),
+        (["--shape", "TinyLlama-1.1B,heads=30"], "heads must be a multiple of kv_heads"),
+        (["--draft-shape", "TinyLlama-1.1B,layers=3"], "--draft-shape: layers=3 is too small"),
+        (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 is not the main model's 32000"),
+        (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
+        (["--acceptance", "high"], "'high' is not an acceptance rate"),
+        (["--main-of", "models"], "models is no benchmark pair"),
+        (["--main-of", "{pair}", "--shape", "Llama-3.2-1B"], "exclude each other"),
+        (["--prompts", "no/such/file"], "--prompts is no file"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(run, made, tmp_path, arguments, words):
+    process = run(PROGRAM, tmp_path / "out", *(text.replace("{pair}", str(made[0])) for text in arguments))
+    assert process.returncode == 2
+    assert words in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_exists_is_kept(run, made, tmp_path):
+    process = run(PROGRAM, made[0])
+    assert process.returncode == 2 and "exists: choose another folder, or --overwrite" in process.stderr
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    process = run(PROGRAM, tmp_path / "mine", "--overwrite")
+    assert process.returncode == 2 and "no benchmark pair, so it is not overwritten" in process.stderr
+    assert (tmp_path / "mine/file").exists()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(tmp_path, sent):
+    command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".out-*/draft/config.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted; nothing is left behind" in errors and "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_job_is_one_sentence_and_leaves_nothing(run, tmp_path):
+    (tmp_path / "file").touch()
+    process = run(PROGRAM, tmp_path / "file/out")
+    assert process.returncode == 1 and process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
+    process = run(PROGRAM, tmp_path / "file/out", "--debug")
+    assert process.returncode == 1 and "Traceback" in process.stderr
