@@ -19,6 +19,8 @@ from collections.abc import Iterable
 import numpy as np
 from openvino_genai import GenerationConfig
 
+from speculative.rejection_sampling import Certain
+
 GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken
 
 
@@ -62,7 +64,7 @@ class Distribution:
         self.min_new_tokens = config.min_new_tokens
         self.stop_token_ids = sorted({*config.stop_token_ids, config.eos_token_id} - {-1} or stop_token_ids)
 
-    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | Certain:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
         `logits` float32 [V] are left as they are. Raises ValueError if they are not numbers.
@@ -74,7 +76,7 @@ class Distribution:
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:
-            return _spread(np.float32(1), best, len(logits))
+            return Certain(best, len(logits))
 
         kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else slice(None)
         weights = logits[kept] - logits[best]

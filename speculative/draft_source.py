@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from speculative.cached_model import CachedModel
-from speculative.rejection_sampling import draw
+from speculative.rejection_sampling import Certain, draw
 
-Transform = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | Certain]
 """Logits float32 [V] after the given text (int64 [n]) to the distribution float32 [V] that is sampled from."""
 
 
@@ -16,7 +16,7 @@ class Proposal(NamedTuple):
     """A draft token, the distribution float32 [V] it was drawn from, and how sure the draft is of it, from 0 to 1."""
 
     token: int
-    q: np.ndarray
+    q: np.ndarray | Certain
     confidence: Callable[[], float]
 
 
@@ -59,7 +59,7 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
 class PromptLookup:
     """Draft tokens copied from the text: what followed the last occurrence of its last few tokens (n-gram lookup).
 
-    Saxena 2023, "Prompt Lookup Decoding". The draft is certain, q is one-hot, and the rejection rule keeps it lossless.
+    Saxena 2023, "Prompt Lookup Decoding". The draft is certain of its token, and the rejection rule keeps it lossless.
     """
 
     def __init__(self, width: int, max_ngram_size: int = 3):
@@ -79,9 +79,7 @@ class PromptLookup:
             best, size = int(followers[found[-1]]), back + 1
         if best is None:
             return None
-        q = np.zeros(self._width, np.float32)
-        q[best] = 1
-        return Proposal(best, q, lambda: size / (self._max_ngram_size + 1))
+        return Proposal(best, Certain(best, self._width), lambda: size / (self._max_ngram_size + 1))
 
     def forget(self) -> None:
         """The text is all it knows."""

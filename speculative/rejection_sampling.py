@@ -3,7 +3,8 @@ Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, which found it at the same tim
 
 The papers' letters: p is the main model's distribution of the next token, q the draft's, K how many tokens are drafted;
 V is the size of the vocabulary. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 as
-far as its precision goes. Greedy decoding is no special case: its distributions are 1 at one token and 0 elsewhere.
+far as its precision goes. Greedy decoding is no special case: its distributions are 1 at one token and 0 elsewhere;
+`Certain` is such a one without the array.
 
 What comes out is distributed exactly as if every token had been drawn from p, whatever q is (Leviathan et al.,
 appendix A.1): q decides the speed only. Nothing here knows what a model is, keeps a clock, counts or prints.
@@ -17,6 +18,27 @@ import numpy as np
 BLOCK = 512  # probabilities summed at once when drawing
 
 
+class Certain:
+    """A distribution over `size` tokens that is 1 at `token`: greedy decoding, or a draft copied from the text."""
+
+    __slots__ = ("size", "token")
+
+    def __init__(self, token: int, size: int):
+        self.token = int(token)
+        self.size = size
+
+    def __getitem__(self, token: int) -> float:
+        return 1.0 if token == self.token else 0.0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __array__(self, dtype: type | None = None, copy: bool | None = None) -> np.ndarray:
+        array = np.zeros(self.size, dtype or np.float32)
+        array[self.token] = 1
+        return array
+
+
 class Verdict(NamedTuple):
     """What one iteration gains: the first `accepted` drafted tokens, and `token`, the main model's own, behind them."""
 
@@ -24,7 +46,7 @@ class Verdict(NamedTuple):
     token: int
 
 
-def draw(probabilities: np.ndarray, random: np.random.Generator) -> int:
+def draw(probabilities: np.ndarray | Certain, random: np.random.Generator) -> int:
     """Draw a token from `probabilities` [V] with one random number; a token of probability 0 is never drawn.
 
     Inverse of the cumulative distribution, in two levels: block sums find the block, and only that block is added up
@@ -32,6 +54,8 @@ def draw(probabilities: np.ndarray, random: np.random.Generator) -> int:
 
     Raises ValueError if there is nothing to draw: probabilities that are all 0, or not numbers.
     """
+    if isinstance(probabilities, Certain):
+        return probabilities.token
     blocks = np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)).cumsum(dtype=np.float64)
     if not blocks[-1] > 0:
         raise ValueError(f"there is no token to draw from probabilities that sum to {blocks[-1]}")
@@ -44,19 +68,24 @@ def draw(probabilities: np.ndarray, random: np.random.Generator) -> int:
     return block * BLOCK + int(token)
 
 
-def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+def residual(p: np.ndarray | Certain, q: np.ndarray | Certain) -> np.ndarray | Certain:
     """Return norm(max(0, p - q)) [V], what a rejected token is replaced from.
 
     Where p exceeds q nowhere, which only the rounding of equal distributions brings about, that is p itself.
     """
-    excess = p - q
+    if isinstance(p, Certain):  # there alone p exceeds q
+        return p
+    excess = p - np.asarray(q)
     np.maximum(excess, 0, out=excess)
     total = excess.sum()
     return excess / total if total > 0 else p
 
 
 def verify(
-    drafted: Sequence[int], q: Sequence[np.ndarray], p: Callable[[int], np.ndarray], random: np.random.Generator
+    drafted: Sequence[int],
+    q: Sequence[np.ndarray | Certain],
+    p: Callable[[int], np.ndarray | Certain],
+    random: np.random.Generator,
 ) -> Verdict:
     """Accept or reject the drafted tokens, one after the other, and draw the main model's own token behind them.
 

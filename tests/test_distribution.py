@@ -267,7 +267,7 @@ def test_greedy_tokens_of_a_real_model_are_the_same(config, real_pipe, real_logi
     (text,) = tokens(real_pipe, REAL_PROMPT, max_new_tokens=150, **config)
     said, rows = distribution(config), real_logits(REAL_PROMPT + text)[len(REAL_PROMPT) - 1 :]
     for i, token in enumerate(text):
-        row = said(rows[i], np.array(REAL_PROMPT), np.array(text[:i], np.int64))
+        row = np.asarray(said(rows[i], np.array(REAL_PROMPT), np.array(text[:i], np.int64)))
         assert row[token] == row.sum() == 1
 
 

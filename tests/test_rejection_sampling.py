@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative import rejection_sampling
-from speculative.rejection_sampling import Verdict, draw, residual, speculative_decoding, verify
+from speculative.rejection_sampling import Certain, Verdict, draw, residual, speculative_decoding, verify
 
 UNITS = 6
 POINTS = sorted({Fraction(a, b) for b in range(1, UNITS + 1) for a in range(b + 1)})
@@ -422,3 +422,17 @@ def test_greedy_text_is_the_main_models_whatever_the_draft():
         lambda tokens: one_hot(likely[tokens[-1]]), lambda tokens: one_hot(drafted[tokens[-1]]), [0], 20, 4, random
     )
     assert [token for gained, _ in steps for token in gained] == expected[1:]
+
+
+@pytest.mark.parametrize("p", [Certain(2, 4), np.array([0.5, 0.2, 0.2, 0.1])], ids=["p certain", "p"])
+@pytest.mark.parametrize("q", [Certain(1, 4), Certain(2, 4), np.array([0.1, 0.2, 0.3, 0.4])], ids=["q 1", "q 2", "q"])
+def test_certain_is_its_array(p, q):
+    assert np.asarray(Certain(2, 4)).tolist() == [0, 0, 1, 0] and len(Certain(2, 4)) == 4
+    arrays = np.asarray(p, np.float64), np.asarray(q, np.float64)
+    for x in np.flatnonzero(arrays[1]):
+        if arrays[0][x] < arrays[1][x]:  # may be rejected
+            assert np.allclose(residual(p, q), residual(*arrays))
+        for seed in range(200):
+            ours = verify([x], [q], lambda _: p, np.random.default_rng(seed))
+            theirs = verify([x], [arrays[1]], lambda _: arrays[0], np.random.default_rng(seed))
+            assert ours == theirs
