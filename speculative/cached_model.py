@@ -22,7 +22,7 @@ from speculative.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
-TOLERANCE = 0.02  # of the logits' spread; rollbacks wrong by a single token differ by 0.025 and more
+TOLERANCE = 0.02  # of the logits' spread, in f32; rollbacks wrong by a single token differ by 0.025 and more
 NATURAL = 0.1  # what precision alone never does; 0.01 is usual
 
 
@@ -106,7 +106,7 @@ class CachedModel:
             wrong.append(np.sqrt(np.square(rolled_back - fresh).mean(axis=1)) / spread)
             natural.append(np.sqrt(np.square(whole[start - 2 :] - fresh).mean(axis=1)) / spread)
         difference, allowed = np.median(np.concatenate(wrong)), np.median(np.concatenate(natural))
-        if not (difference < max(TOLERANCE, 2.5 * allowed) and allowed < NATURAL):
+        if not (difference < max(TOLERANCE, 4 * allowed) and allowed < NATURAL):
             raise ValueError(
                 f"a step after a rollback of the {self.backend.kind} cache differs from a fresh one by "
                 f"{max(difference, allowed):.2f} of the logits' spread: this model cannot be rolled back; "

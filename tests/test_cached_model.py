@@ -284,7 +284,7 @@ def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, mo
     """The last two are NPUW's own faults: should one of them not be found, OpenVINO was corrected."""
     base = wrong.__base__
     monkeypatch.setattr(cached_model, base.__name__, wrong)
-    device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", {})
+    device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", EXACT)
     tiny = "mistral" if wrong is TrimsOneTooMany else "llama"  # a sliding window is trimmed
     for folder in [tiny_pair(tiny) / "main"] + [MAIN, DRAFT] * (base is not NpuModel and wrong is not TrimsOneTooMany):
         with pytest.raises(
