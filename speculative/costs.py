@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 
@@ -20,24 +21,36 @@ STALE = 0.75  # of the kept time for one token: so much faster now, it was measu
 
 
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
-    """Time both models (a second or so for a 1 B model); their caches are empty afterwards."""
-    return Costs(draft=_seconds(draft, (1,))[1] if draft else 0.0, main=_seconds(main, MEASURED))
+    """Time both models (a second or so for a 1 B model), in turns: a large model leaves nothing in the processor's
+    caches for a small one. Their own caches are empty afterwards."""
+    times = _seconds(main, MEASURED, draft)
+    return Costs(draft=times.pop(0, 0.0), main=times)
 
 
-def _seconds(model: CachedModel, counts: tuple[int, ...]) -> dict[int, float]:
-    context = max(1, min(CONTEXT, model.capacity - max(counts)))
-    counts = tuple(n for n in counts if context + n <= model.capacity)
-    tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % model.width
-    model.logits(tokens[:context])
-    times: dict[int, list[float]] = {n: [] for n in counts}
+def _seconds(main: CachedModel, counts: tuple[int, ...], draft: CachedModel | None = None) -> dict[int, float]:
+    """Median seconds of inferences of `main` on so many tokens each, and under 0 of a step of `draft`."""
+    models = [main, *([draft] if draft else [])]
+    context = max(1, min(CONTEXT, *(model.capacity - max(counts) for model in models)))
+    counts = tuple(n for n in counts if context + n <= main.capacity)
+    tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
+    for model in models:
+        model.logits(tokens[:context])
+    times: dict[int, list[float]] = {n: [] for n in (*counts, 0)}
+
+    def time_one(model: CachedModel, n: int, name: int) -> None:
+        begin = time.perf_counter()
+        model.backend.run(context, tokens[context : context + n], n)
+        times[name].append(time.perf_counter() - begin)
+
     started = time.perf_counter()
     while len(times[counts[0]]) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
         for n in counts:
-            begin = time.perf_counter()
-            model.backend.run(context, tokens[context : context + n], n)
-            times[n].append(time.perf_counter() - begin)
-    model.forget()
-    return {n: min(times[n][1:]) for n in counts}  # the first of each shape is slower; other load only adds
+            time_one(main, n, n)
+            if draft:
+                time_one(draft, 1, 0)
+    for model in models:
+        model.forget()
+    return {n: statistics.median(of_n[1:]) for n, of_n in times.items() if of_n}  # the first of a shape is slower
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:

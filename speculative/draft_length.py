@@ -93,11 +93,12 @@ class AdaptiveDraftLength:
     """
 
     BINS = 8  # of the draft's confidence
-    FADE = 0.98  # of what was learnt, with each draft token judged
+    FADE = 0.99  # of what was learnt, with each draft token judged
     PRIOR = 4.0  # judged tokens that the first guess counts for
     PRIOR_ACCEPTANCE = 0.7
     PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between two probes; doubled after each that did not pay
-    CLOCK = 0.05  # weight of the newest time; load, heat and longer contexts change what things cost
+    CLOCK = 0.1  # weight of the newest time; load, heat and longer contexts change what things cost
+    CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
 
     def __init__(self, costs: Costs):
         self.costs = costs
@@ -109,7 +110,7 @@ class AdaptiveDraftLength:
         self._verify_cost = self.costs.verify()
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
-        self._all_accepted = self._all_judged = 0.0
+        self._all_accepted, self._all_judged = self.PRIOR * self.PRIOR_ACCEPTANCE, self.PRIOR
         self._tokens = self._seconds = 0.0  # gained and spent, by the model of costs
         self._plain = 0  # iterations without a draft in a row
         self._probe_every = self.PROBE_FIRST
@@ -136,9 +137,11 @@ class AdaptiveDraftLength:
             self._all_accepted = self._all_accepted * self.FADE + was_accepted
             self._all_judged = self._all_judged * self.FADE + 1
         if not self._repeatable:
-            self._verify_cost *= self._correction(main_seconds, self._verify_cost[drafted + 1])
+            distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
+            weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
+            self._verify_cost *= 1 + weight * _excess(main_seconds, self._verify_cost[drafted + 1])
             if drafted:
-                self._draft_cost *= self._correction(draft_seconds, drafted * self._draft_cost)
+                self._draft_cost *= 1 + self.CLOCK * _excess(draft_seconds, drafted * self._draft_cost)
         self._tokens = self._tokens * self.FADE + accepted + 1
         self._seconds = self._seconds * self.FADE + drafted * self._draft_cost + self._verify_cost[drafted + 1]
         if not drafted:
@@ -147,13 +150,9 @@ class AdaptiveDraftLength:
             self._plain = self._probe_every if accepted == drafted else 0  # a success is tried again at once
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
 
-    def _correction(self, seen: float, expected: float) -> float:
-        """A small step from the expected time towards the seen one; a hiccup counts as twice as long, not more."""
-        return 1 + self.CLOCK * (min(max(seen / expected, 0.5), 2.0) - 1) if expected else 1.0
-
     def acceptance(self) -> float:
         """The chance that the next draft token is accepted if those before it were."""
-        return (self._all_accepted + self.PRIOR * self.PRIOR_ACCEPTANCE) / (self._all_judged + self.PRIOR)
+        return self._all_accepted / self._all_judged
 
     def _acceptance_of(self, bin_: int) -> float:
         return (self._accepted[bin_] + self.PRIOR * self.acceptance()) / (self._judged[bin_] + self.PRIOR)
@@ -184,3 +183,8 @@ class AdaptiveDraftLength:
             return f"plain decoding, as drafting does not pay: {facts}"
         facts += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
         return f"about {best} draft tokens, expected {speedup[best]:.2f}x plain decoding: {facts}"
+
+
+def _excess(seen: float, expected: float) -> float:
+    """By which share the seen time exceeds the expected one; a hiccup counts as twice as long, not more."""
+    return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0

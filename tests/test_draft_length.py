@@ -1,0 +1,97 @@
+"""The draft length rules against a model of the costs: what they decide, not what a machine's clock says."""
+
+import numpy as np
+import pytest
+
+from speculative.draft_length import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+
+COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 11: 58, 17: 72})  # a 1.1 B model, ms
+SECONDS = COSTS.verify()
+
+
+def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1):
+    """Tokens a second of a text whose draft tokens are each accepted with a chance from `chances`; and the iterations.
+
+    The draft is as sure of a token as it should be. Times scatter.
+    """
+    tokens = seconds = 0
+    iterations = []
+    while tokens < new_tokens:
+        accepted, drafted, chance = 0, 0, None
+        while rule.more(drafted, lambda: chance):  # noqa: B023
+            chance = float(random.choice(chances))
+            accepted += accepted == drafted and random.random() < chance
+            drafted += 1
+        spent = draft * drafted * random.normal(1, noise), SECONDS[drafted + 1] * random.normal(1, noise / 2)
+        rule.learn(drafted, accepted, *spent)
+        tokens += accepted + 1
+        seconds += sum(spent)
+        iterations.append((drafted, accepted))
+    return tokens / seconds, iterations
+
+
+def best_fixed(chances):
+    """Tokens a second of the best fixed draft length: Leviathan et al. 2023, with a verify that is not free."""
+    K = np.arange(LONGEST + 1)
+    tau = np.cumsum(np.mean(chances) ** K)
+    return (tau / (SECONDS[K + 1] + 2.0 * K)).max()
+
+
+@pytest.mark.parametrize(
+    "chances", [[0.0], [0.1], [0.3], [0.5], [0.75], [0.9], [0.97], [0.2, 0.95], [0.05, 0.6, 0.99]], ids=str
+)
+def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
+    for repeatable in (False, True):
+        rule = AdaptiveDraftLength(COSTS)
+        rule.forget(repeatable)
+        assert decode(rule, chances, 6000, np.random.default_rng(0))[0] > 0.96 * best_fixed(chances)
+
+
+def test_adaptive_beats_every_fixed_length_where_the_draft_knows_when_it_is_right():
+    random = np.random.default_rng(1)
+    chances = [0.05, 0.99, 0.99]
+    assert decode(AdaptiveDraftLength(COSTS), chances, 6000, random)[0] > 1.05 * best_fixed(chances)
+
+
+def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
+    random = np.random.default_rng(2)
+    alone, _ = decode(FixedDraftLength(0), [0.0], 2000, random)
+    rule = AdaptiveDraftLength(COSTS)
+    speed, iterations = decode(rule, [0.0], 2000, random)
+    assert speed > 0.98 * alone and "does not pay" in rule.why()
+    drafted = [k for k, _ in iterations[500:]]
+    assert 0 < sum(drafted) < 40
+    _, iterations = decode(rule, [0.95], 2000, random)  # the text turns to what the draft knows
+    assert np.mean([k for k, _ in iterations[-50:]]) > 3
+
+
+def test_costs_that_were_wrong_are_learnt_from_the_clock():
+    """A draft of which a step takes as long as one of the main model, measured as if it took a twentieth."""
+    random = np.random.default_rng(3)
+    alone, _ = decode(FixedDraftLength(0), [0.6], 2000, random)
+    rule = AdaptiveDraftLength(COSTS)
+    decode(rule, [0.6], 500, random, draft=40.0)
+    assert decode(rule, [0.6], 2000, random, draft=40.0)[0] > 0.95 * alone
+
+
+def test_repeatable_decisions_do_not_look_at_the_clock():
+    def run(noise):
+        rule = AdaptiveDraftLength(COSTS)
+        rule.forget(repeatable=True)
+        iterations, random = [], np.random.default_rng(4)
+        for _ in range(200):
+            drafted = 0
+            while rule.more(drafted, lambda: 0.7):
+                drafted += 1
+            rule.learn(drafted, min(drafted, int(random.integers(0, 5))), noise * drafted, noise)
+            iterations.append(drafted)
+        return iterations
+
+    assert run(0.001) == run(50.0)
+
+
+def test_fixed_and_confidence():
+    assert [FixedDraftLength(2).more(i, lambda: 0.0) for i in range(4)] == [True, True, False, False]
+    rule = ConfidenceDraftLength(0.5, longest=3)
+    assert rule.more(0, None) and rule.more(1, lambda: 0.5) and not rule.more(1, lambda: 0.49)
+    assert not rule.more(3, lambda: 1.0)
