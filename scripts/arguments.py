@@ -1,7 +1,6 @@
 """What the scripts ask of their arguments alike."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -35,12 +34,6 @@ def key_value(text: str) -> tuple[str, str]:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: the "prompt" of each line for .jsonl, else the lines themselves."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
 
 
 def refuse_unsound(main: Path, draft: Path) -> None:

@@ -35,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import key_value, lengths, read_prompts, refuse_unsound, whole  # noqa: E402
+from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
+from prompt_files import read_prompts  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import decoder, genai_runs, lossless_check  # noqa: E402
@@ -181,8 +182,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--strict", action="store_true", help="fail where one of GenAI's paths does not hold, too")
     arguments = parser.parse_args()
-    if arguments.prompts and not arguments.prompts.is_file():
-        parser.error(f"{arguments.prompts} is not a file: give one with a prompt a line")
     if arguments.top_p > 1:
         parser.error(f"--top-p {arguments.top_p:g} is above 1: give a share of the probability")
     return arguments
@@ -365,6 +364,11 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    try:
+        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     properties = dict(arguments.property) if arguments.property else EXACT
     sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
     if arguments.top_k:
@@ -373,7 +377,6 @@ def main() -> int:
         engine = decoder.load(
             arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
         )
-        texts = read_prompts(arguments.prompts) if arguments.prompts else PROMPTS
         prompts = [engine.encode(text) for text in texts]
         cells = exact_cells(arguments, engine.main, prompts[0], sampling)
         all_ways = ways(arguments, properties, engine)

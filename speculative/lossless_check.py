@@ -81,7 +81,7 @@ def exact_joint(
             )
         longer: Cells = {}
         for prefix, probability in going_on.items():
-            p = next_token(prefix).astype(np.float64)
+            p = np.asarray(next_token(prefix), np.float64)
             joint = p * (probability / p.sum())
             is_listed = (joint > 0) & (joint >= resolution)
             for token in np.flatnonzero(is_listed).tolist():
