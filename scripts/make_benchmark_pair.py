@@ -141,7 +141,10 @@ def parse_arguments() -> argparse.Namespace:
         arguments.prompts = []
     if not arguments.prompts:
         parser.error('--prompts is no file of JSON lines with a "prompt" each: see scripts/prompts/embedded_code.jsonl')
-    arguments.source = llama_ir.read(SOURCE)
+    try:
+        arguments.source = llama_ir.read(SOURCE)
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(f"the embedded main model cannot be read: {' '.join(str(error).split())}")
     arguments.draft_source = arguments.source
     if arguments.draft_shape.layers < len(arguments.source.layers):
         arguments.draft_source = essential(arguments.source)
