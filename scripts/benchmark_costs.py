@@ -37,7 +37,7 @@ from arguments import key_value, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import decoder  # noqa: E402
+from speculative import decoder, weights  # noqa: E402
 from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.distribution import Distribution  # noqa: E402
 from speculative.rejection_sampling import draw, verify  # noqa: E402
@@ -118,7 +118,7 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
     text = random.integers(0, size, 200)
     transform = Distribution(config)
     q = [transform(row, text, text) for row in logits]
-    drafted = [int(row.argmax()) for row in q[:4]]
+    drafted = [int(np.asarray(row).argmax()) for row in q[:4]]
 
     def median(action: Callable[[], object]) -> float:
         times = []
@@ -203,24 +203,13 @@ def bandwidth(repeat: int) -> float:
     return 2 * sum(part.nbytes for part in parts) / best
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of the weights that every inference reads: those of matrix products, not the embedding table."""
-    read: dict[str, int] = {}
-    for node in ov.Core().read_model(folder / "openvino_model.xml").get_ops():
-        if node.get_type_name() == "MatMul":
-            waiting = [node.input_value(1).get_node()]
-            while waiting:
-                source = waiting.pop()
-                if source.get_type_name() == "Constant":
-                    read[source.get_friendly_name()] = source.get_byte_size()
-                elif source.get_type_name() in ("Convert", "Subtract", "Multiply", "Reshape", "Transpose"):
-                    waiting += [value.get_node() for value in source.input_values()]
-    return sum(read.values())
-
-
 def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
     """The engine's throughput against what the weights' way through the memory allows, with and without the draft."""
-    bytes_ = {"main": weight_bytes(arguments.main), "draft": weight_bytes(arguments.draft)}
+    folders = {"main": arguments.main, "draft": arguments.draft}
+    bytes_ = {
+        name: weights.read(ov.Core().read_model(folder / "openvino_model.xml")).bytes_per_step
+        for name, folder in folders.items()
+    }
     per_second = bandwidth(arguments.repeat)
     text = openvino_genai.Tokenizer(str(arguments.main)).encode(TEXT.read_text(encoding="utf-8")).input_ids.data[0]
     config = GenerationConfig(
@@ -255,18 +244,18 @@ def table(inferences: list[dict], sampling: list[dict], started: list[dict], bou
         f" {row['verify_4']:>14.0f}"
         for row in sampling
     ]
-    weights = sum(Path(folder, "openvino_model.bin").stat().st_size for folder in (arguments.main, arguments.draft))
+    on_disk = sum(Path(folder, "openvino_model.bin").stat().st_size for folder in (arguments.main, arguments.draft))
     lines += ["", "start      seconds   peak memory, MB   weights, MB   cache at full length, MB"]
     for row in started:
         peak = f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else "not told here"
         lines.append(
-            f"{row['start']:<9} {row['seconds']:>8.1f} {peak:>17} {weights / 1e6:>13,.0f}"
+            f"{row['start']:<9} {row['seconds']:>8.1f} {peak:>17} {on_disk / 1e6:>13,.0f}"
             f" {row['cache_bytes'] / 1e6:>26,.0f}"
         )
     lines += [
         "",
         f"memory bandwidth (copy) {bound['bandwidth'] / 1e9:.1f} GB/s; an inference reads "
-        f"{bound['weight_bytes']['main'] / 1e6:,.0f} MB of main or {bound['weight_bytes']['draft'] / 1e6:,.0f} of draft",
+        f"{bound['weight_bytes']['main'] / 1e6:,.0f} MB of main, {bound['weight_bytes']['draft'] / 1e6:,.0f} of draft",
         f"reached of this limit: {bound['alone']:.2f} alone, {bound['draft']:.2f} with K = "
         f"{arguments.num_assistant_tokens}",
     ]

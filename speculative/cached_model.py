@@ -21,6 +21,7 @@ from speculative.paged_model import PagedModel
 from speculative.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
+WRONG_WHEN_PAGED = ("mpt",)  # logits off by 3.6, in GenAI's pipeline too (2026.4.1)
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
 TOLERANCE = 0.02  # of the logits' spread, in f32; rollbacks wrong by a single token differ by 0.025 and more
 NATURAL = 0.1  # what precision alone never does; 0.01 is usual
@@ -126,10 +127,10 @@ def load(
 
     CACHE_DIR keeps the compiled model on disk, but for paged attention on a CPU, where OpenVINO cannot read it again.
     `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
-    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a warning,
-    on a GPU that fails at paged attention; an NPU has its own, up to 1,152 tokens
-    unless `capacity` or MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a
-    model that cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
+    backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a warning, on a GPU that fails
+    at paged attention. An NPU has its own, for up to 1,152 tokens unless `capacity` or MAX_PROMPT_LEN and
+    MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a model that cannot be rolled back,
+    RuntimeError where OpenVINO cannot compile it.
     """
     folder = Path(folder)
     config = folder / "config.json"
@@ -145,12 +146,14 @@ def load(
         if kind == "NPU":
             return CachedModel(NpuModel(model, device, properties, capacity, context, window))
         capacity = capacity or min(context, CAPACITY)
-        if stateful or (stateful is None and kind not in ("CPU", "GPU")):
+        if stateful is None:
+            stateful = kind not in ("CPU", "GPU") or known.get("model_type") in WRONG_WHEN_PAGED
+        if stateful:
             return CachedModel(StatefulModel(model, device, properties, capacity, window))
         try:
             return CachedModel(PagedModel(model.clone(), device, properties, capacity))
         except (RuntimeError, ValueError) as error:
-            if stateful is False or kind == "CPU":
+            if kind == "CPU":
                 raise
             # A GPU driver may lack it. What fails for another reason fails again below, and says so.
             warnings.warn(f"no paged attention on {device} ({_line(error)}): the stateful cache is used", stacklevel=2)

@@ -281,7 +281,7 @@ def load(
     draft_device = draft_device or device
     draft_properties = properties if draft_properties is None else draft_properties
     main_model = cached_model.load(main, device, properties, capacity)
-    draft_model = draft and cached_model.load(draft, draft_device, draft_properties, main_model.capacity)
+    draft_model = draft and cached_model.load(draft, draft_device, draft_properties)
     source, rule = None, None
     if draft_model or max_ngram_size:
         source = (

@@ -32,14 +32,16 @@ class ModelDraft:
     """Draft tokens of a draft model, drawn through the same transform as the main model's.
 
     `width` is the main model's number of logits. Models of one family pad one vocabulary differently: logits beyond
-    it are cut, missing ones get probability 0.
+    it are cut, missing ones get probability 0. Beyond the draft's own context it proposes nothing.
     """
 
     def __init__(self, model: CachedModel, width: int):
         self.model = model
         self._width = width
 
-    def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal:
+    def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
+        if len(tokens) > self.model.capacity:
+            return None
         logits = self.model.logits(tokens)[0][: self._width]
         if len(logits) < self._width:
             logits = np.pad(logits, (0, self._width - len(logits)), constant_values=-np.inf)

@@ -11,6 +11,13 @@ from optimum.exporters.openvino.model_configs import ChatGLM2OpenVINOConfig
 from packaging.version import parse
 from tiny_checkpoints import ARCHITECTURES
 
+from speculative import cached_model
+from speculative.decoder import Decoder
+from speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
+from speculative.draft_source import ModelDraft
+
+PROMPT = "def read_file(path):"
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 NEW_TOKENS = 64  # with the prompt, several times the sliding windows of 16
 
@@ -30,9 +37,26 @@ def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tiny_pair)
     assert len(set(alone)) > 8  # no text that repeats itself from the start
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_our_engine_says_the_same(architecture, tiny_pair):
+    """On both caches, with a bad draft and a perfect one, for fixed and adaptive draft lengths."""
+    pair = tiny_pair(architecture)
+    expected, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **EXACT))
+    prompt = openvino_genai.Tokenizer(str(pair / "main")).encode(PROMPT, add_special_tokens=False).input_ids.data[0]
+    config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    for stateful in (False, True):
+        main = cached_model.load(pair / "main", "CPU", EXACT, stateful=stateful)
+        for folder in ("draft", "main"):
+            draft = ModelDraft(cached_model.load(pair / folder, "CPU", EXACT, stateful=stateful), main.width)
+            for rule in (FixedDraftLength(4), AdaptiveDraftLength(Costs(0.1, {1: 1.0, 17: 2.0}))):
+                result = Decoder(main, draft, rule).generate(prompt, config)
+                assert result.tokens == expected
+                assert result.acceptance_rate > 0.9 or folder == "draft"
+
+
 def generate(pipeline, **options):
     """Tokens generated greedily, and the number of draft tokens accepted."""
-    ids = pipeline.get_tokenizer().encode("def read_file(path):", add_special_tokens=False)
+    ids = pipeline.get_tokenizer().encode(PROMPT, add_special_tokens=False)
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, **options)
     result = pipeline.generate(ids, config)
     accepted = result.extended_perf_metrics.get_num_accepted_tokens() if options else 0

@@ -258,6 +258,14 @@ def test_the_context_ends_the_text(make):
     assert len(make().generate(prompt, greedy(100)).tokens) == 1024 - 1000
 
 
+def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
+    short = cached_model.load(DRAFT, "CPU", EXACT, capacity=60)
+    one = Decoder(models[0], ModelDraft(short, models[0].width), FixedDraftLength(4), tokenizer)
+    result = one.generate(PROMPTS[0], greedy(100))
+    assert result.tokens == plain(PROMPTS[0], 100)
+    assert result.proposed[0] == 4 and result.proposed[-2] == 0
+
+
 def test_load_measures_costs_once_and_keeps_them(tmp_path):
     properties = {"CACHE_DIR": str(tmp_path)}
     decoder.load(MAIN, "CPU", DRAFT, properties=properties)

@@ -14,7 +14,15 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL_CARD = (ROOT / "models/embedded/README.md").read_text(encoding="utf-8")
 
 # Arguments that make a long command short; the last one wins in argparse.
-SHORTER = {"scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16"}
+SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
+DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
+SHORTER = {
+    "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2",
+    "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
+    "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT}",
+    "scripts/make_benchmark_pair.py build/tinyllama-useless": DRAFT,
+    "scripts/verify_lossless.py": "--draws 100 --max-new-tokens 24",
+}
 
 
 def commands(language, text=README):
