@@ -134,7 +134,10 @@ class Way:
         room = self.settings.get("num_assistant_tokens", LONGEST if self.ours else 0)
         config = GenerationConfig(max_new_tokens=wanted + room, ignore_eos=True, **settings, **self.settings)
         try:
-            return self.runner.request(prompt, config, wanted)
+            draw = self.runner.request(prompt, config, wanted)
+            if len(draw.tokens) < wanted:
+                raise RuntimeError(f"the text ended after {len(draw.tokens)} of {wanted} tokens")
+            return draw
         except RuntimeError as error:
             self.crash = " ".join(str(error).split())
             return None
@@ -165,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
         help="draft lengths, as 1-4 or 2,8 (default: 1,4,8 greedy, 2 sampled)",
     )
     parser.add_argument("--max-new-tokens", type=whole, default=64, metavar="N", help="of greedy runs (default: 64)")
-    parser.add_argument("--draws", type=whole, default=500, metavar="N", help="sampled texts a path (default: 500)")
+    parser.add_argument("--draws", type=whole, default=300, metavar="N", help="sampled texts a path (default: 300)")
     parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens of a draw (default: 4)")
     parser.add_argument("--temperature", type=above_zero, default=1.0, help="of the draws (default: 1)")
     parser.add_argument("--top-k", type=whole, metavar="N", help="of the draws (default: off)")
@@ -289,10 +292,7 @@ def judge_texts(way: Way, reference: Way, main: CachedModel, prompts: list[np.nd
 
 def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int], tokens: list[int]) -> dict:
     """Where two greedy texts part, and by how much the main model prefers the expected token there."""
-    pairs = zip(expected, tokens, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(tokens)))
-    if place == len(tokens):
-        return {"token": place + 1, "margin": None, "near_tie": False}
+    place = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
     main.forget()
     logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
     margin = float(logits[expected[place]] - logits[tokens[place]])
@@ -327,23 +327,21 @@ def acceptance_rate(draws: list[Draw | None]) -> float | None:
     return sum(draw.accepted for draw in draws if draw) / proposed if proposed else None
 
 
-def table_of_texts(rows: list[dict]) -> str:
-    lines = [f"{'greedy':<42} same text   acceptance   verdict"]
+def table_of_texts(rows: list[dict], tokens: int) -> str:
+    lines = [f"{f'greedy, {tokens} tokens':<42} same text   acceptance   verdict"]
     for row in rows:
         first = next(iter(sorted(row["differences"], key=lambda difference: difference["near_tie"])), None)
         where = ""
         if first:
-            margin = "the text ends" if first["margin"] is None else f"logit margin {first['margin']:.2g}"
-            where = f" (prompt {first['prompt']}, token {first['token']}: {margin})"
+            where = f" (prompt {first['prompt']}, token {first['token']}: logit margin {first['margin']:.2g})"
         same = f"{row['same']}/{row['prompts']}"
         lines.append(f"{row['path']:<42} {same:>9} {share(row['acceptance_rate']):>12}   {row['verdict']}{where}")
     return "\n".join(lines)
 
 
-def table_of_draws(rows: list[dict]) -> str:
-    lines = [
-        "sampled                                    requests  crashes  acceptance     TV  noise        p   verdict"
-    ]
+def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
+    title = f"sampled, {tokens} tokens in {cells} cells"
+    lines = [f"{title:<42} requests  crashes  acceptance     TV  noise        p   verdict"]
     for row in rows:
         numbers = " " * 22
         if "p_value" in row:
@@ -387,9 +385,9 @@ def main() -> int:
     greedy = [judge_texts(way, all_ways[0], engine.main, prompts) for way in all_ways if way.is_greedy]
     sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
     ok = all(row["holds"] for row in (*greedy, *sampled) if row["ours"] or arguments.strict)
-    print(table_of_texts(greedy))
+    print(table_of_texts(greedy, arguments.max_new_tokens))
     print()
-    print(table_of_draws(sampled))
+    print(table_of_draws(sampled, arguments.tokens, len(cells)))
     environment = {
         "main": str(arguments.main),
         "draft": str(arguments.draft),
@@ -397,6 +395,8 @@ def main() -> int:
         "draft_device": arguments.draft_device or arguments.device,
         "properties": properties,
         "sampling": sampling,
+        "max_new_tokens": arguments.max_new_tokens,
+        "draws": arguments.draws,
         "tokens": arguments.tokens,
         "cells": len(cells),
         "seed": arguments.seed,
