@@ -74,6 +74,14 @@ def test_command(command, checkout):
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.parametrize("program", re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL))
+def test_python_block(program, checkout):
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=checkout, capture_output=True, encoding="utf-8", timeout=300
+    )
+    assert process.returncode == 0 and "draft tokens" in process.stdout, process.stdout + process.stderr
+
+
 def test_powershell_says_the_same():
     bash = {command.replace(".venv/bin/", ".venv/Scripts/") for command in commands("bash")}
     shown = list(commands("powershell"))
