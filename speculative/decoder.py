@@ -12,6 +12,7 @@ says what the text is.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -158,25 +159,25 @@ class Decoder:
         stops = self._stop_ids(config)
         watched = config.stop_strings or (streamer and not isinstance(streamer, StreamerBase))
         begin = time.perf_counter()
-        steps = self.stream(prompt, config)
-        for step in steps:
-            piece, used = text.push(step.tokens) if watched else ("", len(step.tokens))
-            gained = step.tokens[:used]
-            result.tokens += gained
-            result.from_draft += [i < step.accepted for i in range(used)]
-            result.seconds = time.perf_counter() - begin
-            if result.seconds_to_first:
-                result.proposed.append(step.proposed)
-                result.accepted.append(min(step.accepted, used))
-                result.gained.append(used)
-            else:
-                result.seconds_to_first = result.seconds
-            if text.stopped or gained[-1] in stops:
-                result.finish_reason = "stop"
-            if _told_to_stop(streamer, gained, piece):
-                result.finish_reason = "cancelled"
-            if result.finish_reason != "length":
-                steps.close()
+        with closing(self.stream(prompt, config)) as steps:  # whatever a streamer raises, the decoder is free again
+            for step in steps:
+                piece, used = text.push(step.tokens) if watched else ("", len(step.tokens))
+                gained = step.tokens[:used]
+                result.tokens += gained
+                result.from_draft += [i < step.accepted for i in range(used)]
+                result.seconds = time.perf_counter() - begin
+                if result.seconds_to_first:
+                    result.proposed.append(step.proposed)
+                    result.accepted.append(min(step.accepted, used))
+                    result.gained.append(used)
+                else:
+                    result.seconds_to_first = result.seconds
+                if text.stopped or gained[-1] in stops:
+                    result.finish_reason = "stop"
+                if _told_to_stop(streamer, gained, piece):
+                    result.finish_reason = "cancelled"
+                if result.finish_reason != "length":
+                    break
         if isinstance(streamer, StreamerBase):
             streamer.end()
         if watched:

@@ -186,6 +186,13 @@ def test_streamers_get_all_and_may_stop(make):
     assert 20 <= len(result.tokens) < 30 and result.finish_reason == "cancelled"
 
 
+def test_a_streamer_that_fails_leaves_the_decoder_free(make):
+    one = make()
+    with pytest.raises(ZeroDivisionError):
+        one.generate(PROMPTS[2], greedy(20), lambda text: 1 / 0)
+    assert len(one.generate(PROMPTS[2], greedy(20)).tokens) == 20
+
+
 def test_chat_turns_cost_only_what_is_new(make, models):
     one = make()
     history = [{"role": "user", "content": "Write a function that adds two numbers."}]
