@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written but a temporary folder
+if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -18,6 +18,8 @@ import textwrap
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
