@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="20,000 draws of every case (an hour)")
+    parser.addoption("--long", action="store_true", help="20,000 draws of every case (half an hour)")
 
 
 @pytest.fixture

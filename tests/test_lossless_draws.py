@@ -6,7 +6,7 @@ planted in the engine.
 
     pytest tests/test_lossless_draws.py --long
 
-draws 20,000 texts with every draft and rule at every temperature.
+draws 20,000 texts with every draft and every rule; temperatures, filters and caches take turns.
 """
 
 import itertools
@@ -35,7 +35,7 @@ PROMPT = np.array([1, 5, 2, 7, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning
 WRONG = 6  # the token that the wrong draft is certain of
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
-FALSE_ALARM = 1e-6  # the chance that a right engine fails anywhere here
+FALSE_ALARM = 2e-8  # the chance that a right engine fails one comparison: one run of all in a million
 
 DRAFTS = ("same", "good", "useless", "wrong", "lookup")
 RULES = ("K=1", "K=2", "K=4", "K=8", "confidence", "adaptive")
@@ -73,10 +73,8 @@ SHORT = [
     ("lookup", "K=2", 1.0, "all tokens", "paged"),
 ]
 LONG = [
-    (draft, rule, temperature, list(FILTERS)[(i + j + k) % 4], ("paged", "stateful")[(i + j // 2) % 2])
-    for (i, draft), (j, rule), (k, temperature) in itertools.product(
-        enumerate(DRAFTS), enumerate(RULES), enumerate(TEMPERATURES)
-    )
+    (draft, rule, TEMPERATURES[(i + j) % 3], list(FILTERS)[(3 * i + j) % 4], ("paged", "stateful")[(i + j // 2) % 2])
+    for (i, draft), (j, rule) in itertools.product(enumerate(DRAFTS), enumerate(RULES))
 ]
 
 
@@ -188,7 +186,7 @@ def test_draws_have_the_exact_joint_distribution(case, load, exact_logits, pytes
     drawn, acceptance = sample(decoder, config, DRAWS_LONG if pytestconfig.getoption("--long") else DRAWS)
     comparison = compare(drawn, exact_cells(exact_logits, config))
     print(f"{'-'.join(map(str, case))}: acceptance {acceptance:.2f}, {comparison}")
-    assert comparison.p_value > FALSE_ALARM / len(LONG)
+    assert comparison.p_value > FALSE_ALARM
     low, high = ACCEPTANCE[draft]
     assert low <= acceptance <= high
 
@@ -197,8 +195,8 @@ def test_tokens_behind_a_whole_draft_are_right_too(load, exact_logits):
     config = settings(top_k=2)
     decoder = load("good")
     decoder.draft_length = FixedDraftLength(4)
-    drawn, _ = sample(decoder, config, draws=4000, length=6)
-    assert compare(drawn, exact_cells(exact_logits, config, length=6)).p_value > FALSE_ALARM / len(LONG)
+    drawn, _ = sample(decoder, config, draws=2000, length=6)
+    assert compare(drawn, exact_cells(exact_logits, config, length=6)).p_value > FALSE_ALARM
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
@@ -315,8 +313,8 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=3000):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_same_check_finds_a_planted_bug(bug, load, exact_logits, monkeypatch):
-    assert p_value_with(bug, load, exact_logits, monkeypatch) < FALSE_ALARM / len(LONG)
+    assert p_value_with(bug, load, exact_logits, monkeypatch) < FALSE_ALARM
 
 
 def test_the_check_passes_where_no_bug_is_planted(load, exact_logits, monkeypatch):
-    assert p_value_with(nothing, load, exact_logits, monkeypatch) > FALSE_ALARM / len(LONG)
+    assert p_value_with(nothing, load, exact_logits, monkeypatch) > FALSE_ALARM
