@@ -219,7 +219,7 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
     )
     alone = decoder.Decoder(one.main)
     facts = {"bandwidth": per_second, "weight_bytes": bytes_, "runs": []}
-    prompts = [text[i * 200 : i * 200 + 60] for i in range(1 + arguments.repeat // 3)]
+    prompts = [text[i * 200 : i * 200 + 60] for i in range(2 + arguments.repeat // 3)]
     measured: dict[str, list[tuple[float, float]]] = {"alone": [], "draft": []}
     for prompt in prompts:
         for name, way in (("alone", alone), ("draft", one)):
