@@ -61,6 +61,7 @@ FINEST = 0.002  # probability from which a sequence is counted on its own, at le
 ALPHA = 1e-4  # p-value below which draws are called wrong: one false alarm in 10,000 paths
 NEAR_TIE = 0.03  # of the logits' spread: what rounding in a u8 cache may move them by
 MOST_CRASHES = 5  # of one path
+FEWEST_DRAWS = 100  # with fewer even GenAI's defect may pass
 
 
 class Draw(NamedTuple):
@@ -187,6 +188,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--strict", action="store_true", help="fail where one of GenAI's paths does not hold, too")
     arguments = parser.parse_args()
+    if arguments.draws < FEWEST_DRAWS:
+        parser.error(f"--draws {arguments.draws} tells nothing: take {FEWEST_DRAWS} or more")
     if arguments.top_p > 1:
         parser.error(f"--top-p {arguments.top_p:g} is above 1: give a share of the probability")
     return arguments

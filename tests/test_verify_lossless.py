@@ -203,12 +203,13 @@ def test_a_crash_of_the_engine_fails_and_ends_nothing_else():
     assert sampled["GenAI main alone"]["verdict"] == "exact"
 
 
-@pytest.mark.parametrize(("strict", "status"), [((), 0), (("--strict",), 1)])
-def test_what_is_wrong_in_genai_fails_only_if_strict(strict, status):
+def test_what_is_wrong_in_genai_fails_if_strict():
     """Played by a pipeline that does not load, so that this does not rest on what GenAI does today."""
-    process = run_with(NO_GENAI, *QUICK, "--draws", "5", *strict)
-    assert process.returncode == status, process.stderr
-    assert by_path(process)[0]["ok"] is not bool(status)
+    process = run_with(NO_GENAI, *QUICK, "--strict")
+    document, _, sampled = by_path(process)
+    assert (process.returncode, document["ok"]) == (1, False), process.stderr
+    assert all(row["holds"] for row in (*document["greedy"], *document["sampled"]) if row["ours"])
+    assert sampled["GenAI draft, K = 2"]["crash"] == "a planted failure"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,7 @@ def test_what_is_wrong_in_genai_fails_only_if_strict(strict, status):
     [
         (["no/such/folder", DRAFT], 2, "no/such/folder"),
         ([MAIN, DRAFT, "--draws", "0"], 2, "0"),
+        ([MAIN, DRAFT, "--draws", "99"], 2, "99"),
         ([MAIN, DRAFT, "--temperature", "0"], 2, "--temperature"),
         ([MAIN, DRAFT, "--top-p", "1.5"], 2, "1.5"),
         ([MAIN, DRAFT, "--top-k", "few"], 2, "few"),
