@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import time
 from pathlib import Path
 
@@ -16,26 +15,20 @@ from speculative.draft_length import LONGEST, Costs
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference
 CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
+DRAFT = 0  # stands for a draft step beside them
 TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
-STALE = 0.75  # of the kept time for one token: so much faster now, it was measured on a busy machine
 
 
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
     """Time both models (a second or so for a 1 B model), in turns: a large model leaves nothing in the processor's
     caches for a small one. Their own caches are empty afterwards."""
-    times = _seconds(main, MEASURED, draft)
-    return Costs(draft=times.pop(0, 0.0), main=times)
-
-
-def _seconds(main: CachedModel, counts: tuple[int, ...], draft: CachedModel | None = None) -> dict[int, float]:
-    """Median seconds of inferences of `main` on so many tokens each, and under 0 of a step of `draft`."""
     models = [main, *([draft] if draft else [])]
-    context = max(1, min(CONTEXT, *(model.capacity - max(counts) for model in models)))
-    counts = tuple(n for n in counts if context + n <= main.capacity)
+    context = max(1, min(CONTEXT, *(model.capacity - max(MEASURED) for model in models)))
+    counts = tuple(n for n in MEASURED if context + n <= main.capacity)
     tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
     for model in models:
         model.logits(tokens[:context])
-    times: dict[int, list[float]] = {n: [] for n in (*counts, 0)}
+    times: dict[int, list[float]] = {n: [] for n in (*counts, DRAFT)}
 
     def time_one(model: CachedModel, n: int, name: int) -> None:
         begin = time.perf_counter()
@@ -47,10 +40,12 @@ def _seconds(main: CachedModel, counts: tuple[int, ...], draft: CachedModel | No
         for n in counts:
             time_one(main, n, n)
             if draft:
-                time_one(draft, 1, 0)
+                time_one(draft, 1, DRAFT)
     for model in models:
         model.forget()
-    return {n: statistics.median(of_n[1:]) for n, of_n in times.items() if of_n}  # the first of a shape is slower
+    # The first of a shape is slower. The lower quartile: what other programs take of the machine is none of the costs.
+    usual = {n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in times.items() if of_n}
+    return Costs(draft=usual.pop(DRAFT, 0.0), main=usual)
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:
@@ -74,23 +69,29 @@ def folder(properties: dict) -> Path:
 def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
     """The costs kept in `folder` under `name`; measured and kept there if there are none.
 
-    The same costs every time make the draft lengths, and with a seed the text, the same every time. They are measured
-    again only if the main model turns out to be much faster than they say.
+    The same costs every time make the draft lengths, and with a seed the text, the same every time. So they stay even
+    if the machine was busy when they were measured: without a seed, the clock corrects them while decoding.
     """
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        costs = Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
-        if _seconds(main, (1,))[1] > STALE * costs.main[1]:
-            return costs
-    except (OSError, ValueError, KeyError):
-        pass  # none yet, or a file that was cut off
+    if costs := _kept(file):
+        return costs
     costs = measure(main, draft)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps({"draft": costs.draft, "main": costs.main, "of": name}), encoding="utf-8")
+        if earlier := _kept(file):  # of a process that measured at the same time
+            partial.unlink()
+            return earlier
         partial.replace(file)
     except OSError:
         pass  # a read-only home: measured again next time
     return costs
+
+
+def _kept(file: Path) -> Costs | None:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
+    except (OSError, ValueError, KeyError):
+        return None  # none yet, or a file that was cut off

@@ -3,8 +3,10 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,17 @@ MAIN = ROOT / "models/embedded/main"
 DRAFT = ROOT / "models/embedded/draft"
 
 sys.path.insert(0, str(ROOT))
+
+
+def pytest_configure():
+    """What the programs under test keep for their user is kept apart from what they keep for the developer."""
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        os.environ["XDG_CACHE_HOME"] = os.environ["LOCALAPPDATA"] = tempfile.mkdtemp(prefix="speculative-tests-")
+
+
+def pytest_unconfigure():
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_addoption(parser):
