@@ -13,16 +13,12 @@ acceptance: their share stands beside. A table for people on standard output, th
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import signal
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
@@ -31,37 +27,20 @@ if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import measuring  # noqa: E402
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
+from measuring import Way, interleave, time_in  # noqa: E402
 from prompt_files import read_prompts  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
-from speculative import decoder, genai_runs, metrics  # noqa: E402
-from speculative.cached_model import CachedModel  # noqa: E402
-from speculative.decoder import Decoder, Generation  # noqa: E402
+from speculative import decoder, genai_runs  # noqa: E402
+from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import AdaptiveDraftLength  # noqa: E402
 
 PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
 OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
 PATHS = ("genai", "engine", "sampled")
-
-
-@dataclass
-class Way:
-    """One way to decode: where it runs, with which draft length (0: none), greedy or sampled."""
-
-    engine: str
-    draft_length: int | str
-    sampled: bool
-    decode: Callable[[np.ndarray], genai_runs.Run | Generation]
-    seconds: list[list[float]] = field(default_factory=list)  # of each inference, by model, where they are timed
-    rounds: list[list[genai_runs.Run | Generation]] = field(default_factory=list)  # one of each prompt
-    outside: list[float] = field(default_factory=list)  # seconds not spent in inferences, by round
-
-    def throughput(self, round_: int) -> float:
-        runs = self.rounds[round_]
-        return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
 
 
 def names(text: str) -> list[str]:
@@ -125,12 +104,12 @@ def load(arguments: argparse.Namespace) -> list[Way]:
     ways = []
 
     alone = genai_runs.load(main, device, None, "", properties, {})
-    ways.append(Way("GenAI", 0, False, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n)))
+    ways.append(Way("GenAI, alone", "GenAI", 0, 0.0, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n)))
     if "genai" in arguments.paths:
         pair = genai_runs.load(main, device, draft, draft_device, properties, properties)
         for k in arguments.num_assistant_tokens:
             decode = lambda ids, k=k: genai_runs.generate(pair, genai_runs.inputs(ids), n, k)  # noqa: E731
-            ways.append(Way("GenAI", k, False, decode))
+            ways.append(Way(f"GenAI, K = {k}", "GenAI", k, 0.0, decode))
     if {"engine", "sampled"} & set(arguments.paths):
         ours = decoder.load(main, device, draft, draft_device, properties, properties)
         models = [ours.main, ours.draft.model]
@@ -144,23 +123,12 @@ def load(arguments: argparse.Namespace) -> list[Way]:
                 # adaptive lengths learn from one run for the next, each way for itself
                 one = Decoder(ours.main, ours.draft if k else None, AdaptiveDraftLength(ours.draft_length.costs))
                 decode = lambda ids, one=one, config=config: one.generate(ids, config)  # noqa: E731
-                ways.append(Way("ours", k, sampled, decode, seconds))
+                temperature = arguments.temperature if sampled else 0.0
+                name = (
+                    f"ours, {'sampled, ' if sampled else ''}{f'K = {k}' if isinstance(k, int) and k else k or 'alone'}"
+                )
+                ways.append(Way(name, "ours", k, temperature, decode, seconds))
     return ways
-
-
-def time_in(model: CachedModel) -> list[float]:
-    """Have every inference of `model` timed from now on; the list grows by its seconds."""
-    seconds: list[float] = []
-    run = model.backend.run
-
-    def timed(start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        begin = time.perf_counter()
-        logits = run(start, tokens, last)
-        seconds.append(time.perf_counter() - begin)
-        return logits
-
-    model.backend.run = timed
-    return seconds
 
 
 def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -175,58 +143,10 @@ def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
     return ids
 
 
-def measure(arguments: argparse.Namespace, prompts: list[np.ndarray]) -> list[Way]:
-    ways = load(arguments)
-    with tqdm(total=(arguments.rounds + 1) * len(prompts) * len(ways), unit="run") as bar:
-        for _ in range(arguments.rounds + 1):
-            for way in ways:
-                way.rounds.append([])
-                way.outside.append(0.0)
-            for ids in prompts:
-                for way in ways:
-                    before = [len(seconds) for seconds in way.seconds]
-                    run = way.decode(ids)
-                    way.rounds[-1].append(run)
-                    spent = [sum(seconds[n:]) for seconds, n in zip(way.seconds, before, strict=True)]
-                    way.outside[-1] += run.seconds - sum(spent)
-                    bar.update()
-    for way in ways:  # the first round warms up
-        del way.rounds[0], way.outside[0]
-    return ways
-
-
 def summarise(ways: list[Way]) -> list[dict]:
     """One row for each way."""
-    rows = []
-    baseline = {way.sampled: way for way in reversed(ways) if not way.draft_length}
-    for way in ways:
-        rounds = range(len(way.rounds))
-        speedups = [way.throughput(i) / baseline[way.sampled].throughput(i) for i in rounds]
-        runs = [run for round_ in way.rounds for run in round_]
-        proposed = [n for run in runs for n in run.proposed]
-        gained = [n for run in runs for n in run.gained]
-        texts = [run.tokens for run in way.rounds[0]]
-        rows.append(
-            {
-                "engine": way.engine,
-                "sampled": way.sampled,
-                "draft_length": way.draft_length,
-                "throughput": statistics.median(way.throughput(i) for i in rounds),
-                "throughputs": [way.throughput(i) for i in rounds],
-                "speedup": statistics.median(speedups),
-                "speedup_range": [min(speedups), max(speedups)],
-                "acceptance_rate": metrics.acceptance_rate(proposed, gained),
-                "position_acceptance": metrics.position_acceptance(proposed, gained),
-                "block_efficiency": metrics.block_efficiency(gained),
-                "mean_draft_length": sum(proposed) / len(proposed),
-                "outside": sum(way.outside) / sum(run.seconds for run in runs) if way.seconds else None,
-                "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
-                "same_text": sum(a == b.tokens for a, b in zip(texts, ways[0].rounds[0], strict=True)),
-                "output_sha256": hashlib.sha256(str(texts).encode()).hexdigest()[:16],
-                "why": getattr(runs[-1], "draft_length", "") if way.draft_length == "adaptive" else "",
-            }
-        )
-    return rows
+    baseline = {bool(way.temperature): way for way in reversed(ways) if not way.draft_length}
+    return [measuring.row(way, baseline[bool(way.temperature)]) for way in ways]
 
 
 def compare(rows: list[dict]) -> list[dict]:
@@ -288,7 +208,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        ways = measure(arguments, prompts)
+        ways = load(arguments)
+        interleave(ways, prompts, arguments.rounds)
+    except KeyboardInterrupt:
+        return 130
     except (RuntimeError, ValueError, KeyError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -1,0 +1,354 @@
+"""What the scripts that measure share: ways to decode, timed in turns; other load; the environment; what is written.
+
+    way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
+    with OtherLoad() as load:
+        interleave([alone, way], prompts, rounds=3)
+    print(row(way, alone)["speedup"], load.sentence)
+
+Fair by construction: each round runs each prompt on every way, one after another (A B A B), so that whatever else the
+machine does falls on all alike; warm-up first; the median over the rounds and their range.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+import psutil
+from tqdm import tqdm
+
+from speculative import device_facts, metrics, weights
+from speculative.cached_model import CachedModel
+from speculative.decoder import Generation
+from speculative.genai_runs import Run
+
+NOTICED = 0.1  # share of the processor time that others take, from which on it is said
+
+
+# ---- ways to decode, in turns ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """One way to decode. Lists by round have one entry for each full round after the warm-up."""
+
+    name: str  # "GenAI, K = 4"
+    engine: str  # "GenAI" or "ours"
+    draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
+    temperature: float  # 0: greedy
+    decode: Callable[[np.ndarray], Run | Generation]  # token ids [n] -> the run
+    seconds: list[list[float]] = field(default_factory=list)  # of each inference of main and draft, where timed
+    rounds: list[list[Run | Generation]] = field(default_factory=list)  # one of each prompt
+    outside: list[float] = field(default_factory=list)  # seconds not spent in inferences, by round
+    drafting: list[float] = field(default_factory=list)  # seconds in the draft's inferences, by round
+    verifying: list[float] = field(default_factory=list)  # in the main model's after the prompt's, by round
+
+    def throughput(self, round_: int, prompts: Sequence[int] | None = None) -> float:
+        """New tokens a second in a round, decode only; of all prompts or of those with these numbers."""
+        runs = self.rounds[round_]
+        runs = runs if prompts is None else [runs[i] for i in prompts]
+        return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
+
+    def runs(self) -> list[Run | Generation]:
+        return [run for round_ in self.rounds for run in round_]
+
+
+def time_in(model: CachedModel) -> list[float]:
+    """Have every inference of `model` timed from now on; the list grows by its seconds."""
+    seconds: list[float] = []
+    run = model.backend.run
+
+    def timed(start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+        begin = time.perf_counter()
+        logits = run(start, tokens, last)
+        seconds.append(time.perf_counter() - begin)
+        return logits
+
+    model.backend.run = timed
+    return seconds
+
+
+def interleave(ways: list[Way], prompts: list[np.ndarray], rounds: int, warm_up: int = 1, describe: str = "") -> bool:
+    """Add `rounds` rounds to every way, after `warm_up` rounds that are not kept.
+
+    False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
+    """
+    before = len(ways[0].rounds)
+    total = (warm_up + rounds) * len(prompts) * len(ways)
+    try:
+        with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
+            for number in range(warm_up + rounds):
+                done = _one_round(ways, prompts, bar)
+                if number >= warm_up:
+                    _keep(done)
+    except KeyboardInterrupt:
+        for way in ways:  # the signal may come anywhere
+            for kept in (way.rounds, way.outside, way.drafting, way.verifying):
+                del kept[min(len(way.rounds) for way in ways) :]
+        if len(ways[0].rounds) == before:
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def ctrl_c_raises():
+    """Ctrl-C raises KeyboardInterrupt within, whatever it does elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm) -> list[tuple]:
+    """Each prompt on each way; of each way: itself, its runs, and seconds outside, drafting and verifying."""
+    runs: list[list[Run | Generation]] = [[] for _ in ways]
+    spent = np.zeros((len(ways), 3))
+    for ids in prompts:
+        for i, way in enumerate(ways):
+            before = [len(seconds) for seconds in way.seconds]
+            run = way.decode(ids)
+            runs[i].append(run)
+            if way.seconds:
+                main, *draft = [sum(seconds[n:]) for seconds, n in zip(way.seconds, before, strict=True)]
+                verify = sum(way.seconds[0][-len(run.gained) :]) if run.gained else 0.0
+                spent[i] += run.seconds - main - sum(draft), sum(draft), verify
+            bar.update()
+    return list(zip(ways, runs, spent.tolist(), strict=True))
+
+
+def _keep(done: list[tuple]) -> None:
+    for way, runs, (outside, drafting, verifying) in done:
+        way.outside.append(outside)
+        way.drafting.append(drafting)
+        way.verifying.append(verifying)
+        way.rounds.append(runs)
+
+
+# ---- the figures of a way -------------------------------------------------------------------------------------------
+
+
+def row(way: Way, baseline: Way) -> dict:
+    """A way's figures over its rounds; `baseline` decodes without a draft, in the same rounds."""
+    rounds = range(len(way.rounds))
+    speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
+    runs = way.runs()
+    proposed = [n for run in runs for n in run.proposed]
+    gained = [n for run in runs for n in run.gained]
+    texts = [run.tokens for run in way.rounds[0]]
+    speedup, tau = statistics.median(speedups), metrics.block_efficiency(gained)
+    same = sum(a == b.tokens for a, b in zip(texts, baseline.rounds[0], strict=True))
+    return {
+        "name": way.name,
+        "engine": way.engine,
+        "sampled": way.temperature > 0,
+        "temperature": way.temperature,
+        "draft_length": way.draft_length,
+        "throughput": statistics.median(way.throughput(i) for i in rounds),
+        "throughputs": [way.throughput(i) for i in rounds],
+        "speedup": speedup,
+        "speedup_range": [min(speedups), max(speedups)],
+        "gain_percent": 100 * (speedup - 1),
+        "forward_speedup": tau,
+        "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+        "position_acceptance": metrics.position_acceptance(proposed, gained),
+        "block_efficiency": tau,
+        "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
+        "ttft": statistics.median(run.seconds_to_first for run in runs),
+        "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs),
+        "outside": sum(way.outside) / sum(run.seconds for run in runs) if way.seconds else None,
+        "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
+        "same_text": None if way.temperature else same,
+        "texts": len(texts),
+        "output_sha256": hashlib.sha256(str(texts).encode()).hexdigest()[:16],
+        "why": getattr(runs[-1], "draft_length", "") if way.draft_length == "adaptive" else "",
+    }
+
+
+def iteration_split(way: Way) -> dict | None:
+    """Milliseconds of one iteration in the draft, in the main model and beside both; None where nothing was timed."""
+    runs = way.runs()
+    iterations = sum(len(run.gained) for run in runs)
+    if not way.seconds or not iterations:
+        return None
+    drafting, verifying = sum(way.drafting), sum(way.verifying)
+    overhead = max(0.0, sum(run.decode_seconds for run in runs) - drafting - verifying)
+    parts = {"draft_ms": drafting, "verify_ms": verifying, "overhead_ms": overhead}
+    milliseconds = {name: 1000 * seconds / iterations for name, seconds in parts.items()}
+    return {"name": way.name, "draft_length": way.draft_length, **milliseconds}
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+class OtherLoad:
+    """The share of the machine's processor time that other programs took while this context was open.
+
+    Of its own are this process and its children. What a virtual machine's host took away (steal) counts as others'.
+    """
+
+    def __init__(self):
+        self.share = 0.0
+
+    def __enter__(self) -> "OtherLoad":
+        self._begin = self._now()
+        return self
+
+    def __exit__(self, *_) -> None:
+        total, busy, own = (now - then for now, then in zip(self._now(), self._begin, strict=True))
+        self.share = min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0
+
+    @property
+    def sentence(self) -> str:
+        """Empty where it was little."""
+        if self.share < NOTICED:
+            return ""
+        return (
+            f"Other programs took {self.share:.0%} of the machine's processor time while this was measured: "
+            "the figures are lower and less sure than on a quiet machine."
+        )
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds of all processors so far: in all, busy, and busy for this process and its children."""
+        times = psutil.cpu_times()._asdict()
+        for counted_twice in ("guest", "guest_nice"):
+            times.pop(counted_twice, None)
+        idle = times["idle"] + times.get("iowait", 0.0)
+        own = 0.0
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            try:
+                used = process.cpu_times()
+            except psutil.Error:  # it has just ended
+                continue
+            own += used.user + used.system + used.children_user + used.children_system
+        total = sum(times.values())
+        return total, total - idle, own
+
+
+def environment(arguments: argparse.Namespace, load: OtherLoad | None = None) -> dict:
+    """What a published figure has to carry: when, how, on what, with which versions."""
+    core = ov.Core()
+    properties = dict(getattr(arguments, "property", None) or [])
+    memory = device_facts.main_memory()
+    facts = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", *sys.argv]),
+        "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
+        "cores": os.cpu_count(),
+        "memory": f"{memory.total / 2**30:.0f} GiB",
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "openvino": importlib.metadata.version("openvino"),
+        "openvino_genai": openvino_genai.__version__,
+    }
+    for role, device_name in (("main", "device"), ("draft", "draft_device")):
+        folder, device = getattr(arguments, role, None), getattr(arguments, device_name, None) or "CPU"
+        if isinstance(folder, Path):
+            found = [fact.full_name for fact in device_facts.look_up(device, core) if fact.full_name]
+            facts[role] = str(folder)
+            facts[device_name] = device
+            facts[f"{device_name}_name"] = ", ".join(found)
+            facts[f"{role}_precision"] = precision(folder, device, properties)
+    facts["properties"] = properties
+    if load:
+        facts["other_load"] = load.share
+    return facts
+
+
+def precision(folder: Path, device: str, properties: dict) -> str:
+    """The weight format, read from the IR, and the inference precision, as the device tells it."""
+    core = ov.Core()
+    formats = weights.read(core.read_model(folder / "openvino_model.xml"))
+    try:
+        core.set_property(device, properties)
+        hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not tell
+        hint = "the device's default"
+    return f"{formats} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the JSON of the last line here too")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows as a table for spreadsheets")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page with pictures, for a browser")
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file that can be written; looked at now, not after minutes of measuring."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written, as there is no folder {str(path.parent)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its permissions do not allow it")
+    return path
+
+
+def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
+    """Print `result` as the last line of standard output and write it to the files that were asked for.
+
+    Where a file cannot be written, the other files are, and the program ends with status 1.
+    """
+    line = json.dumps(result, ensure_ascii=False)
+    print(line, flush=True)
+    failed = False
+    for path, text in _outputs(arguments, result, line):
+        try:
+            _write_whole(path, text)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            print(f"error: {path} was not written: {reason}; the last line of the output has it all", file=sys.stderr)
+            failed = True
+    if failed:
+        sys.exit(1)
+
+
+def _outputs(arguments: argparse.Namespace, result: dict, line: str):
+    if arguments.json:
+        yield arguments.json, line + "\n"
+    if arguments.csv or arguments.html:
+        import report
+
+        if arguments.csv:
+            yield arguments.csv, report.csv_text(result)
+        if arguments.html:
+            yield arguments.html, report.html_text(result)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: a file is replaced when its new content is complete."""
+    if path.exists() and not path.is_file():  # a pipe or a device has nothing to keep
+        path.write_text(text, encoding="utf-8", newline="")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
