@@ -21,7 +21,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
-from speculative import cached_model, costs, metrics
+from speculative import cached_model, costs, huge_pages, metrics
 from speculative.cached_model import CachedModel
 from speculative.distribution import Distribution, check_supported
 from speculative.draft_length import AdaptiveDraftLength, ConfidenceDraftLength, DraftLength, FixedDraftLength
@@ -271,18 +271,23 @@ def load(
     draft_properties: dict | None = None,
     max_ngram_size: int | None = None,
     capacity: int | None = None,
+    use_huge_pages: bool = False,
 ) -> Decoder:
     """A decoder of the IR folders `main` and `draft`, each on its own device with its own OpenVINO properties.
 
     The draft's device and properties are the main model's unless given. Instead of a draft, `max_ngram_size` looks
     draft tokens up in the text (prompt lookup). The draft length is adaptive; what it needs to know is measured now,
-    once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder).
+    once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder). `use_huge_pages`, on Linux,
+    is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
     """
+    before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}
     draft_device = draft_device or device
     draft_properties = properties if draft_properties is None else draft_properties
     main_model = cached_model.load(main, device, properties, capacity)
     draft_model = draft and cached_model.load(draft, draft_device, draft_properties)
+    if use_huge_pages:
+        huge_pages.move(before)
     source, rule = None, None
     if draft_model or max_ngram_size:
         source = (

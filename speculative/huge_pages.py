@@ -1,0 +1,50 @@
+"""A model's weights in huge pages, which Linux gives to a program that asks for them, and OpenVINO does not ask.
+
+A step of a large model reads all its weights once. In pages of 4 KiB a gigabyte is 262,144 of them, and looking up where
+each one lies takes time; huge pages have 2 MiB. Moving costs seconds for a gigabyte, so it pays for a model that stays.
+Where the kernel cannot (before Linux 6.1, no memory in one piece) nothing happens.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+SIZE = 2**21  # bytes of a huge page
+MADV_COLLAPSE = 25  # Linux 6.1: move what lies here into huge pages, now (man 2 madvise)
+
+Ranges = list[tuple[int, int]]
+"""Addresses from (included) and to (excluded), ascending."""
+
+
+def allocated() -> Ranges:
+    """Where this process has memory of its own that no file is behind."""
+    if sys.platform != "linux":
+        return []
+    lines = (line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
+    owned = (fields[0] for fields in lines if fields[1].startswith("rw") and fields[5:] in ([], ["[heap]"]))
+    return [(int(begin, 16), int(end, 16)) for begin, _, end in (name.partition("-") for name in owned)]
+
+
+def move(before: Ranges) -> None:
+    """Move what was allocated since `before` into huge pages."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    for begin, end in _without(allocated(), before):
+        begin, end = -(-begin // SIZE) * SIZE, end // SIZE * SIZE
+        if begin < end:  # what cannot be moved, a page never used among them, stays where it is
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
+
+
+def _without(ranges: Ranges, others: Ranges) -> Ranges:
+    """`ranges` less what `others` cover."""
+    left = []
+    for begin, end in ranges:
+        for other_begin, other_end in others:
+            if other_begin < end and begin < other_end:
+                if begin < other_begin:
+                    left.append((begin, other_begin))
+                begin = other_end
+        if begin < end:
+            left.append((begin, end))
+    return left
