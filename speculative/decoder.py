@@ -277,8 +277,8 @@ def load(
 
     The draft's device and properties are the main model's unless given. Instead of a draft, `max_ngram_size` looks
     draft tokens up in the text (prompt lookup). The draft length is adaptive; what it needs to know is measured now,
-    once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder). `use_huge_pages`, on Linux,
-    is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
+    once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder). `use_huge_pages`, on
+    Linux, is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
     """
     before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}
