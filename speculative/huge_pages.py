@@ -1,7 +1,7 @@
 """A model's weights in huge pages, which Linux gives to a program that asks for them, and OpenVINO does not ask.
 
 A step of a large model reads all its weights once. In pages of 4 KiB a gigabyte is 262,144 of them, and looking up
-where each one lies takes time; huge pages have 2 MiB. Moving costs seconds for a gigabyte, so it pays for a model that stays.
+where each one lies takes time; huge pages have 2 MiB. Moving costs seconds for a gigabyte: it pays where a model stays.
 Where the kernel cannot (before Linux 6.1, no memory in one piece) nothing happens.
 """
 
