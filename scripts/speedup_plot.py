@@ -1,0 +1,60 @@
+"""Speedup against draft length as a PNG, by matplotlib: `python scripts/report.py result.json speedup.png`."""
+
+import io
+
+SIZE, DOTS = (7.2, 3.9), 160  # inches, dots an inch
+COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito's
+
+
+def png(points: list[dict]) -> bytes:
+    """One panel for each temperature; measured with the range of the rounds, predicted dashed, the best K as a star.
+
+    Raises ValueError where there are no points.
+    """
+    if not points:
+        raise ValueError("it has no speedup at a draft length: run sweep_draft_length.py or benchmark.py")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    temperatures = list(dict.fromkeys(point["temperature"] for point in points))
+    figure = Figure(figsize=(SIZE[0], SIZE[1]) if len(temperatures) < 3 else (1.4 * SIZE[0], SIZE[1]), dpi=DOTS)
+    panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    for panel, t in zip(panels, temperatures, strict=True):
+        of_t = [point for point in points if point["temperature"] == t]
+        panel.axhline(1, color="0.4", linewidth=1)
+        for i, engine in enumerate(dict.fromkeys(point["engine"] for point in of_t)):
+            draw_engine(panel, engine, sorted((p for p in of_t if p["engine"] == engine), key=lambda p: p["k"]), i)
+        panel.set(title=f"temperature {t:g}" if t else "greedy", xlabel="draft length K (tokens)", ylim=(0, None))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.grid(axis="y", color="0.88")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("speedup over the main model alone (x)")
+    panels[0].legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    written = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(written)
+    return written.getvalue()
+
+
+def draw_engine(panel, engine: str, line: list[dict], i: int) -> None:
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    k, speedup = [p["k"] for p in line], [p["speedup"] for p in line]
+    ranges = [p.get("speedup_range") or [p["speedup"]] * 2 for p in line]
+    reach = [[s - low for s, (low, _) in zip(speedup, ranges, strict=True)],
+             [high - s for s, (_, high) in zip(speedup, ranges, strict=True)]]  # fmt: skip
+    panel.errorbar(
+        k, speedup, reach, color=colour, marker=marker, capsize=2.5, elinewidth=1, label=f"{engine}, measured"
+    )
+    predicted = [(p["k"], p["predicted"]) for p in line if p.get("predicted") is not None]
+    if predicted:
+        panel.plot(
+            *zip(*predicted, strict=True), color=colour, linestyle="--", linewidth=1.3, label=f"{engine}, predicted"
+        )
+    for p in line:
+        if p.get("best"):
+            panel.plot(p["k"], p["speedup"], marker="*", markersize=15, color=colour)
+            panel.annotate(
+                f"{p['speedup']:.2f}x", (p["k"], p["speedup"]), (0, 9), textcoords="offset points", ha="center"
+            )
