@@ -6,12 +6,55 @@ from pathlib import Path
 
 from speculative.pair_check import check_pair
 
+PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("main", type=Path, help="main model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument(
+        "--property",
+        type=key_value,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="OpenVINO property of both models; repeat for more",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
+    """What is decoded, and how often."""
+    parser.add_argument(
+        "--prompts",
+        default=str(PROMPTS),
+        metavar="FILE",
+        help='JSON lines with "prompt", text with one prompt a line, or a Hugging Face data set as '
+        "NAME[@SUBSET][:COLUMN[:SPLIT]] (default: code prompts)",
+    )
+    parser.add_argument(
+        "--max-prompts", type=whole, default=max_prompts, metavar="N", help="prompts to take, evenly from all of them"
+        f" (default: {max_prompts})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens a run (default: 100)"
+    )
+    parser.add_argument("--rounds", type=whole, default=3, help="interleaved rounds after the warm-up (default: 3)")
+
 
 def whole(text: str) -> int:
     """An argparse type: a whole number above 0."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def two_or_more(text: str) -> int:
+    """An argparse type: new tokens, of which the first is not timed as decoding."""
+    if whole(text) == 1:
+        raise argparse.ArgumentTypeError("'1' leaves nothing to time behind the first token: take 2 or more")
+    return int(text)
 
 
 def lengths(text: str) -> list[int]:
@@ -25,7 +68,7 @@ def lengths(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64"
         )
-    return values
+    return list(dict.fromkeys(values))
 
 
 def key_value(text: str) -> tuple[str, str]:

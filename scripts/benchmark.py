@@ -1,46 +1,58 @@
-"""Measure what a draft gains: main model alone and with the draft, in GenAI's pipeline and in this project's engine.
+"""Measure what a draft gains: every way to decode with this pair, in turns, on your prompts and devices.
 
     python scripts/benchmark.py models/embedded/main models/embedded/draft
 
-Paths (`--paths`): `genai`, GenAI's pipeline, greedy, for each K; `engine`, ours, greedy, for each K and adaptive;
-`sampled`, ours at `--temperature`, lossless. GenAI's own sampled mode with a draft is not (scripts/verify_lossless.py).
+Paths (`--paths`), beside the main model alone: `draft`, the draft alone; `genai`, GenAI's pipeline with the draft,
+greedy, for each K; `lookup`, prompt lookup, which needs no draft, GenAI's and ours; `engine`, ours, greedy, for each K
+and adaptive; `sampled`, ours at `--temperature`, lossless. GenAI's own sampled mode with a draft is not
+(scripts/verify_lossless.py). Each path of GenAI and our engine hold the main model once: choose where memory is short.
 
-The same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt on every path, one after another,
-so that whatever else the machine does falls on all alike. Throughput is decode only (prompt excluded); speedup is over
-the main model alone in GenAI (sampled: alone in the engine), in the same round; shown are the median over the rounds
-and their range. `outside` is the share of the decoding that is not spent in the models. Repeated 4-grams inflate
-acceptance: their share stands beside. A table for people on standard output, then one JSON object on its last line.
+The same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt on every way, one after another,
+so that whatever else the machine does falls on all alike. No prompt is answered from a cache (but with `--context`).
+Throughput is decode only (prompt excluded); speedup is over the main model alone in GenAI (sampled: alone in the
+engine), in the same round; shown are the median over the rounds and their range. `forwards`: new tokens / main
+inferences. `outside`: the share of the decoding that is not spent in the models. Repeated 4-grams inflate acceptance:
+their share stands beside. A table for people on standard output, then one JSON object on its last line. Ctrl-C keeps
+the full rounds measured so far. How K matters: scripts/sweep_draft_length.py.
 """
 
 import argparse
-import json
-import os
-import platform
 import signal
 import statistics
 import sys
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
 if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import measuring  # noqa: E402
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
-from measuring import Way, interleave, time_in  # noqa: E402
-from prompt_files import read_prompts  # noqa: E402
+from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_unsound, whole  # noqa: E402
+from decoding_ways import LOOKUP, genai_pipeline, genai_way, our_way  # noqa: E402
+from measuring import (  # noqa: E402
+    OtherLoad,
+    Way,
+    add_output_arguments,
+    environment,
+    interleave,
+    iteration_split,
+    row,
+    time_in,
+    write_outputs,
+)
+from prompt_files import Prompt, read_prompts, token_ids  # noqa: E402
+from start_cost import start_costs  # noqa: E402
+from token_view import token_view  # noqa: E402
 
-from speculative import decoder, genai_runs  # noqa: E402
+from speculative import decoder, metrics  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
-from speculative.draft_length import AdaptiveDraftLength  # noqa: E402
 
-PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
 OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
-PATHS = ("genai", "engine", "sampled")
+PATHS = ("draft", "genai", "lookup", "engine", "sampled")
+REPEATS_ITSELF = 0.25  # repetition from which on it is said
 
 
 def names(text: str) -> list[str]:
@@ -54,99 +66,141 @@ def temperature(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0
-    if not value > 0:
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    add_pair_arguments(parser)
+    add_run_arguments(parser, max_prompts=20)
     parser.add_argument(
-        "--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt", or one prompt a line (default: code)'
+        "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
     )
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=lengths, default="1-8", metavar="K", help="1-8 or 2,4 (default: 1-8)"
+        "--paths", type=names, default=",".join(PATHS), help=f"of {','.join(PATHS)} (default: all of them)"
     )
-    parser.add_argument("--paths", type=names, default="genai,engine", help="of genai,engine,sampled (default: two)")
     parser.add_argument(
         "--temperature", type=temperature, default=1.0, metavar="T", help="of the sampled paths (default: 1)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens a run (default: 100)"
-    )
-    parser.add_argument("--max-prompts", type=whole, default=20, metavar="N", help="prompts to take (default: 20)")
-    parser.add_argument("--rounds", type=whole, default=3, help="interleaved rounds after the warm-up (default: 3)")
-    parser.add_argument(
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
-    parser.add_argument(
-        "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="OpenVINO property of both models",
-    )
-    arguments = parser.parse_args()
-    if arguments.max_new_tokens < 2:
-        parser.error("--max-new-tokens 1 leaves nothing to time behind the first token: take 2 or more")
-    return arguments
+    add_output_arguments(parser)
+    return parser.parse_args()
 
 
-def load(arguments: argparse.Namespace) -> list[Way]:
-    """The ways to compare, the main model alone first. Each engine loads each model once."""
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def starts(arguments: argparse.Namespace) -> list[dict]:
+    """Load time and memory of what the paths need."""
     main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties, n = dict(arguments.property), arguments.max_new_tokens
-    ways = []
-
-    alone = genai_runs.load(main, device, None, "", properties, {})
-    ways.append(Way("GenAI, alone", "GenAI", 0, 0.0, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n)))
+    properties = dict(arguments.property)
+    costs = [start_costs("GenAI, main alone", "GenAI", main, device, None, "", properties)]
     if "genai" in arguments.paths:
-        pair = genai_runs.load(main, device, draft, draft_device, properties, properties)
-        for k in arguments.num_assistant_tokens:
-            decode = lambda ids, k=k: genai_runs.generate(pair, genai_runs.inputs(ids), n, k)  # noqa: E731
-            ways.append(Way(f"GenAI, K = {k}", "GenAI", k, 0.0, decode))
+        costs.append(start_costs("GenAI with the draft", "GenAI", main, device, draft, draft_device, properties))
     if {"engine", "sampled"} & set(arguments.paths):
-        ours = decoder.load(main, device, draft, draft_device, properties, properties)
-        models = [ours.main, ours.draft.model]
-        seconds = [time_in(model) for model in models]
-        for sampled in [name == "sampled" for name in ("engine", "sampled") if name in arguments.paths]:
-            for k in (0, *arguments.num_assistant_tokens, "adaptive"):
-                config = openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True)
-                config.do_sample, config.temperature = sampled, arguments.temperature
-                if k in arguments.num_assistant_tokens:
-                    config.num_assistant_tokens = k
-                # adaptive lengths learn from one run for the next, each way for itself
-                one = Decoder(ours.main, ours.draft if k else None, AdaptiveDraftLength(ours.draft_length.costs))
-                decode = lambda ids, one=one, config=config: one.generate(ids, config)  # noqa: E731
-                temperature = arguments.temperature if sampled else 0.0
-                name = (
-                    f"ours, {'sampled, ' if sampled else ''}{f'K = {k}' if isinstance(k, int) and k else k or 'alone'}"
-                )
-                ways.append(Way(name, "ours", k, temperature, decode, seconds))
-    return ways
+        costs.append(start_costs("ours with the draft", "ours", main, device, draft, draft_device, properties))
+    return costs
 
 
-def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
-    """The prompts' token ids, each behind the same `--context` tokens of other text."""
+def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder | None]:
+    """The ways to compare, the main model alone first, and our engine where it is among them."""
+    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
+    properties, n, paths = dict(arguments.property), arguments.max_new_tokens, arguments.paths
+    keep, ks, lookup = bool(arguments.context), arguments.num_assistant_tokens, f"lookup {LOOKUP}"
+
+    ways = [genai_way("GenAI, main alone", genai_pipeline(main, device, properties, keep_caches=keep), 0, n)]
+    if "draft" in paths:
+        pipe = genai_pipeline(draft, draft_device, properties, keep_caches=keep)
+        ways.append(genai_way("GenAI, draft alone", pipe, 0, n))
+    if "genai" in paths:
+        pipe = genai_pipeline(main, device, properties, draft, draft_device, keep_caches=keep)
+        ways += [genai_way(f"GenAI, K = {k}", pipe, k, n) for k in ks]
+    if "lookup" in paths:
+        pipe = genai_pipeline(main, device, properties, lookup=True, keep_caches=keep)
+        ways.append(genai_way("GenAI, prompt lookup", pipe, lookup, n))
+    if not {"engine", "sampled", "lookup"} & set(paths):
+        return ways, None
+
+    ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
+
+    def add(name: str, draft_length: int | str, temperature: float) -> None:
+        ways.append(our_way(name, ours, seconds, draft_length, temperature, n, keep))
+
+    for name, temperature in (("engine", 0.0), ("sampled", arguments.temperature)):
+        if name in paths:
+            kind = "ours, sampled" if temperature else "ours"
+            add(f"{kind}, main alone", 0, temperature)
+            for k in ks:
+                add(f"{kind}, K = {k}", k, temperature)
+            add(f"{kind}, adaptive", "adaptive", temperature)
+        if name == "engine" and "lookup" in paths:
+            add("ours, prompt lookup", lookup, 0.0)
+    return ways, ours
+
+
+def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
+    """The prompts, each behind the same `--context` tokens of other text."""
+    if not arguments.context:
+        return prompts
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
-    prompts = read_prompts(arguments.prompts)[: arguments.max_prompts]
-    ids = [genai_runs.encode(tokenizer, prompt.text).input_ids.data[0] for prompt in prompts]
-    if arguments.context:
-        text = tokenizer.encode(OTHER_TEXT.read_text(encoding="utf-8")).input_ids.data[0]
-        before = np.resize(text, arguments.context)
-        ids = [np.concatenate([before, one]) for one in ids]
-    return ids
+    text = tokenizer.encode(OTHER_TEXT.read_text(encoding="utf-8")).input_ids.data[0]
+    before = np.resize(text, arguments.context)
+    return [np.concatenate([before, one]) for one in prompts]
 
 
-def summarise(ways: list[Way]) -> list[dict]:
+# ---- what was found -------------------------------------------------------------------------------------------------
+
+
+def baselines(ways: list[Way]) -> dict[bool, Way]:
+    """The main model alone: greedy in GenAI, sampled in our engine."""
+    return {way.temperature > 0: way for way in reversed(ways) if way.name.endswith("main alone")}
+
+
+def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
     """One row for each way."""
-    baseline = {bool(way.temperature): way for way in reversed(ways) if not way.draft_length}
-    return [measuring.row(way, baseline[bool(way.temperature)]) for way in ways]
+    alone = baselines(ways)
+    rows = [row(way, alone[way.temperature > 0]) for way in ways]
+    for one in rows:
+        if one["name"] == "GenAI, draft alone":
+            one["same_text"] = None
+        if keeps_caches:
+            one["ttft"] = None
+    return rows
+
+
+def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
+    """Speedup and acceptance of each way that drafts, over the prompts of each category."""
+    alone, found = baselines(ways), []
+    categories: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        categories.setdefault(prompt.category or "other", []).append(i)
+    for category, chosen in categories.items() if len(categories) > 1 else ():
+        for way in ways:
+            if not way.draft_length:
+                continue
+            baseline = alone[way.temperature > 0]
+            rounds = range(len(way.rounds))
+            runs = [way.rounds[r][i] for r in rounds for i in chosen]
+            proposed, gained = (
+                [n for run in runs for n in of(run)] for of in (lambda r: r.proposed, lambda r: r.gained)
+            )
+            speedups = [way.throughput(r, chosen) / baseline.throughput(r, chosen) for r in rounds]
+            found.append(
+                {
+                    "category": category,
+                    "name": way.name,
+                    "speedup": statistics.median(speedups),
+                    "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+                    "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
+                    "prompts": len(chosen),
+                }
+            )
+    return found
 
 
 def compare(rows: list[dict]) -> list[dict]:
@@ -158,14 +212,16 @@ def compare(rows: list[dict]) -> list[dict]:
         facts.append({"what": what, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]})
 
     def find(engine: str, sampled: bool) -> dict[int | str, dict]:
-        return {row["draft_length"]: row for row in rows if (row["engine"], row["sampled"]) == (engine, sampled)}
+        chosen = [row for row in rows if row["name"] != "GenAI, draft alone"]
+        return {row["draft_length"]: row for row in chosen if (row["engine"], row["sampled"]) == (engine, sampled)}
 
     genai, ours = find("GenAI", False), find("ours", False)
     for k in [k for k in genai if k in ours]:
-        ratio(f"ours / GenAI, greedy, {f'K = {k}' if k else 'alone'}", ours[k], genai[k])
+        what = {0: "alone", f"lookup {LOOKUP}": "prompt lookup"}.get(k, f"K = {k}")
+        ratio(f"ours / GenAI, greedy, {what}", ours[k], genai[k])
     for sampled in (False, True):
         table = find("ours", sampled)
-        fixed = [row for k, row in table.items() if k not in (0, "adaptive")]
+        fixed = [row for k, row in table.items() if isinstance(k, int) and k]
         if fixed:
             best = max(fixed, key=lambda row: row["throughput"])
             kind = "sampled" if sampled else "greedy"
@@ -174,67 +230,171 @@ def compare(rows: list[dict]) -> list[dict]:
     return facts
 
 
-def table(rows: list[dict], facts: list[dict], prompts: int) -> str:
-    lines = [
-        "engine   mode      K         tokens/s   speedup (range)     acceptance   block eff.   outside   "
-        "repetition   text as alone"
-    ]
-    for row in rows:
-        low, high = row["speedup_range"]
-        acceptance = "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
-        outside = "" if row["outside"] is None else f"{row['outside']:.1%}"
-        same = "" if row["sampled"] else f"{row['same_text']}/{prompts}"
-        best = max((r for r in rows if r["sampled"] == row["sampled"]), key=lambda r: r["throughput"])
+def fastest(rows: list[dict], sampled: bool) -> dict | None:
+    drafted = [row for row in rows if row["sampled"] == sampled and row["draft_length"]]
+    return max(drafted, key=lambda row: row["speedup"], default=None)
+
+
+def summary(rows: list[dict], costs: list[dict], load: OtherLoad, asked_rounds: int) -> list[str]:
+    """The answer in words."""
+    lines, n = [], len(rows[0]["throughputs"])
+    for sampled, kind in ((False, "greedy"), (True, "sampled")):
+        best = fastest(rows, sampled)
+        if not best:
+            continue
+        low, high = best["speedup_range"]
+        if best["speedup"] < 1:
+            lines.append(
+                f"No {kind} way with a draft is faster than the main model alone: the best, {best['name']}, reaches "
+                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not draft here."
+            )
+            continue
         lines.append(
-            f"{row['engine']:<8} {'sampled' if row['sampled'] else 'greedy':<8}  {row['draft_length'] or '-':<8}"
-            f"{row['throughput']:10.1f}   {row['speedup']:.2f}x ({low:.2f}-{high:.2f})   {acceptance:>10}"
-            f"   {row['block_efficiency']:10.2f}   {outside:>7}   {row['repetition']:10.2f}   {same:>13}"
-            f"{'   <- best' if row is best else ''}"
+            f"{sentence(best['name'])} is the fastest {kind} way: {best['speedup']:.2f}x the main model alone "
+            f"({low:.2f}-{high:.2f} over {rounds(n)}), a gain of {best['gain_percent']:.0f} %, and "
+            f"{best['forward_speedup']:.2f} tokens for each main inference."
         )
+        if low < 1:
+            lines.append(f"In one round or more {best['name']} was slower than the main model alone: measure longer.")
+        if best["repetition"] > REPEATS_ITSELF:
+            lines.append(
+                f"The text of {best['name']} repeats itself ({best['repetition']:.0%} of its 4-grams), which makes "
+                "acceptance and speedup look better than they are."
+            )
+    main, best = rows[0], fastest(rows, False)
+    if best and best["ttft"]:
+        lines.append(
+            f"The first token comes after {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
+            f"{best['name']}."
+        )
+    draft = next((row for row in rows if row["name"] == "GenAI, draft alone"), None)
+    if draft:
+        lines.append(f"The draft alone is {draft['speedup']:.1f}x as fast as the main model.")
+    lines += [
+        f"{sentence(cost['name'])}: {cost['first_seconds']:.1f} s to load, "
+        f"{cost['second_seconds']:.1f} s with a model cache, {memory(cost['peak_bytes'])}."
+        for cost in costs
+    ]
+    if n < asked_rounds:
+        lines.append(f"Interrupted: {n} of {asked_rounds} rounds were measured in full, and only these are shown.")
+    return [*lines, load.sentence] if load.sentence else lines
+
+
+def sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def rounds(n: int) -> str:
+    return "1 round" if n == 1 else f"{n} rounds"
+
+
+def memory(size: int | None) -> str:
+    return f"{size / 1e6:,.0f} MB at most" if size else "memory not told here"
+
+
+# ---- what people read -----------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict], result: dict) -> str:
+    lines = [
+        "way                       tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
+        "   block eff.   outside   repetition   text as alone"
+    ]
+    best = [fastest(rows, False), fastest(rows, True)]
+    for one in rows:
+        low, high = one["speedup_range"]
+        acceptance = "" if one["acceptance_rate"] is None else f"{one['acceptance_rate']:.2f}"
+        outside = "" if one["outside"] is None else f"{one['outside']:.1%}"
+        ttft = "" if one["ttft"] is None else f"{1000 * one['ttft']:.1f}"
+        same = "" if one["same_text"] is None else f"{one['same_text']}/{one['texts']}"
+        lines.append(
+            f"{one['name']:<24}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
+            f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
+            f"   {acceptance:>10}   {one['block_efficiency']:10.2f}   {outside:>7}   {one['repetition']:10.2f}"
+            f"   {same:>13}{'   <- best' if one in best else ''}"
+        )
+    drafted = [one for one in rows if one["position_acceptance"]]
+    if drafted:
+        longest = max(len(one["position_acceptance"]) for one in drafted)
+        lines += ["", "acceptance at position  " + "".join(f"{i:>6}" for i in range(1, longest + 1))]
+        lines += [f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in drafted]
+    if result["iteration"]:
+        lines += ["", "one iteration, ms          draft   verify   overhead"]
+        lines += [
+            f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
+            for part in result["iteration"]
+        ]
+    shown = {one["name"] for one in best if one}
+    chosen = [part for part in result["categories"] if part["name"] in shown]
+    if chosen:
+        lines += ["", "category               prompts   way                       speedup   acceptance   repetition"]
+        for part in chosen:
+            acceptance = "" if part["acceptance_rate"] is None else f"{part['acceptance_rate']:.2f}"
+            lines.append(
+                f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
+                f"   {acceptance:>10}   {part['repetition']:10.2f}"
+            )
+    lines += ["", "start                     seconds   second time   peak memory"]
+    lines += [
+        f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
+        for cost in result["starts"]
+    ]
     lines.append("")
-    lines += [f"{fact['what']}: {fact['ratio']:.2f} ({fact['range'][0]:.2f}-{fact['range'][1]:.2f})" for fact in facts]
-    lines += [f"adaptive, {'sampled' if row['sampled'] else 'greedy'}: {row['why']}" for row in rows if row["why"]]
-    return "\n".join(lines)
+    lines += [
+        f"{fact['what']}: {fact['ratio']:.2f} ({fact['range'][0]:.2f}-{fact['range'][1]:.2f})"
+        for fact in result["comparisons"]
+    ]
+    lines += [f"{one['name'].removeprefix('ours, ')}: {one['why']}" for one in rows if one["why"]]
+    return "\n".join([*lines, "", *result["summary"]])
 
 
 def main() -> int:
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    room = arguments.max_new_tokens + (arguments.context or 0)
     try:
-        prompts = encode(arguments)
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        ways = load(arguments)
-        interleave(ways, prompts, arguments.rounds)
+        costs = starts(arguments)
+        ways, ours = load(arguments)
+        with OtherLoad() as other:
+            complete = interleave(ways, ids, arguments.rounds)
+        rows = summarise(ways, keeps_caches=bool(arguments.context))
+        best = fastest([one for one in rows if one["engine"] == "ours" and one["acceptance_rate"] is not None], False)
+        view = token_view(ours, ids[0], best["draft_length"], arguments.max_new_tokens) if complete and best else None
     except KeyboardInterrupt:
         return 130
     except (RuntimeError, ValueError, KeyError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    rows = summarise(ways)
-    facts = compare(rows)
-    print(table(rows, facts, len(prompts)))
-    environment = {
-        "main": str(arguments.main),
-        "draft": str(arguments.draft),
-        "device": arguments.device,
-        "draft_device": arguments.draft_device,
-        "properties": dict(arguments.property),
-        "prompts": len(prompts),
+    facts = {
+        **environment(arguments, other),
+        "prompts": f"{len(prompts)} of {Path(arguments.prompts).name}",
         "context": arguments.context or 0,
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
-        "rounds": arguments.rounds,
-        "openvino_genai": openvino_genai.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "rounds": len(ways[0].rounds),
     }
-    print(json.dumps({"environment": environment, "rows": rows, "comparisons": facts}, ensure_ascii=False))
-    return 0
+    result = {
+        "program": "benchmark",
+        "summary": summary(rows, costs, other, arguments.rounds),
+        "environment": facts,
+        "rows": rows,
+        "categories": by_category(ways, prompts),
+        "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
+        "starts": costs,
+        "comparisons": compare(rows),
+        **({"token_view": view} if view else {}),
+    }
+    print(table(rows, result))
+    write_outputs(arguments, result)
+    return 0 if complete else 130
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import openvino as ov
 import openvino_genai
 import psutil
 from tqdm import tqdm
+from whole_file import write_whole
 
 from speculative import device_facts, metrics, weights
 from speculative.cached_model import CachedModel
@@ -156,7 +157,7 @@ def row(way: Way, baseline: Way) -> dict:
     proposed = [n for run in runs for n in run.proposed]
     gained = [n for run in runs for n in run.gained]
     texts = [run.tokens for run in way.rounds[0]]
-    speedup, tau = statistics.median(speedups), metrics.block_efficiency(gained)
+    speedup = statistics.median(speedups)
     same = sum(a == b.tokens for a, b in zip(texts, baseline.rounds[0], strict=True))
     return {
         "name": way.name,
@@ -169,10 +170,10 @@ def row(way: Way, baseline: Way) -> dict:
         "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
         "gain_percent": 100 * (speedup - 1),
-        "forward_speedup": tau,
+        "forward_speedup": metrics.block_efficiency([*gained, *[1] * len(runs)]),  # the prompts' inferences too
         "acceptance_rate": metrics.acceptance_rate(proposed, gained),
         "position_acceptance": metrics.position_acceptance(proposed, gained),
-        "block_efficiency": tau,
+        "block_efficiency": metrics.block_efficiency(gained),
         "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
         "ttft": statistics.median(run.seconds_to_first for run in runs),
         "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs),
@@ -316,11 +317,11 @@ def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
     Where a file cannot be written, the other files are, and the program ends with status 1.
     """
     line = json.dumps(result, ensure_ascii=False)
-    print(line, flush=True)
+    print(line, flush=True)  # first, so that a full disk loses nothing
     failed = False
     for path, text in _outputs(arguments, result, line):
         try:
-            _write_whole(path, text)
+            write_whole(path, text)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             print(f"error: {path} was not written: {reason}; the last line of the output has it all", file=sys.stderr)
@@ -339,16 +340,3 @@ def _outputs(arguments: argparse.Namespace, result: dict, line: str):
             yield arguments.csv, report.csv_text(result)
         if arguments.html:
             yield arguments.html, report.html_text(result)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: a file is replaced when its new content is complete."""
-    if path.exists() and not path.is_file():  # a pipe or a device has nothing to keep
-        path.write_text(text, encoding="utf-8", newline="")
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8", newline="")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,12 +1,29 @@
-"""Prompts from a file: JSON lines like scripts/prompts/*.jsonl, or plain text with one prompt a line.
+"""Prompts from a file or a Hugging Face data set.
 
-A JSON line has "prompt", or "turns" (a conversation, of which the first turn is the prompt), and may have "id" and
-"category".
+A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one prompt a line. A JSON line has "prompt",
+or "turns" (a conversation, of which the first turn is the prompt), and may have "id" and "category".
+
+A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder that has one; that
+needs the package `datasets`, which downloads what is named and nothing else.
 """
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import openvino_genai
+
+from speculative.genai_runs import encode
+from speculative.model_facts import config_facts
+
+DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # looked for where none is named
+SPLITS = ("test", "validation", "train")
+FILES = (".jsonl", ".json", ".txt", ".md", ".csv")
 
 
 class Prompt(NamedTuple):
@@ -18,15 +35,47 @@ class Prompt(NamedTuple):
     turns: tuple[str, ...]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read JSON lines (.jsonl) or text. Empty lines are skipped.
+def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
+    """Prompts of a file (.jsonl, or text) or a data set; with `most`, that many at most, evenly from all of them.
 
-    Raises ValueError, which names the line, for a broken one, and for a prompt that stood before: the engine would
-    answer that one from its caches.
+    Raises ValueError, which names the line, for a broken one, and for a prompt that stood before.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file: give JSON lines (.jsonl) or a text file with one prompt a line")
+    path = Path(source)
+    named = DATA_SET.fullmatch(str(source))
+    if path.is_file():
+        prompts = _read_file(path)
+    elif named and path.suffix not in FILES and (HUB_NAME.fullmatch(named["name"]) or Path(named["name"]).is_dir()):
+        prompts = _read_data_set(**named.groupdict())
+    else:
+        raise ValueError(
+            f"{source} is not a file: give JSON lines (.jsonl), a text file with one prompt a line or a data set's name"
+        )
+    if not prompts:
+        raise ValueError(f"{source} has no prompts: give JSON lines (.jsonl) or a text file with one prompt a line")
+    taken = min(most or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // taken] for i in range(taken)]
+
+
+def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarray]:
+    """The prompts as the main model's token ids [n], through its chat template if it has one.
+
+    Raises ValueError, which names the prompt, where behind it there is no room for `room` tokens.
+    """
+    tokenizer = openvino_genai.Tokenizer(str(main))
+    context = config_facts(main).context_length
+    all_ids = []
+    for prompt in prompts:
+        ids = encode(tokenizer, prompt.text).input_ids.data[0]
+        if context and len(ids) + room > context:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(ids):,} tokens, which with {room:,} more do not fit into the main "
+                f"model's context of {context:,}: take shorter prompts or fewer new tokens"
+            )
+        all_ids.append(ids)
+    return all_ids
+
+
+def _read_file(path: Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     lines: dict[tuple[str, ...], int] = {}  # the line of each prompt
     for number, raw in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -44,8 +93,6 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ValueError(f"line {number} of {path} repeats the prompt of line {lines[prompt.turns]}: remove one")
         lines[prompt.turns] = number
         prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"{path} has no prompts: give JSON lines (.jsonl) or a text file with one prompt a line")
     return prompts
 
 
@@ -62,3 +109,37 @@ def _json_prompt(line: str, number: int) -> Prompt:
     if content.get("prompt", turns[0]) != turns[0]:
         raise ValueError('has another "prompt" than its first turn')
     return Prompt(turns[0], str(content.get("category", "")), str(content.get("id", number)), tuple(turns))
+
+
+def _read_data_set(name: str, subset: str | None, column: str | None, split: str | None) -> list[Prompt]:
+    """Texts, or lists of texts (turns), of one column; empty ones and repeated ones are left out."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{name} is no file here, and to read it as a Hugging Face data set the package `datasets` is missing: "
+            "name a file, or `pip install datasets`"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        if not split:
+            there = datasets.get_dataset_split_names(name, subset)
+            split = next((one for one in SPLITS if one in there), there[0])
+        rows = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # of the hub, the network, the files: all of them say why
+        raise ValueError(f"the data set {name} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    column = column or next((one for one in COLUMNS if one in rows.column_names), None)
+    if column not in rows.column_names:
+        raise ValueError(
+            f"the data set {name} has no column {column or 'that is known to hold prompts'}, only "
+            f"{', '.join(rows.column_names)}: name one as {name}:{rows.column_names[0]}"
+        )
+    categories = rows["category"] if "category" in rows.column_names else [""] * len(rows)
+    prompts: dict[tuple[str, ...], Prompt] = {}
+    for number, (value, category) in enumerate(zip(rows[column], categories, strict=True)):
+        turns = value if isinstance(value, list) else [value]
+        if not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"row {number} of the data set {name} has no text in {column}: name a column of texts")
+        if turns and turns[0].strip():
+            prompts.setdefault(tuple(turns), Prompt(turns[0], str(category or ""), str(number), tuple(turns)))
+    return list(prompts.values())

@@ -1,0 +1,100 @@
+"""The ways to decode that are compared: GenAI's pipeline and our engine, each alone, with a draft and by prompt lookup.
+
+No way is answered from a cache: the same prompt comes in every round, and a cache that still holds it would make the
+time to the first token that of one token. GenAI's prefix cache is off, and our engine forgets its caches before each
+run. With `keep_caches` both stay on, for contexts that take long to read.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import openvino_genai
+from measuring import Way
+from openvino_genai import GenerationConfig, SchedulerConfig
+
+from speculative import genai_runs
+from speculative.decoder import Decoder, Generation
+from speculative.draft_length import AdaptiveDraftLength
+from speculative.draft_source import PromptLookup
+from speculative.genai_runs import Run
+
+LOOKUP, NGRAM = 5, 3  # draft tokens of prompt lookup, and tokens that it looks for at most
+
+
+def genai_pipeline(
+    main: Path,
+    device: str,
+    properties: dict,
+    draft: Path | None = None,
+    draft_device: str = "",
+    lookup: bool = False,
+    keep_caches: bool = False,
+):
+    """An `LLMPipeline` as `LLMPipeline(main, device)` makes it, but for its prefix cache."""
+    given = dict(properties)
+    if "NPU" not in device + draft_device and not keep_caches:  # NPUs have none
+        scheduler = SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: a prompt is one inference
+        given["scheduler_config"] = scheduler
+    if lookup:
+        return openvino_genai.LLMPipeline(str(main), device, prompt_lookup=True, **given)
+    return genai_runs.load(main, device, draft, draft_device, given, properties)
+
+
+def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Way:
+    if str(draft_length).startswith("lookup"):
+        return Way(name, "GenAI", draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
+    k = draft_length or None
+    return Way(
+        name,
+        "GenAI",
+        draft_length,
+        0.0,
+        lambda ids: genai_runs.generate(pipe, genai_runs.inputs(ids), max_new_tokens, k),
+    )
+
+
+def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
+    """GenAI does not tell how many tokens it looked up: nothing stands as proposed."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
+    config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
+    result = pipe.generate(genai_runs.inputs(ids), config)
+    told = result.perf_metrics
+    return Run(
+        tokens=list(result.tokens[0]),
+        proposed=[],
+        gained=list(told.raw_metrics.m_batch_sizes)[1:],  # the first is the prompt's inference
+        seconds_to_first=told.get_ttft().mean / 1000,
+        seconds=told.get_generate_duration().mean / 1000,
+    )
+
+
+def our_way(
+    name: str,
+    engine: Decoder,
+    seconds: list[list[float]],
+    draft_length: int | str,
+    temperature: float,
+    max_new_tokens: int,
+    keep_caches: bool = False,
+) -> Way:
+    """`engine` has main model and draft; `seconds` are those of their inferences. Each way learns for itself."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
+    config.do_sample, config.temperature = temperature > 0, temperature or 1.0
+    source = engine.draft if draft_length else None
+    if str(draft_length).startswith("lookup"):
+        source = PromptLookup(engine.main.width, NGRAM)
+        config.num_assistant_tokens = LOOKUP
+    elif isinstance(draft_length, int) and draft_length:
+        config.num_assistant_tokens = draft_length
+    decoder = Decoder(engine.main, source, AdaptiveDraftLength(engine.draft_length.costs))
+
+    def decode(ids: np.ndarray) -> Generation:
+        if not keep_caches:
+            decoder.main.forget()
+            if source:
+                source.forget()
+        return decoder.generate(ids, config)
+
+    return Way(name, "ours", draft_length, temperature, decode, seconds)

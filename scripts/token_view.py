@@ -1,0 +1,58 @@
+"""One text as pieces: which the draft proposed and the main model kept, which it rejected, and its own."""
+
+from itertools import pairwise
+
+import numpy as np
+import openvino_genai
+from openvino_genai import GenerationConfig
+
+from speculative.decoder import Decoder
+from speculative.draft_source import DraftSource, Proposal, Transform
+
+
+class Noted:
+    """A draft source that notes what it proposed."""
+
+    def __init__(self, source: DraftSource):
+        self.source = source
+        self.tokens: list[int] = []
+
+    def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
+        proposal = self.source.propose(tokens, transform, random)
+        if proposal:
+            self.tokens.append(proposal.token)
+        return proposal
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max_new_tokens: int) -> dict:
+    """{"prompt": text, "steps": [{"accepted": [piece], "rejected": [piece], "main": piece}]}, greedy.
+
+    `draft_length` is K; anything else stands for the engine's own rule.
+    """
+    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
+    if isinstance(draft_length, int):
+        config.num_assistant_tokens = draft_length
+    noted = Noted(engine.draft)
+    decoder = Decoder(engine.main, noted, engine.draft_length)
+    text, steps = [], []
+    for step in decoder.stream(prompt, config):
+        *accepted, own = step.tokens
+        rejected = noted.tokens[len(accepted) :]
+        shown = {
+            "accepted": pieces(engine.tokenizer, text, accepted),
+            "rejected": pieces(engine.tokenizer, text + accepted, rejected),
+            "main": pieces(engine.tokenizer, text + accepted, [own])[0],
+        }
+        steps.append(shown)
+        text += step.tokens
+        noted.tokens.clear()
+    return {"prompt": engine.tokenizer.decode(prompt.tolist()), "steps": steps}
+
+
+def pieces(tokenizer: openvino_genai.Tokenizer, before: list[int], tokens: list[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens comes with the last of them."""
+    texts = [tokenizer.decode([*before, *tokens[:n]]).rstrip("\ufffd") for n in range(len(tokens) + 1)]
+    return [text[len(shorter) :] for shorter, text in pairwise(texts)]
