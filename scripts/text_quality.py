@@ -1,0 +1,121 @@
+"""What a setting does to the text: compared with the main model's greedy text in f32, token by token.
+
+Speed never hides it. The reference is the main model alone with EXECUTION_MODE_HINT=ACCURACY: its greedy text and its
+logits. A set of plugin properties gets that text, in inferences on a few tokens as a draft's check has them, and is
+judged by its own logits there:
+
+- agreement: share of positions where its most likely token is the reference's;
+- near-tie or real: where it is not, by how much the reference preferred its own token (logit margin, in nats). Up to
+  NEAR_TIE the other word was about as good to the exact model, too; beyond, the text is really another one;
+- mean KL: of its distribution from the reference's, in nats a token.
+
+The grade is the worst that holds: "exact" (the same tokens), "near-ties" (no real difference), "slight" (real ones, but
+within the limits below), "loss". The draft and its length change none of it: the main model has the last word.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from speculative.cached_model import CachedModel
+
+NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
+MOST_REAL = 0.01  # share of tokens that really differ, up to which a loss is slight
+MOST_KL = 0.01  # nats a token, likewise; bf16 with quantized activations takes about 0.0005
+CHECKED_AT_ONCE = 5  # tokens in one inference, as with K = 4
+GRADES = ("exact", "near-ties", "slight", "loss")
+
+
+@dataclass
+class ReferenceText:
+    """One greedy text in f32: the prompt's token ids [p], the new tokens [n], the logits [n, V] they come from."""
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    logits: np.ndarray
+
+    def margin(self, position: int, token: int) -> float:
+        """By how much the reference preferred its own token at `position` to this one, in nats."""
+        row = self.logits[position]
+        return float(row.max() - row[token])
+
+
+@dataclass
+class Quality:
+    """What a set of properties does at each of `tokens` positions."""
+
+    tokens: int
+    margins: list[float]  # of the positions where it prefers another token
+    mean_kl: float
+
+    @property
+    def agreement(self) -> float:
+        return 1 - len(self.margins) / self.tokens
+
+    @property
+    def real(self) -> int:
+        """Differences that are no near-ties."""
+        return sum(margin > NEAR_TIE for margin in self.margins)
+
+    @property
+    def grade(self) -> str:
+        if self.mean_kl > MOST_KL or self.real > MOST_REAL * self.tokens:
+            return "loss"
+        return "slight" if self.real else "near-ties" if self.margins else "exact"
+
+    def fits(self, default: "Quality | None" = None) -> bool:
+        """Whether it may be recommended: within the limits, or no worse than OpenVINO's own default for this model."""
+        if self.grade != "loss":
+            return True
+        return default is not None and self.mean_kl <= default.mean_kl and self.real <= default.real
+
+    def __str__(self) -> str:
+        differences = len(self.margins)
+        if not differences:
+            return f"all {self.tokens} tokens are those of f32, mean KL {self.mean_kl:.5f}"
+        kind = "near-ties all" if not self.real else f"{self.real} of them real, up to {max(self.margins):.1f} nats"
+        return f"{differences} of {self.tokens} tokens differ from f32 ({kind}), mean KL {self.mean_kl:.5f}"
+
+
+def reference_text(model: CachedModel, prompt: np.ndarray, new_tokens: int) -> ReferenceText:
+    """Decode greedily, past any end of text. `model` is the main model in f32 (EXECUTION_MODE_HINT=ACCURACY)."""
+    text, rows = prompt, []
+    for _ in range(new_tokens):
+        rows.append(model.logits(text)[0].copy())
+        text = np.append(text, rows[-1].argmax())
+    return ReferenceText(prompt, text[len(prompt) :], np.array(rows))
+
+
+def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
+    """Give the reference texts to the main model with other properties and compare its logits."""
+    margins, divergences = [], []
+    for reference in references:
+        text = np.concatenate([reference.prompt, reference.tokens])
+        before, n = len(reference.prompt), len(reference.tokens)
+        for begin in range(0, n, CHECKED_AT_ONCE):
+            end = min(begin + CHECKED_AT_ONCE, n)
+            logits = model.logits(text[: before + end - 1], last=end - begin)
+            divergences += _divergence(reference.logits[begin:end], logits).tolist()
+            for position, token in enumerate(logits.argmax(axis=1).tolist(), start=begin):
+                if token != reference.tokens[position]:
+                    margins.append(reference.margin(position, token))
+    return Quality(len(divergences), margins, float(np.mean(divergences)))
+
+
+def first_difference(reference: ReferenceText, tokens: list[int]) -> tuple[int, float] | None:
+    """Where a text of one's own leaves the reference and by which margin; behind that, two texts cannot be compared."""
+    for position, (theirs, ours) in enumerate(zip(reference.tokens.tolist(), tokens, strict=False)):
+        if theirs != ours:
+            return position, reference.margin(position, ours)
+    return None
+
+
+def _divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL(reference || other) of each row of logits [n, V], in nats."""
+    p, q = _log_softmax(reference), _log_softmax(other)
+    return (np.exp(p) * (p - q)).sum(axis=1)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

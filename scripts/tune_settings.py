@@ -1,0 +1,249 @@
+"""What scripts/tune.py can choose: devices, plugin properties, engine, draft, draft length; and the models it loads.
+
+A `PropertySet` is what compiled models and their numerics depend on; a `Setting` adds what costs no loading. `Models`
+loads what a setting needs when it is first used, and drops what is needed no more.
+"""
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+
+from speculative import cached_model, device_facts, genai_runs
+from speculative.cached_model import CachedModel
+from speculative.decoder import Decoder, Generation
+from speculative.draft_length import AdaptiveDraftLength, Costs
+from speculative.draft_source import ModelDraft
+
+Properties = tuple[tuple[str, object], ...]
+"""Sorted, so that equal sets are equal."""
+
+EXACT: Properties = (("EXECUTION_MODE_HINT", "ACCURACY"),)  # f32 inference and cache, no quantized activations
+SHARE_OF_MEMORY = 0.6  # of what is free, for models held at the same time
+SCHEDULERS: tuple[Properties, ...] = (  # of GenAI's paged backend, beside what LLMPipeline chooses without a config
+    (("enable_prefix_caching", False), ("max_num_batched_tokens", 2**31)),
+    (("cache_size", 1), ("max_num_batched_tokens", 2**31)),  # a cache of 1 GB from the start, where it grows otherwise
+)
+
+
+@dataclass(frozen=True)
+class PropertySet:
+    """The devices of main and draft and what their plugins are told."""
+
+    device: str
+    draft_device: str
+    properties: Properties = ()
+    draft_properties: Properties = ()
+
+    def __str__(self) -> str:
+        parts = [shown(self.properties) or "default properties"]
+        if self.draft_properties != self.properties:
+            parts.append(f"draft: {shown(self.draft_properties) or 'default properties'}")
+        if (self.device, self.draft_device) != ("CPU", "CPU"):
+            parts.insert(0, f"{self.device} + {self.draft_device}")
+        return ", ".join(parts)
+
+    def with_properties(self, added: Properties) -> "PropertySet":
+        """The same with `added` for main and draft, or for the main model only where the draft is elsewhere."""
+        both = kind(self.device) == kind(self.draft_device)
+        return PropertySet(
+            self.device,
+            self.draft_device,
+            merged(self.properties, added),
+            merged(self.draft_properties, added) if both else self.draft_properties,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode. `draft_length`: 0 is plain decoding, from 1 on K, between them a confidence threshold."""
+
+    models: PropertySet
+    engine: str  # "GenAI" or "ours"
+    draft: Path | None = None
+    draft_length: int | float | str = 0  # or "adaptive"
+    scheduler: Properties = ()
+
+    def __str__(self) -> str:
+        parts = [self.engine, self.length if self.draft else "main alone", str(self.models)]
+        return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
+
+    @property
+    def length(self) -> str:
+        if isinstance(self.draft_length, float):
+            return f"confidence {self.draft_length:g}"
+        return f"K = {self.draft_length}" if isinstance(self.draft_length, int) else self.draft_length
+
+    def as_dict(self) -> dict:
+        """As in recommended.json; see speculative/recommendation.py."""
+        alone = {"device": self.models.device, "properties": dict(self.models.properties)}
+        if self.scheduler:
+            alone["scheduler"] = dict(self.scheduler)
+        if not self.draft:
+            return alone
+        return {
+            **alone,
+            "draft_device": self.models.draft_device,
+            "draft_properties": dict(self.models.draft_properties),
+            "num_assistant_tokens": self.draft_length if isinstance(self.draft_length, int) else 0,
+            "assistant_confidence_threshold": self.draft_length if isinstance(self.draft_length, float) else 0.0,
+        }
+
+
+def shown(properties: Properties) -> str:
+    return " ".join(f"{name}={value}" for name, value in properties)
+
+
+def merged(properties: Properties, added: Properties) -> Properties:
+    return tuple(sorted({**dict(properties), **dict(added)}.items()))
+
+
+def kind(device: str) -> str:
+    """CPU of CPU, GPU of GPU.1."""
+    return device.partition(".")[0]
+
+
+def property_values(device: str, core: ov.Core) -> list[Properties]:
+    """Single properties of `device` that may be better than its default, the most promising first."""
+    if kind(device) not in ("CPU", "GPU", "NPU"):
+        return []  # AUTO and HETERO hand them to devices of their choice
+    cores = os.cpu_count() or 1
+    precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
+    capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
+    tried = {
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": [128, 256, 64],
+        "INFERENCE_NUM_THREADS": sorted({cores, max(1, cores // 2)}, reverse=True),
+        "KV_CACHE_PRECISION": ["u8", "bf16", "f16", "u4"],
+        "INFERENCE_PRECISION_HINT": [precisions[name] for name in capabilities if name in precisions],
+        "EXECUTION_MODE_HINT": ["ACCURACY"],
+    }
+    found: list[Properties] = []
+    for name, values in tried.items():
+        try:
+            default = core.get_property(device, name)
+        except RuntimeError:
+            continue  # this device knows no such thing
+        default = default.to_string() if isinstance(default, ov.Type) else str(default)
+        found += [((name, value),) for value in values if str(value) != default]
+    return found
+
+
+def available(core: ov.Core) -> set[str]:
+    return {kind(name) for name in core.available_devices}
+
+
+class Models:
+    """The models that settings need, loaded when first used. `capacity` is the longest text in tokens."""
+
+    def __init__(self, main: Path, capacity: int):
+        self.main = main
+        self.capacity = capacity
+        self.costs: dict[tuple[PropertySet, Path], Costs] = {}  # for the adaptive length
+        self._rules: dict[Setting, AdaptiveDraftLength] = {}
+        self._loaded: dict[tuple, object] = {}
+        free = device_facts.main_memory().available
+        self._room = SHARE_OF_MEMORY * free if free else float("inf")
+
+    def cached(self, folder: Path, device: str, properties: Properties) -> CachedModel:
+        """Our engine's."""
+        key = (folder, device, properties)
+        if key not in self._loaded:
+            capacity = None if kind(device) == "NPU" else self.capacity
+            self._loaded[key] = cached_model.load(folder, device, dict(properties), capacity)
+        return self._loaded[key]
+
+    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
+        main = self.cached(self.main, models.device, models.properties)
+        return main, draft and self.cached(draft, models.draft_device, models.draft_properties)
+
+    def load(self, setting: Setting) -> None:
+        """Raises RuntimeError or ValueError where a device or plugin refuses."""
+        if setting.engine == "ours":
+            self.pair(setting.models, setting.draft)
+        else:
+            self._pipeline(setting)
+
+    def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai_runs.Run | Generation:
+        """Greedy, past any end of text."""
+        if setting.engine == "GenAI":
+            k = setting.draft_length if setting.draft else None
+            return genai_runs.generate(self._pipeline(setting), genai_runs.inputs(ids), new_tokens, k)
+        main, draft = self.pair(setting.models, setting.draft)
+        rule = None
+        if setting.draft_length == "adaptive":  # learns from one run for the next
+            costs = self.costs[setting.models, setting.draft]
+            rule = self._rules.setdefault(setting, AdaptiveDraftLength(costs))
+        config = openvino_genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
+        if isinstance(setting.draft_length, float):
+            config.assistant_confidence_threshold = setting.draft_length
+        elif isinstance(setting.draft_length, int):
+            config.num_assistant_tokens = setting.draft_length
+        return Decoder(main, ModelDraft(draft, main.width) if draft else None, rule).generate(ids, config)
+
+    def groups(self, always: list, settings: list) -> list[list]:
+        """`settings` in as few groups as fit in memory, each with those of `always`. Settings or property sets."""
+        groups, group = [], list(always)
+        for setting in settings:
+            if setting in always:
+                continue
+            if len(group) > len(always) and self._bytes([*group, setting]) > self._room:
+                groups.append(group)
+                group = list(always)
+            group.append(setting)
+        return [*groups, group]
+
+    def keep(self, settings: list, drafts: list[Path]) -> None:
+        """Drop all models that none of these needs."""
+        needed = {key for setting in settings for key in self._keys(setting, drafts)}
+        for key in set(self._loaded) - needed:
+            del self._loaded[key]
+        gc.collect()
+
+    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+        return set(self._keys(setting, drafts)) <= set(self._loaded)
+
+    def _bytes(self, settings: list) -> float:
+        keys = {key for setting in settings for key in self._keys(setting, [])}
+        folders = [part for key in keys for part in key if isinstance(part, Path)]
+        return sum((folder / "openvino_model.bin").stat().st_size for folder in folders)
+
+    def _keys(self, setting: Setting | PropertySet, drafts: list[Path]) -> list[tuple]:
+        """What a setting loads; a property set is our engine's main model with `drafts`."""
+        models = setting if isinstance(setting, PropertySet) else setting.models
+        if isinstance(setting, Setting):
+            if setting.engine == "GenAI":
+                return [self._pipeline_key(setting)]
+            drafts = [setting.draft] if setting.draft else []
+        main = (self.main, models.device, models.properties)
+        return [main, *((draft, models.draft_device, models.draft_properties) for draft in drafts)]
+
+    def _pipeline_key(self, setting: Setting) -> tuple:
+        return (self.main, setting.draft, setting.models, setting.scheduler)
+
+    def _pipeline(self, setting: Setting) -> openvino_genai.LLMPipeline:
+        key = self._pipeline_key(setting)
+        if key not in self._loaded:
+            models = setting.models
+            properties = dict(models.properties)
+            if setting.scheduler:
+                properties["scheduler_config"] = scheduler_config(setting.scheduler)
+            self._loaded[key] = genai_runs.load(
+                self.main,
+                models.device,
+                setting.draft,
+                models.draft_device,
+                properties,
+                dict(models.draft_properties),
+            )
+        return self._loaded[key]
+
+
+def scheduler_config(settings: Properties) -> openvino_genai.SchedulerConfig:
+    config = openvino_genai.SchedulerConfig()
+    for name, value in settings:
+        setattr(config, name, value)
+    return config

@@ -1,0 +1,85 @@
+"""What was found best for a pair, kept beside it as `recommended.json`, and whether that still holds.
+
+    recommendation = read(place(main, [draft]))
+    settings = recommendation["settings"]["GenAI"]  # device, properties, num_assistant_tokens, ...
+    for note in check(recommendation, main, draft): ...
+
+Written by scripts/tune.py, taken by the samples with --recommended. In the file:
+
+- `use_draft`, `reason`: whether the draft pays, and why, in one sentence; `sentences`: all that was found;
+- `best`: which of `settings` is fastest: "alone" (the main model), "GenAI" (its pipeline), "ours" (this project's
+  engine). Each has `device`, `properties`, `throughput`; those with a draft that pays also `draft_device`,
+  `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler`
+  (of GenAI's SchedulerConfig), `speedup` and `speedup_range` over the main model alone with its defaults;
+- `main`, `draft`: the folder's name and the fingerprint of its weights; `measured_on`: versions and devices.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+FILE = "recommended.json"
+FORMAT = 1
+PIECES, PIECE = 64, 4096  # of the weights, in bytes: large ones are not read whole
+
+
+def place(main: Path, drafts: list[Path]) -> Path | None:
+    """`recommended.json` in the folder that main and drafts are in, or None where they share none."""
+    parents = {Path(folder).resolve().parent for folder in (main, *drafts)}
+    return parents.pop() / FILE if len(parents) == 1 else None
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model's graph and weights (their size, and pieces from all over them)."""
+    digest = hashlib.sha256(Path(folder, "openvino_model.xml").read_bytes())
+    with Path(folder, "openvino_model.bin").open("rb") as weights:
+        size = weights.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for i in range(PIECES):
+            weights.seek(size * i // PIECES)
+            digest.update(weights.read(PIECE))
+    return digest.hexdigest()[:32]
+
+
+def write(file: Path, recommendation: dict) -> None:
+    """All of it or nothing. Raises OSError."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        text = json.dumps({"format": FORMAT, **recommendation}, indent=2, ensure_ascii=False)
+        partial.write_text(text + "\n", encoding="utf-8", newline="\n")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(file: Path) -> dict:
+    """Raises ValueError, in one sentence, where there is none or it cannot be used."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"there is no {file}: make it with `python scripts/tune.py MAIN DRAFT`") from None
+    except ValueError:
+        raise ValueError(f"{file} is no JSON: make it anew with `python scripts/tune.py MAIN DRAFT`") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{file} is not of format {FORMAT}: make it anew with `python scripts/tune.py MAIN DRAFT`")
+    return content
+
+
+def check(recommendation: dict, main: Path, draft: Path | None, measured_on: dict | None = None) -> list[str]:
+    """Notes on what differs from when it was measured (`measured_on`: as it is now, with the same keys).
+
+    Raises ValueError where it was measured with other weights.
+    """
+    for role, folder in (("main", main), ("draft", draft)):
+        if folder and fingerprint(folder) != recommendation[role]["fingerprint"]:
+            raise ValueError(
+                f"the recommendation was measured with other weights than those of the {role} model {folder}: "
+                "tune again with `python scripts/tune.py MAIN DRAFT`"
+            )
+    before = recommendation["measured_on"]
+    return [
+        f"the recommendation was measured with {name} {before[name]}, this is {now}"
+        for name, now in (measured_on or {}).items()
+        if name in before and before[name] != now
+    ]
