@@ -85,8 +85,15 @@ def time_in(model: CachedModel) -> list[float]:
     return seconds
 
 
-def interleave(ways: list[Way], prompts: list[np.ndarray], rounds: int, warm_up: int = 1, describe: str = "") -> bool:
-    """Add `rounds` rounds to every way, after `warm_up` rounds that are not kept.
+def interleave(
+    ways: list[Way],
+    prompts: list[np.ndarray],
+    rounds: int,
+    warm_up: int = 1,
+    describe: str = "",
+    before_round: Callable[[], None] = lambda: None,
+) -> bool:
+    """Add `rounds` rounds to every way, after `warm_up` rounds that are not kept. `before_round` is called before each.
 
     False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
     """
@@ -95,6 +102,7 @@ def interleave(ways: list[Way], prompts: list[np.ndarray], rounds: int, warm_up:
     try:
         with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
+                before_round()
                 done = _one_round(ways, prompts, bar)
                 if number >= warm_up:
                     _keep(done)

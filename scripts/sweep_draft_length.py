@@ -1,0 +1,348 @@
+"""Find the best draft length: speedup against K, measured and predicted.
+
+    python scripts/sweep_draft_length.py models/embedded/main models/embedded/draft --k 1-10 --temperature 0,0.7,1
+
+Measured, for each K: the speedup in time, over the main model alone in the same engine and the same round, and in main
+inferences (new tokens / main inferences). Predicted (Leviathan et al. 2023, theorem 3.8, with a verify that is not
+free): tau / (v(K) + K c), with the cost ratio c (a draft step / a main step) and the verify ratio v(K) (main inference
+on K + 1 tokens / on one) measured between the rounds, and tau, the tokens of an iteration, as it was measured; and
+once more from alpha alone, the chance that a draft token is accepted, the same for all K. Where both differ by more
+than 10 % on average, it says which part of an iteration takes longer than its cost.
+
+The same number of new tokens everywhere, in turns; the median over the rounds and their range; no prompt is answered
+from a cache. A table for people on standard output, then one JSON object on its last line. Ctrl-C keeps the full rounds
+measured so far. Temperatures above 0 are our engine's only: GenAI's sampled mode with a draft draws from another
+distribution (scripts/verify_lossless.py).
+"""
+
+import argparse
+import importlib.util
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
+if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_unsound  # noqa: E402
+from decoding_ways import genai_pipeline, genai_way, our_way  # noqa: E402
+from measuring import (  # noqa: E402
+    OtherLoad,
+    Way,
+    add_output_arguments,
+    environment,
+    interleave,
+    iteration_split,
+    output_file,
+    row,
+    time_in,
+    write_outputs,
+)
+from prompt_files import read_prompts, token_ids  # noqa: E402
+from whole_file import write_whole  # noqa: E402
+
+from speculative import decoder, metrics  # noqa: E402
+from speculative.cached_model import CachedModel  # noqa: E402
+from speculative.decoder import Decoder  # noqa: E402
+
+EXPLAINED = 0.1  # mean error of the prediction from which on it says why
+REPEATS = 3  # of the costs, between two rounds
+
+
+def temperatures(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 0,0.7,1 of temperatures from 0 on")
+    return list(dict.fromkeys(values))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_pair_arguments(parser)
+    add_run_arguments(parser, max_prompts=5)
+    parser.add_argument(
+        "--k", "-k", type=lengths, default="1-10", metavar="K", help="draft lengths, 1-10 or 2,4,8 (default: 1-10)"
+    )
+    parser.add_argument(
+        "--temperature", type=temperatures, default="0", metavar="T", help="0 is greedy; 0,0.7,1 (default: 0)"
+    )
+    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="(default: ours)")
+    add_output_arguments(parser)
+    parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
+    arguments = parser.parse_args()
+    if arguments.engine == "genai" and any(arguments.temperature):
+        parser.error(
+            f"--temperature {max(arguments.temperature):g} is not for --engine genai, whose sampled mode with a draft "
+            "is not lossless: take --temperature 0 or --engine ours"
+        )
+    if arguments.png and not importlib.util.find_spec("matplotlib"):
+        parser.error("--png needs the package matplotlib, which is missing here: `pip install matplotlib`")
+    return arguments
+
+
+# ---- what a draft step and a verify cost ----------------------------------------------------------------------------
+
+
+@dataclass
+class MeasuredCosts:
+    """Seconds of the inferences of iterations without a text, again and again between the rounds."""
+
+    main: CachedModel
+    draft: CachedModel
+    ks: list[int]
+    context: int  # tokens in the caches meanwhile
+    steps: list[float] = field(default_factory=list)  # draft steps
+    verifies: dict[int, list[float]] = field(default_factory=dict)  # by number of draft tokens; 0: a plain step
+
+    def measure(self) -> None:
+        longest = max(self.ks) + 1
+        context = max(1, min(self.context, *(model.capacity - longest for model in (self.main, self.draft))))
+        text = (np.arange(context + longest) * 7919 + 1) % min(self.main.width, self.draft.width)
+        for model in (self.main, self.draft):
+            model.forget()
+            model.logits(text[:context])
+
+        def timed(model: CachedModel, start: int, n: int) -> float:
+            begin = time.perf_counter()
+            model.backend.run(start, text[start : start + n], n)
+            return time.perf_counter() - begin
+
+        for repeat in range(REPEATS + 1):
+            for k in (0, *self.ks):  # as in decoding: draft steps, then the check, which throws them out of the caches
+                steps = [timed(self.draft, context + i, 1) for i in range(k)]
+                verify = timed(self.main, context, k + 1)
+                if repeat:  # the first of a shape is slower
+                    self.steps += steps
+                    self.verifies.setdefault(k, []).append(verify)
+        for model in (self.main, self.draft):
+            model.forget()
+
+    @property
+    def draft_step(self) -> float:
+        return statistics.median(self.steps)
+
+    def verify(self, k: int) -> float:
+        return statistics.median(self.verifies[k])
+
+    @property
+    def cost_ratio(self) -> float:
+        return self.draft_step / self.verify(0)
+
+    def verify_ratio(self, k: int) -> float:
+        return self.verify(k) / self.verify(0)
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder]:
+    """For each temperature the main model alone and then each K; and our engine, in which the costs are measured."""
+    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
+    properties, n = dict(arguments.property), arguments.max_new_tokens
+    ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    if arguments.engine == "genai":
+        alone = genai_pipeline(main, device, properties)
+        pair = genai_pipeline(main, device, properties, draft, draft_device)
+        ways = [genai_way("GenAI, main alone", alone, 0, n)]
+        return ways + [genai_way(f"GenAI, K = {k}", pair, k, n) for k in arguments.k], ours
+    seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
+    ways = []
+    for t in arguments.temperature:
+        kind = f"ours, temperature {t:g}" if t else "ours"
+        for k in (0, *arguments.k):
+            ways.append(our_way(f"{kind}, {f'K = {k}' if k else 'main alone'}", ours, seconds, k, t, n))
+    return ways, ours
+
+
+# ---- what was found -------------------------------------------------------------------------------------------------
+
+
+def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]:
+    """One point for each temperature and K."""
+    points = []
+    for t in dict.fromkeys(way.temperature for way in ways):
+        drafted = [(way, one) for way, one in zip(ways, rows, strict=True) if way.temperature == t and way.draft_length]
+        runs = [run for way, _ in drafted for run in way.runs()]
+        proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
+        alpha = metrics.per_token_acceptance(proposed, gained) or 0.0
+        best = max(drafted, key=lambda pair: pair[1]["speedup"])[0]
+        for way, one in drafted:
+            k, tau = way.draft_length, one["block_efficiency"]
+            ratios = costs.cost_ratio, costs.verify_ratio(k)
+            points.append(
+                {
+                    "temperature": t,
+                    "k": k,
+                    "engine": way.engine,
+                    "name": way.name,
+                    "speedup": one["speedup"],
+                    "speedup_range": one["speedup_range"],
+                    "predicted": metrics.predicted_speedup(tau, k, *ratios),
+                    "predicted_from_alpha": metrics.predicted_speedup(
+                        metrics.block_efficiency_at(alpha, k), k, *ratios
+                    ),
+                    "forward_speedup": one["forward_speedup"],
+                    "acceptance_rate": one["acceptance_rate"],
+                    "block_efficiency": tau,
+                    "alpha": alpha,
+                    "cost_ratio": ratios[0],
+                    "verify_ratio": ratios[1],
+                    "repetition": one["repetition"],
+                    "best": way is best,
+                }
+            )
+    return points
+
+
+def mean_error(points: list[dict], key: str = "predicted") -> float:
+    """Mean over K of |predicted - measured| / measured."""
+    return statistics.mean(abs(point[key] - point["speedup"]) / point["speedup"] for point in points)
+
+
+def explain(ways: list[Way], costs: MeasuredCosts) -> str:
+    """What of an iteration takes longer, or shorter, than the costs it was predicted from; largest first."""
+    drafted = [way for way in ways if way.draft_length]
+    splits = [iteration_split(way) for way in drafted]
+    if None in splits:
+        return "What GenAI's pipeline does beside the inferences cannot be seen from outside: try --engine ours."
+    alone = [iteration_split(way) for way in ways if not way.draft_length]
+    plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
+    predicted_draft = statistics.mean(1000 * way.draft_length * costs.draft_step for way in drafted)
+    predicted_verify = statistics.mean(1000 * costs.verify(way.draft_length) for way in drafted)
+    found = {name: statistics.mean(part[name] for part in splits) for name in ("draft_ms", "verify_ms", "overhead_ms")}
+    whole = predicted_draft + predicted_verify
+    parts = {
+        "in the draft": found["draft_ms"] - predicted_draft,
+        "in the main model": found["verify_ms"] - predicted_verify,
+        "beside both models": found["overhead_ms"],
+    }
+    shown = [f"{ms:+.2f} ms {where}" for where, ms in sorted(parts.items(), key=lambda part: -abs(part[1]))]
+    return (
+        f"Behind it, on average over K: an iteration takes {sum(found.values()):.2f} ms where its costs add up to "
+        f"{whole:.2f} ({', '.join(shown)}), and a plain token takes {plain:.2f} ms where its inference costs "
+        f"{1000 * costs.verify(0):.2f}."
+    )
+
+
+def summary(points: list[dict], ways: list[Way], costs: MeasuredCosts, load: OtherLoad, asked_rounds: int) -> list[str]:
+    lines, rounds = [], len(ways[0].rounds)
+    for t in dict.fromkeys(point["temperature"] for point in points):
+        of_t = [point for point in points if point["temperature"] == t]
+        best = next(point for point in of_t if point["best"])
+        expected = max(of_t, key=lambda point: point["predicted"])
+        low, high = best["speedup_range"]
+        kind = f"At temperature {t:g}" if t else "Greedy"
+        if best["speedup"] < 1:
+            lines.append(
+                f"{kind}, no K makes it faster: the best, K = {best['k']}, reaches {best['speedup']:.2f}x the main "
+                f"model alone ({low:.2f}-{high:.2f}). Do not draft here."
+            )
+            continue
+        near = [point["k"] for point in of_t if point["speedup"] >= low and not point["best"]]
+        over = f"over {rounds} round{'s' if rounds > 1 else ''}"
+        also = f"; within its spread: K = {', '.join(map(str, near))}" if near else ""
+        lines.append(
+            f"{kind}, K = {best['k']} is the best: {best['speedup']:.2f}x the main model alone ({low:.2f}-{high:.2f} {over}),"
+            f" {best['forward_speedup']:.2f} tokens for each main inference; predicted: K = {expected['k']} with {expected['predicted']:.2f}x{also}."
+        )
+    error = mean_error(points)
+    lines.append(
+        f"The prediction is off by {error:.1%} on average over K (from alpha alone by "
+        f"{mean_error(points, 'predicted_from_alpha'):.1%}); a draft step costs {costs.cost_ratio:.3f} of a main step."
+    )
+    if error > EXPLAINED:
+        lines.append(explain(ways, costs))
+    if rounds < asked_rounds:
+        lines.append(f"Interrupted: {rounds} of {asked_rounds} rounds were measured in full, and only these are shown.")
+    return [*lines, load.sentence] if load.sentence else lines
+
+
+def table(points: list[dict]) -> str:
+    lines = [
+        "temperature    K   speedup (range)      in main inferences   predicted   from alpha   acceptance   v(K)"
+        "   repetition"
+    ]
+    expected = {}
+    for point in points:
+        expected[point["temperature"]] = max(expected.get(point["temperature"], 0), point["predicted"])
+    for point in points:
+        low, high = point["speedup_range"]
+        acceptance = "" if point["acceptance_rate"] is None else f"{point['acceptance_rate']:.2f}"
+        marks = [name for name, is_so in (
+            ("best", point["best"]), ("predicted best", point["predicted"] == expected[point["temperature"]])
+        ) if is_so]  # fmt: skip
+        lines.append(
+            f"{point['temperature']:>11g} {point['k']:>4}   {point['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
+            f"   {point['forward_speedup']:17.2f}x   {point['predicted']:8.2f}x   {point['predicted_from_alpha']:9.2f}x"
+            f"   {acceptance:>10}   {point['verify_ratio']:4.2f}   {point['repetition']:10.2f}"
+            f"{'   <- ' + ', '.join(marks) if marks else ''}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    try:
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        ways, ours = load(arguments)
+        context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
+        costs = MeasuredCosts(ours.main, ours.draft.model, arguments.k, context)
+        with OtherLoad() as other:
+            complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, ValueError, KeyError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    alone = {way.temperature: way for way in ways if not way.draft_length}
+    rows = [row(way, alone[way.temperature]) for way in ways]
+    points = sweep(ways, rows, costs)
+    facts = {
+        **environment(arguments, other),
+        "prompts": f"{len(prompts)} of {Path(arguments.prompts).name}",
+        "max_new_tokens": arguments.max_new_tokens,
+        "rounds": len(ways[0].rounds),
+    }
+    result = {
+        "program": "sweep_draft_length",
+        "summary": summary(points, ways, costs, other, arguments.rounds),
+        "environment": facts,
+        "rows": rows,
+        "sweep": points,
+        "prediction_error": mean_error(points),
+        "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
+    }
+    print("\n".join([table(points), "", *result["summary"]]))
+    failed = False
+    if arguments.png:
+        import speedup_plot
+
+        try:
+            write_whole(arguments.png, speedup_plot.png(points))
+        except OSError as error:
+            print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
+            failed = True
+    write_outputs(arguments, result)
+    return 1 if failed else 0 if complete else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
