@@ -1,0 +1,134 @@
+"""What touches a device, in a process of its own, so that a driver's crash ends nothing else: for device_swap.py.
+
+The job is one line of JSON on standard input: which devices to look up, or one cell to measure (main model and draft,
+each on its device). The answer is the last line of standard output: the result, or {"failed": why in one sentence}.
+When standard input ends before that, the program that asked is gone, and this one ends too.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import openvino as ov
+from measuring import OtherLoad, Way, interleave, precision, row
+from openvino_genai import GenerationConfig
+
+from speculative import decoder, device_facts, genai_runs
+from speculative.decoder import Decoder
+
+KINDS = ("CPU", "GPU", "NPU")  # of Intel devices: all are looked for
+MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate", "exceeded max size", "resource exhausted")
+
+
+def look_up(names: list[str] | None) -> list[dict]:
+    """Each device string with what it stands for, or why it is missing; None: all that are here and kinds that could
+    be."""
+    core = ov.Core()
+    if names is None:
+        here = core.available_devices
+        kinds = {name.partition(".")[0] for name in here}
+        names = sorted({*here, *(kind for kind in KINDS if kind not in kinds)}, key=_cpu_first)
+    devices = []
+    for name in names:
+        facts = device_facts.look_up(name, core)
+        missing = [f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing]
+        if not facts:
+            missing = [f"{name} leaves no device: name one"]
+        full_name = " and ".join(fact.full_name for fact in facts if fact.full_name)
+        devices.append({"name": name, "full_name": full_name, "missing": missing[0] if missing else ""})
+    return devices
+
+
+def _cpu_first(name: str) -> tuple[int, str]:
+    kind = name.partition(".")[0]
+    return (KINDS.index(kind) if kind in KINDS else len(KINDS)), name
+
+
+def measure(job: dict) -> dict:
+    """The rows of main alone and of each draft length, in turns in this process, and the tokens of each text."""
+    begin = time.perf_counter()
+    ways = (_genai_ways if job["engine"] == "genai" else _own_ways)(job)
+    load_seconds = time.perf_counter() - begin
+    prompts = [np.array(ids, np.int64) for ids in job["prompts"]]
+    with OtherLoad() as load:
+        interleave(ways, prompts, job["rounds"])
+    rows = [row(way, ways[0]) for way in ways]
+    if job["engine"] == "genai" and "NPU" in (job["main_device"], job["draft_device"]):
+        for one in rows:  # there GenAI changes K as it goes, and does not tell what was drafted
+            one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
+    roles = ("main", "draft") if job["draft_device"] else ("main",)
+    return {
+        "rows": rows,
+        "tokens": [[run.tokens for run in way.rounds[0]] for way in ways],
+        "load_seconds": load_seconds,
+        "other_load": load.share,
+        **{
+            f"{role}_precision": precision(Path(job[role]), job[f"{role}_device"], job[f"{role}_properties"])
+            for role in roles
+        },
+    }
+
+
+def _genai_ways(job: dict) -> list[Way]:
+    main, device, properties, n = job["main"], job["main_device"], job["main_properties"], job["max_new_tokens"]
+    alone = genai_runs.load(main, device, None, "", properties, {})
+    ways = [Way("alone", "GenAI", 0, 0.0, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n))]
+    if job["draft_device"]:
+        pair = genai_runs.load(main, device, job["draft"], job["draft_device"], properties, job["draft_properties"])
+        for k in job["draft_lengths"]:
+            decode = lambda ids, k=k: genai_runs.generate(pair, genai_runs.inputs(ids), n, k)  # noqa: E731
+            ways.append(Way(f"K = {k}", "GenAI", k, 0.0, decode))
+    return ways
+
+
+def _own_ways(job: dict) -> list[Way]:
+    draft = job["draft"] if job["draft_device"] else None
+    engine = decoder.load(
+        job["main"], job["main_device"], draft, job["draft_device"], job["main_properties"], job["draft_properties"]
+    )
+    ways = []
+    for k in [0, *(job["draft_lengths"] if draft else [])]:
+        config = GenerationConfig(max_new_tokens=job["max_new_tokens"], ignore_eos=True)
+        if isinstance(k, int) and k:
+            config.num_assistant_tokens = k
+        one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
+        decode = lambda ids, one=one, config=config: one.generate(ids, config)  # noqa: E731
+        ways.append(Way(f"K = {k}" if k else "alone", "ours", k, 0.0, decode))
+    return ways
+
+
+def sentence(error: Exception) -> str:
+    """The last line of an error of OpenVINO, which is the cause; those before it say which functions passed it on."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith("Exception from")]
+    said = lines[-1] if lines else type(error).__name__
+    if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
+        said += "; it looks like a lack of memory, and --engine ours holds the main model once instead of twice"
+    return said[:300]
+
+
+def _end_with(stream) -> None:
+    stream.read()
+    os._exit(1)
+
+
+def main() -> None:
+    sys.stdout.reconfigure(encoding="utf-8")
+    job = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    try:
+        answer = look_up(job["look_up"]) if "look_up" in job else measure(job)
+    except (RuntimeError, ValueError, KeyError, MemoryError) as error:
+        answer = {"failed": sentence(error)}
+    print("\n" + json.dumps(answer, ensure_ascii=False), flush=True)
+    os._exit(0)  # the answer is out: what a driver does while it is unloaded does not matter any more
+
+
+if __name__ == "__main__":
+    main()

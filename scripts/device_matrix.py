@@ -1,0 +1,261 @@
+"""Main device x draft device: what a cell is, and what the cells together say - compared, in words, as a table."""
+
+import hashlib
+import json
+import statistics
+from dataclasses import dataclass, field
+
+import openvino_genai
+from measuring import OtherLoad
+
+ALONE = "none"  # the draft device of the main model alone
+MEASURED = ("ok", "emulated")
+SHOWN = 12  # tokens of a text that goes on differently
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device string; `missing` says in one sentence why it cannot be used, and is empty where it can."""
+
+    name: str
+    full_name: str = ""
+    missing: str = ""
+    emulated: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (emulated)" if self.emulated else self.name
+
+    @property
+    def is_npu(self) -> bool:
+        return self.name.partition(".")[0] == "NPU"
+
+
+@dataclass
+class Cell:
+    """A main device with a draft device (None: alone), the job for device_cell.py and what came of it."""
+
+    main: Device
+    draft: Device | None
+    job: dict = field(default_factory=dict)
+    status: str = "not run"  # ok, emulated, failed, timeout, absent
+    reason: str = ""
+    measured: str = ""  # when, UTC
+    timeout: float = 0.0
+    answer: dict = field(default_factory=dict)  # device_cell's
+    alone: float = 0.0  # tokens/s of main alone on this main device, over all cells with it
+    difference: dict | None = None  # from the first cell's text
+
+    @property
+    def devices(self) -> list[Device]:
+        return [self.main, *([self.draft] if self.draft else [])]
+
+    @property
+    def name(self) -> str:
+        return f"main on {self.main.label}, " + (f"draft on {self.draft.label}" if self.draft else "alone")
+
+    @property
+    def has_figures(self) -> bool:
+        return self.status in MEASURED
+
+    @property
+    def best(self) -> int:
+        """The number of the row that is shown: alone, or the K with the highest throughput."""
+        rows = self.answer["rows"]
+        return max(range(1, len(rows)), key=lambda i: rows[i]["throughput"]) if self.draft else 0
+
+    @property
+    def row(self) -> dict:
+        return self.answer["rows"][self.best]
+
+    @property
+    def throughput(self) -> float:
+        """Comparable between cells, between which minutes pass: the speedup times main alone over all of them."""
+        return self.alone * self.row["speedup"]
+
+    @property
+    def draft_length(self) -> str:
+        length = self.row["draft_length"]
+        return f" with {length if isinstance(length, str) else f'K = {length}'}" if length else ""
+
+    def key(self) -> str:
+        """Of what the measurement depends on: a cell with the same key need not be measured again."""
+        return hashlib.sha256(json.dumps(self.job, sort_keys=True).encode()).hexdigest()[:32]
+
+    def outcome(self) -> dict:
+        """What is kept of it."""
+        names = {"main_device": self.main.label, "draft_device": self.draft.label if self.draft else ALONE}
+        return {**names, **{name: getattr(self, name) for name in OUTCOME}}
+
+    def take(self, outcome: dict) -> None:
+        for name in OUTCOME:
+            setattr(self, name, outcome[name])
+
+
+OUTCOME = ("status", "reason", "measured", "timeout", "answer")
+
+
+# ---- the cells together ---------------------------------------------------------------------------------------------
+
+
+def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokenizer) -> None:
+    """Fill in what a cell has only beside others: main alone on its main device, and where its text differs from the
+    first measured cell's. `ids` names the prompts."""
+    measured = [cell for cell in cells if cell.has_figures]
+    for cell in measured:
+        alike = [other for other in measured if other.main == cell.main]
+        cell.alone = statistics.median(other.answer["rows"][0]["throughput"] for other in alike)
+        cell.difference = _difference(measured[0], cell, ids, tokenizer)
+
+
+def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_genai.Tokenizer) -> dict | None:
+    texts, expected = cell.answer["tokens"], first.answer["tokens"][0]
+    places = [_place(a, b) for a, b in zip(expected, texts[cell.best], strict=True)]
+    different = [i for i, place in enumerate(places) if place is not None]
+    if not different:
+        return None
+    number = different[0]
+    at, ours, theirs = places[number], expected[number], texts[cell.best][number]
+    already = any(_place(a, b) is not None for a, b in zip(expected, texts[0], strict=True))
+    return {
+        "prompt": ids[number],
+        "position": at + 1,  # among the new tokens, from 1
+        "expected": tokenizer.decode([ours[at]]),
+        "seen": tokenizer.decode([theirs[at]]),
+        "before": tokenizer.decode(ours[max(0, at - SHOWN) : at]),
+        "expected_continuation": tokenizer.decode(ours[at : at + SHOWN]),
+        "continuation": tokenizer.decode(theirs[at : at + SHOWN]),
+        "different_texts": len(different),
+        "texts": len(expected),
+        "already_alone": already,  # main alone on this device gives another text, too
+    }
+
+
+def _place(expected: list[int], seen: list[int]) -> int | None:
+    """The first token that differs, from 0. A text that ends earlier is no other text: GenAI's pairs with an NPU may
+    stop at an end of text in spite of ignore_eos."""
+    return next((i for i, (a, b) in enumerate(zip(expected, seen, strict=False)) if a != b), None)
+
+
+def described(cell: Cell) -> dict:
+    """The cell in the JSON result."""
+    one = {
+        "main_device": cell.main.label,
+        "draft_device": cell.draft.label if cell.draft else ALONE,
+        "status": cell.status,
+        "reason": cell.reason,
+    }
+    if cell.has_figures:
+        names = ("draft_length", "throughputs", "speedup", "speedup_range", "acceptance_rate", "block_efficiency")
+        one["throughput"] = cell.throughput
+        one |= {name: cell.row[name] for name in (*names, "ttft", "tpot", "repetition")}
+        one |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
+        one["same_text"] = cell.difference is None
+        one["first_difference"] = cell.difference["position"] if cell.difference else None
+        one["difference"] = cell.difference
+    if cell.measured:
+        one["measured"] = cell.measured
+        one["properties"] = {"main": cell.job["main_properties"], "draft": cell.job["draft_properties"]}
+    return one
+
+
+def rows(cells: list[Cell]) -> list[dict]:
+    """Every row of every cell."""
+    return [
+        {
+            **row,
+            "name": f"{cell.name}, {row['name']}" if cell.draft else cell.name,
+            "main_device": cell.main.label,
+            "draft_device": cell.draft.label if cell.draft else ALONE,
+            "status": cell.status,
+        }
+        for cell in cells
+        if cell.has_figures
+        for row in cell.answer["rows"]
+    ]
+
+
+# ---- in words -------------------------------------------------------------------------------------------------------
+
+
+def summary(cells: list[Cell]) -> list[str]:
+    """The answer first, then what limits it."""
+    measured = [cell for cell in cells if cell.has_figures]
+    lines = _fastest([cell for cell in cells if cell.status == "ok"])
+    if not measured:
+        lines.append("Nothing was measured.")
+    if changed := [cell.name for cell in measured if cell.difference]:
+        lines.append(f"The greedy text is not that of {measured[0].name} in: {'; '.join(changed)}.")
+    elif len(measured) > 1:
+        lines.append("The greedy text is the same in all cells, token by token.")
+    if any(device.emulated for cell in measured for device in cell.devices):
+        lines.append("Emulated cells run the NPU's code path on the CPU; their speed says nothing about an NPU.")
+    lines += [f"{cell.name}: {cell.status}, {cell.reason}." for cell in cells if cell.status in ("failed", "timeout")]
+    lines += [f"{device.name} is absent: {device.missing}." for device in main_devices(cells) if device.missing]
+    if waiting := sum(cell.status == "not run" for cell in cells):
+        lines.append(f"{waiting} cells are not measured yet: the same command goes on with them.")
+    load = OtherLoad()
+    load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
+    return [*lines, *([load.sentence] if load.sentence else [])]
+
+
+def _fastest(real: list[Cell]) -> list[str]:
+    if not real:
+        return []
+    best = max(real, key=lambda cell: cell.throughput)
+    alone = max((cell for cell in real if not cell.draft), key=lambda cell: cell.throughput, default=None)
+    line = f"Fastest here: {best.name}{best.draft_length}, {best.throughput:.1f} tokens/s"
+    if best.draft:
+        low, high = best.row["speedup_range"]
+        line += f", {best.row['speedup']:.2f}x ({low:.2f}-{high:.2f}) the main model alone on {best.main.label}"
+        if alone and alone.main != best.main:
+            ratio = best.throughput / alone.throughput
+            line += f" and {ratio:.2f}x the fastest main model alone, on {alone.main.label}"
+    lines = [f"{line}."]
+    if not best.draft and any(cell.draft for cell in real):
+        lines.append("No draft on any device makes it faster: use the main model alone.")
+    reached = best.alone * best.row["speedup_range"][0]
+    near = [cell for cell in real if cell is not best and cell.alone * cell.row["speedup_range"][1] >= reached]
+    if near:
+        names = "; ".join(f"{cell.name}{cell.draft_length}" for cell in near)
+        lines.append(f"Not told apart from it, as their rounds overlap: {names}.")
+    return lines
+
+
+def main_devices(cells: list[Cell]) -> list[Device]:
+    return list(dict.fromkeys(cell.main for cell in cells))
+
+
+def table(cells: list[Cell]) -> str:
+    """The matrix of the devices that are here, and the texts that differ."""
+    devices = [device for device in main_devices(cells) if not device.missing]
+    if not devices:
+        return ""
+    found = {(cell.main, cell.draft): cell for cell in cells}
+    lines = [["main \\ draft", ALONE, *(device.label for device in devices)]]
+    lines += [[main.label, *(_figure(found[main, draft]) for draft in (None, *devices))] for main in devices]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["tokens/s, decode only; speedup over the main model alone on the same device", ""]
+    for line in lines:
+        text.append("   ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    return "\n".join([*text, "", *(line for cell in cells if cell.difference for line in _told_difference(cell))])
+
+
+def _figure(cell: Cell) -> str:
+    if not cell.has_figures:
+        return cell.status
+    speedup = f" {cell.row['speedup']:5.2f}x" if cell.draft else ""
+    return f"{cell.throughput:7.1f}{speedup}{' !' if cell.difference else ''}"
+
+
+def _told_difference(cell: Cell) -> list[str]:
+    found = cell.difference
+    where = ", which main alone on this device does too" if cell.draft and found["already_alone"] else ""
+    return [
+        f"! {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where}; first in prompt "
+        f"{found['prompt']}, new token {found['position']}, behind {found['before']!r}: "
+        f"{found['seen']!r} instead of {found['expected']!r}",
+        f"    expected {found['expected_continuation']!r}",
+        f"    seen     {found['continuation']!r}",
+        "",
+    ]

@@ -1,0 +1,345 @@
+"""Which devices for this pair? The matrix of main device x draft device, alone and speculative, over this machine.
+
+    python scripts/device_swap.py models/embedded/main models/embedded/draft
+    python scripts/device_swap.py models/embedded/main models/embedded/draft --devices CPU,AUTO:CPU,NPU --emulate-npu
+
+Each cell runs in a process of its own with a time limit, so that a crashing driver costs one cell. In a cell the main
+model alone and with the draft take turns on the same prompts: the speedup is over the same main model alone on the same
+device, and shown are medians over the rounds. Throughput is decode only. Of several K the best is shown. Between cells
+minutes pass, so the throughput shown is the speedup times that of the main model alone over all cells of its device.
+
+The tokens of each cell are compared with those of the first, the main model alone on the CPU. Near-ties flip in low
+precision; with `--property EXECUTION_MODE_HINT=ACCURACY` differences are real ones.
+
+Every finished cell is appended to a results file, and the same command again goes on behind it: a cell is measured anew
+only if the pair, its devices, their properties, prompts, K, the engine or the versions are others. `--emulate-npu` runs
+the NPU's code path on the CPU: it tells whether the pair works there, and nothing about an NPU's speed.
+
+A table for people, then one JSON object on the last line. Exit status 0 when a cell was measured, 1 when none was or a
+file could not be written, 2 for bad usage, 130 for Ctrl-C (the table then has what was finished).
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first cell nothing is there to keep
+if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import child_process  # noqa: E402
+import device_matrix  # noqa: E402
+import measuring  # noqa: E402
+import openvino_genai  # noqa: E402
+from arguments import add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
+from child_process import Failed, OutOfTime  # noqa: E402
+from device_matrix import ALONE, MEASURED, Cell, Device  # noqa: E402
+from prompt_files import read_prompts, token_ids  # noqa: E402
+from results_file import ResultsFile  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from speculative import device_facts, npu_model  # noqa: E402
+
+KINDS = ("CPU", "GPU", "NPU", *device_facts.VIRTUAL)
+LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
+LOOK_UP_SECONDS = 60
+CELL_PROGRAM = [sys.executable, str(Path(__file__).with_name("device_cell.py"))]
+
+
+# ---- devices and cells ----------------------------------------------------------------------------------------------
+
+
+def device_list(text: str) -> list[str]:
+    """An argparse type. As in OpenVINO, the names behind AUTO: or HETERO: belong to it: CPU,GPU,AUTO:GPU,CPU is CPU,
+    GPU and AUTO:GPU,CPU."""
+    devices: list[str] = []
+    for part in text.split(","):
+        name = part.strip()
+        kind = name.lstrip("-").partition(":")[0].partition(".")[0].partition("(")[0]
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} in {text!r} is no device: take a list of CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU"
+            )
+        if ":" not in name and kind not in device_facts.VIRTUAL and devices and ":" in devices[-1]:
+            devices[-1] += f",{name}"
+        else:
+            devices.append(name)
+    return list(dict.fromkeys(devices))
+
+
+def device_property(text: str) -> tuple[str, str, str | int]:
+    """An argparse type: KEY=VALUE for all devices, or DEVICE:KEY=VALUE for one (GPU stands for GPU.0 and GPU.1 too)."""
+    key, value = key_value(text)
+    device, _, key = key.rpartition(":")
+    return device, key, int(value) if value.isdecimal() else value
+
+
+def draft_lengths(text: str) -> list[int | str]:
+    return ["adaptive"] if text == "adaptive" else lengths(text)
+
+
+def positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("main", type=Path, help="main model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument(
+        "--devices",
+        type=device_list,
+        metavar="LIST",
+        help="like CPU,GPU.0,GPU.1,NPU,AUTO:GPU,CPU: what stands behind AUTO: or HETERO: belongs to it (default: all "
+        "of this machine)",
+    )
+    parser.add_argument("--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or our engine")
+    parser.add_argument(
+        "--k",
+        type=draft_lengths,
+        default="4",
+        metavar="K",
+        help="draft lengths, of which each cell shows the best: 4, 2,4,6 or 2-6; with --engine ours also adaptive "
+        "(default: 4)",
+    )
+    add_run_arguments(parser, max_prompts=4)
+    parser.add_argument(
+        "--property",
+        type=device_property,
+        action="append",
+        default=[],
+        metavar="[DEVICE:]KEY=VALUE",
+        help="OpenVINO property of both models, on all devices or on one; repeat for more",
+    )
+    parser.add_argument("--emulate-npu", action="store_true", help="run the NPU's code path on the CPU, for NPU")
+    parser.add_argument(
+        "--timeout", type=positive, default=600, metavar="SECONDS", help="limit of a cell with loading (default: 600)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("device_swap.jsonl"),
+        metavar="FILE",
+        help="where finished cells are kept (default: device_swap.jsonl, in the current folder)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure all cells anew")
+    parser.add_argument("--retry", action="store_true", help="measure the cells anew that failed or took too long")
+    measuring.add_output_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.k == ["adaptive"] and arguments.engine == "genai":
+        parser.error("--k adaptive is our engine's: add --engine ours, or give numbers")
+    if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
+        parser.error("--emulate-npu needs NPU among the devices: add it to --devices")
+    return arguments
+
+
+def look_up(arguments: argparse.Namespace) -> list[Device]:
+    """The devices that were asked for, in a process of its own: a driver may crash when it is merely looked at."""
+    try:
+        found = child_process.run(CELL_PROGRAM, {"look_up": arguments.devices}, LOOK_UP_SECONDS)
+        devices = [Device(**facts) for facts in found]
+    except Failed as error:
+        say(f"note: looking the devices up failed ({error}), so each is tried in its own cells")
+        devices = [Device(name) for name in arguments.devices or ("CPU", "GPU", "NPU")]
+    if arguments.emulate_npu:
+        devices = [Device("NPU", "emulated on the CPU", "", True) if one.name == "NPU" else one for one in devices]
+    return devices
+
+
+def plan(arguments: argparse.Namespace, devices: list[Device], prompts: list[list[int]]) -> list[Cell]:
+    """All cells, the first one first: the main model alone, on the CPU if that is among the devices."""
+    common = {
+        "main": str(arguments.main.resolve()),
+        "draft": str(arguments.draft.resolve()),
+        "engine": arguments.engine,
+        "prompts": prompts,
+        "max_new_tokens": arguments.max_new_tokens,
+        "rounds": arguments.rounds,
+        "versions": [openvino_genai.__version__, next((one.full_name for one in devices if one.name == "CPU"), "")],
+    }
+    cells = []
+    for main in devices:
+        lengths = arguments.k
+        if main.is_npu and arguments.engine == "genai":
+            lengths = sorted({min(k, LONGEST_ON_NPU) for k in lengths})
+        for draft in [None, *devices]:
+            cell = Cell(main, draft)
+            missing = [device for device in cell.devices if device.missing]
+            if missing:
+                cell.status, cell.reason = "absent", missing[0].missing
+            cell.job = {
+                **common,
+                "main_device": main.name,
+                "main_properties": properties_of(main, arguments, prompts),
+                "main_file": fingerprint(arguments.main),
+                "draft": common["draft"] if draft else None,
+                "draft_device": draft.name if draft else None,
+                "draft_properties": properties_of(draft, arguments, prompts) if draft else {},
+                "draft_file": fingerprint(arguments.draft) if draft else None,
+                "draft_lengths": lengths if draft else [],
+                "device_names": [device.full_name for device in cell.devices],
+            }
+            cells.append(cell)
+    return sorted(cells, key=lambda cell: (cell.main.name, cell.draft) != ("CPU", None))
+
+
+def names(device: Device) -> tuple[str, ...]:
+    """What a property may call the device, the most particular name last: it counts."""
+    kind = device.name.partition(".")[0] if ":" not in device.name else device.name
+    return ("", kind, device.name)
+
+
+def properties_of(device: Device, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict:
+    """What was given for the device; an emulated NPU's disguise; and room for the texts in an NPU's static shapes."""
+    properties = {key: value for wanted in names(device) for name, key, value in arguments.property if name == wanted}
+    if device.emulated:
+        properties["NPUW_DEVICES"] = "CPU"
+    if device.is_npu:
+        needed = {
+            "MAX_PROMPT_LEN": (max(map(len, prompts)), npu_model.PROMPT),
+            "MIN_RESPONSE_LEN": (arguments.max_new_tokens, npu_model.RESPONSE),
+        }
+        for key, (tokens, default) in needed.items():
+            if tokens > default:
+                properties.setdefault(key, -(-tokens // 128) * 128)
+    return properties
+
+
+def fingerprint(folder: Path) -> list[int]:
+    return [n for part in ("xml", "bin") for n in _size_and_date(folder / f"openvino_model.{part}")]
+
+
+def _size_and_date(file: Path) -> tuple[int, int]:
+    facts = file.stat()
+    return facts.st_size, facts.st_mtime_ns
+
+
+# ---- measuring, and keeping it --------------------------------------------------------------------------------------
+
+
+def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace) -> bool:
+    """Measure the cells that are not kept; False: Ctrl-C came."""
+    present = [cell for cell in cells if cell.status != "absent"]
+    for cell in present:
+        outcome = kept.lines.get(cell.key())
+        if outcome and still_counts(outcome, arguments):
+            cell.take(outcome)
+    todo = [cell for cell in present if not cell.measured]
+    done = len(present) - len(todo)
+    if done:
+        say(f"{done} of {len(present)} cells are in {kept.path} already; --fresh measures them anew")
+    try:
+        with measuring.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+            for cell in todo:
+                bar.set_description(cell.name)
+                measure_one(cell, arguments.k, arguments.timeout, bar)
+                kept.append(cell.key(), cell.outcome())
+                bar.update()
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def still_counts(outcome: dict, arguments: argparse.Namespace) -> bool:
+    if outcome["status"] in MEASURED:
+        return True
+    longer = outcome["status"] == "timeout" and arguments.timeout > outcome["timeout"]
+    return not (arguments.retry or longer)
+
+
+def measure_one(cell: Cell, asked: list[int | str], timeout: float, bar: tqdm) -> None:
+    waiting = bar.refresh if sys.stderr.isatty() else lambda: None
+    try:
+        answer = child_process.run(CELL_PROGRAM, cell.job, timeout, waiting)
+        status, reason = "emulated" if any(device.emulated for device in cell.devices) else "ok", note(cell, asked)
+    except Failed as error:
+        answer, status, reason = {}, "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
+    cell.status, cell.reason, cell.answer, cell.timeout = status, reason, answer, timeout
+    cell.measured = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def note(cell: Cell, asked: list[int | str]) -> str:
+    """What is to be known of a cell that was measured."""
+    notes = []
+    if any(device.emulated for device in cell.devices):
+        notes.append("the NPU's code path on the CPU: its speed says nothing about an NPU")
+    if cell.draft and cell.job["draft_lengths"] != asked:
+        notes.append(f"K up to {LONGEST_ON_NPU} only, the longest for a main model on an NPU")
+    return "; ".join(notes)
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> dict:
+    facts = measuring.environment(argparse.Namespace())
+    facts |= {"main": str(arguments.main), "draft": str(arguments.draft)}
+    facts["devices"] = {device.label: device.full_name or device.missing for device in devices}
+    facts["properties"] = [f"{device}:{key}={value}".lstrip(":") for device, key, value in arguments.property]
+    facts |= {"engine": arguments.engine, "k": arguments.k, "prompts": len(cells[0].job["prompts"])}
+    facts |= {"max_new_tokens": arguments.max_new_tokens, "rounds": arguments.rounds}
+    facts["results"] = str(arguments.results)
+    facts["other_load"] = max((cell.answer.get("other_load", 0.0) for cell in cells), default=0.0)
+    return facts
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8")
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    try:
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]
+        kept = ResultsFile(arguments.results)
+    except ValueError as error:
+        say(f"error: {error}")
+        return 2
+    devices = look_up(arguments)
+    known = {name for device in devices for name in names(device)}
+    if unknown := [name for name, _, _ in arguments.property if name not in known]:
+        say(f"error: --property is for {unknown[0]!r}, which is none of the devices: {', '.join(sorted(known - {''}))}")
+        return 2
+    cells = plan(arguments, devices, ids)
+    if arguments.fresh:
+        try:
+            kept.forget({cell.key() for cell in cells})
+        except OSError as error:
+            say(f"error: {kept.path} cannot be written ({error.strerror}): name another file with --results")
+            return 2
+    finished = measure(cells, kept, arguments)
+    tokenizer = openvino_genai.Tokenizer(str(arguments.main))
+    device_matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
+    summary = device_matrix.summary(cells)
+    print(device_matrix.table(cells), *summary, sep="\n", end="\n\n")
+    labels = [device.label for device in devices]
+    described = [device_matrix.described(cell) for cell in cells]
+    result = {
+        "program": "device_swap",
+        "summary": summary,
+        "environment": environment(arguments, devices, cells),
+        "matrix": {"main_devices": labels, "draft_devices": [ALONE, *labels], "cells": described},
+        "rows": device_matrix.rows(cells),
+    }
+    if kept.problem:
+        say(f"error: {kept.path} was not written: {kept.problem}; make room or name another file with --results")
+    measuring.write_outputs(arguments, result)
+    if not finished:
+        return 130
+    return 1 if kept.problem or not any(cell.has_figures for cell in cells) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
