@@ -5,6 +5,7 @@ Copy it along with a sample. The pipeline, the draft model and the generation co
 
 import argparse
 import errno
+import hashlib
 import json
 import math
 import os
@@ -28,7 +29,13 @@ MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at
 MAX_NEW_TOKENS = 1_000_000
 ALL_TOKENS = openvino_genai.GenerationConfig().top_k
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
+RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in speculative/recommendation.py
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
+SAMPLE_OF = {
+    "alone": "greedy_causal_lm.py",
+    "GenAI": "speculative_decoding_lm.py",
+    "ours": "speculative_sampling_lm.py",
+}
 WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "f32": "fp32"}
 
 
@@ -89,7 +96,13 @@ def parse_arguments(description, *names):
         argument = parser.add_argument(*flags, **ARGUMENTS[name])
         argument.default = default or argument.default
     args = parser.parse_args()
+    if getattr(args, "recommended", False):
+        args = take_recommendation(
+            parser, args, "alone" if "draft" not in names else "ours" if "-k" in names else "GenAI"
+        )
 
+    if "-k" in names:
+        set_draft_length(args, args.num_assistant_tokens)
     args.property = dict(args.property)
     models = {"main": (args.main, args.device, args.property)}
     if "draft" in names:
@@ -100,6 +113,8 @@ def parse_arguments(description, *names):
     for role, (folder, device, properties) in models.items():
         check_model(role, Path(folder))
         check_device(device, properties)
+    if getattr(args, "scheduler", None):
+        args.property["scheduler_config"] = scheduler_config(args.scheduler)
     if "draft" in names:
         too_long = "--num-assistant-tokens" in names and args.num_assistant_tokens > MAX_DRAFT_LENGTH_NPU
         if too_long and args.device == "NPU":
@@ -125,11 +140,20 @@ def whole_number(low, high):
 
 
 def draft_length(text):
-    """Parse 1 to MAX_DRAFT_LENGTH tokens, or auto, which is 0."""
+    """Parse 1 to MAX_DRAFT_LENGTH tokens, or auto, which is 0, or a threshold of the draft's confidence below 1."""
     try:
+        if "." in text:
+            return decimal(lambda value: 0 < value < 1, "between 0 and 1")(text)
         return 0 if text == "auto" else whole_number(1, MAX_DRAFT_LENGTH)(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+
+
+def set_draft_length(args, value):
+    """Split what draft_length() gives into GenAI's two names: a number of tokens, or a threshold; both 0 for auto."""
+    is_threshold = isinstance(value, float)
+    args.num_assistant_tokens = 0 if is_threshold else value
+    args.assistant_confidence_threshold = value if is_threshold else 0.0
 
 
 def decimal(valid, range_):
@@ -158,6 +182,19 @@ def key_value(text):
     return key, int(value) if value.isdecimal() else value
 
 
+def scheduler_config(settings):
+    """Return GenAI's SchedulerConfig with these [(name, value)]."""
+    config = openvino_genai.SchedulerConfig()
+    for name, value in settings:
+        if not hasattr(config, name):
+            fail(f"--scheduler {name}={value}: GenAI's SchedulerConfig has no {name}.")
+        try:
+            setattr(config, name, {"True": True, "False": False}.get(value, value))
+        except TypeError:
+            fail(f"--scheduler {name}={value}: GenAI's SchedulerConfig takes no such {name}.")
+    return config
+
+
 DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
 DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # of our own engine, which knows auto; of GenAI's
 PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
@@ -177,7 +214,8 @@ ARGUMENTS = {
         "type": draft_length,
         "default": "auto",
         "metavar": "K",
-        "help": f"tokens drafted for each inference, 1 to {MAX_DRAFT_LENGTH}, or auto: as many as pay (default: auto)",
+        "help": f"tokens drafted for each inference, 1 to {MAX_DRAFT_LENGTH}; auto: as many as pay; 0.4: until the "
+        "draft is less sure of one than that (default: auto)",
     },
     "--temperature": {
         "type": temperature,
@@ -217,8 +255,79 @@ ARGUMENTS = {
     },
     "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32; repeat for more"},
     "--draft-property": {**PROPERTY, "help": "the same for the draft (default: the main model's)"},
+    "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1; repeat for more"},
+    "--recommended": {
+        "action": "store_true",
+        "help": f"start from what scripts/tune.py found ({RECOMMENDED} beside the main model's folder)",
+    },
     "--debug": {"action": "store_true", "help": "show the stack trace of an error"},
 }
+
+
+# ---- what was recommended -------------------------------------------------------------------------------------------
+
+
+def take_recommendation(parser, args, engine):
+    """Parse again with the settings that tune.py found best for `engine` as defaults; `args.recommended` says so."""
+    file, tune = Path(args.main).resolve().parent / RECOMMENDED, "`python scripts/tune.py MAIN DRAFT`"
+    folders = {role: Path(vars(args)[role]) for role in ("main", "draft") if role in args}
+    for role, folder in folders.items():
+        check_model(role, folder)
+    if not file.exists():
+        fail(f"there is no {file}: make it with {tune}.")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        settings, best, measured_on = found["settings"], found["best"], found["measured_on"]
+        others = [folder for role, folder in folders.items() if fingerprint(folder) != found[role]["fingerprint"]]
+        reason = (
+            found["reason"] if best == "alone" else "with the pair, this engine gains too little or was not measured"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(f"{file} cannot be read as a recommendation: make it anew with {tune}.", status=1)
+    if others:
+        fail(f"{file} was measured with other weights than those in {others[0]}: tune again with {tune}.")
+    if engine not in settings:
+        fail(f"{file} recommends samples/{SAMPLE_OF[best]} --recommended instead: {reason}")
+    note_changes(measured_on)
+
+    settings = settings[engine]
+    own = {"device": settings["device"], "property": list(settings["properties"].items())}
+    if "scheduler" in args:
+        own["scheduler"] = list(settings.get("scheduler", {}).items())
+    if "draft" in args:
+        own["draft_device"] = settings["draft_device"]
+        own["num_assistant_tokens"] = settings["assistant_confidence_threshold"] or settings["num_assistant_tokens"]
+        if settings["draft_properties"] != settings["properties"]:  # where equal, the draft takes the main model's
+            own["draft_property"] = list(settings["draft_properties"].items())
+    parser.set_defaults(**own)
+    args = parser.parse_args()
+    overridden = [name for name, value in own.items() if vars(args)[name] != value]
+    args.recommended = f"by {file}"
+    if overridden:
+        args.recommended += f", but for --{', --'.join(name.replace('_', '-') for name in overridden)}"
+    return args
+
+
+def fingerprint(folder):
+    """Identify a model's graph and weights, as speculative/recommendation.py does."""
+    digest = hashlib.sha256((folder / "openvino_model.xml").read_bytes())
+    with (folder / "openvino_model.bin").open("rb") as weights:
+        size = weights.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for i in range(64):
+            weights.seek(size * i // 64)
+            digest.update(weights.read(4096))
+    return digest.hexdigest()[:32]
+
+
+def note_changes(measured_on):
+    """Say what differs from when the recommendation was measured: openvino_genai's version, a device's full name."""
+    core = openvino.Core()
+    now = {name: core.get_property(name, "FULL_DEVICE_NAME") for name in core.available_devices}
+    now["openvino_genai"] = openvino_genai.__version__
+    for name, before in measured_on.items():
+        if name in now and before != now[name]:
+            say(f"note: the recommendation was measured with {name} {before}, this is {now[name]}: tune again.")
 
 
 # ---- checked input --------------------------------------------------------------------------------------------------
@@ -449,6 +558,8 @@ def print_summary(args, config, streamer, result):
     if "temperature" in args:
         rows["draft length"] = result.draft_length
         rows["sampling"] = sampling(args)
+    if getattr(args, "recommended", False):
+        rows["settings"] = f"recommended {args.recommended}"
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
     if "draft" in args:
         rows["draft"] = f"{args.draft} on {args.draft_device}, "
@@ -504,7 +615,7 @@ def precision(folder, device, properties):
     weights = "+".join(name for name, size in sizes.most_common() if size > 0.1 * sizes.total())
     core = openvino.Core()
     try:
-        core.set_property(device, properties)
+        core.set_property(device, {name: value for name, value in properties.items() if name != "scheduler_config"})
         hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
     except RuntimeError:  # AUTO, HETERO and a simulated NPU do not tell
         hint = "the device's default"

@@ -10,7 +10,9 @@ import openvino_genai
 
 
 def main():
-    args = console.parse_arguments(__doc__, "main", "prompt", "--device", "--max-new-tokens", "--property")
+    args = console.parse_arguments(
+        __doc__, "main", "prompt", "--device", "--max-new-tokens", "--property", "--recommended"
+    )  # fmt: skip
 
     pipe = openvino_genai.LLMPipeline(args.main, args.device, **args.property)
 

@@ -21,13 +21,14 @@ import openvino_genai
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from speculative import decoder
-from speculative.draft_length import FixedDraftLength
+from speculative.draft_length import ConfidenceDraftLength, FixedDraftLength
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401
 
 COMMANDS = """\
-/k [N|auto]             show or set how many tokens are drafted for one inference of the main model (auto: what pays)
+/k [N|auto|0.4]         show or set how many tokens are drafted for one inference of the main model: N, what pays,
+                        or until the draft is less sure than that
 /temperature [T]        show or set it: 0 is greedy, above it answers are drawn
 /tokens [N]             show or set the longest answer, in tokens
 /speculation [on|off]   show or switch drafting, to compare
@@ -94,8 +95,8 @@ class Chat:
         console.say("(" + ", ".join(f"{name} {figures[name]}" for name in wanted if name in figures) + ")")
 
     def draft_length(self):
-        k = self.args.num_assistant_tokens
-        return FixedDraftLength(k) if k else self.adaptive
+        k, threshold = self.args.num_assistant_tokens, self.args.assistant_confidence_threshold
+        return FixedDraftLength(k) if k else ConfidenceDraftLength(threshold) if threshold else self.adaptive
 
     def command(self, line):
         """Obey one command and say what holds now. An unknown command or value changes nothing."""
@@ -104,8 +105,9 @@ class Chat:
         try:
             if name == "/k":
                 if value:
-                    self.args.num_assistant_tokens = console.draft_length(value)
-                console.say(f"K = {self.args.num_assistant_tokens or 'auto'}: {self.draft_length().why()}")
+                    console.set_draft_length(self.args, console.draft_length(value))
+                k = self.args.num_assistant_tokens or self.args.assistant_confidence_threshold or "auto"
+                console.say(f"K = {k}: {self.draft_length().why()}")
             elif name == "/temperature":
                 if value:
                     self.set_temperature(console.temperature(value))
@@ -152,6 +154,7 @@ def main():
         "--max-new-tokens",
         "--property",
         "--draft-property",
+        "--recommended",
     )
 
     engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
@@ -163,6 +166,8 @@ def main():
     chat = Chat(args, engine)
     if args.temperature:
         chat.command("/temperature")
+    if args.recommended:
+        console.say(f"Settings: recommended {args.recommended}")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         console.say("/help lists the commands.")

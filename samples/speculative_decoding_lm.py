@@ -14,7 +14,7 @@ import openvino_genai
 def main():
     args = console.parse_arguments(
         __doc__, "main", "draft", "prompt", "--device", "--draft-device", "--num-assistant-tokens", "--max-new-tokens",
-        "--property", "--draft-property",
+        "--property", "--draft-property", "--scheduler", "--recommended",
     )  # fmt: skip
 
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)

@@ -22,7 +22,7 @@ from speculative import decoder
 def main():
     args = console.parse_arguments(
         __doc__, "main", "draft", "prompt", "--device", "--draft-device", "-k", "--temperature", "--top-k", "--top-p",
-        "--seed", "--max-new-tokens", "--property", "--draft-property",
+        "--seed", "--max-new-tokens", "--property", "--draft-property", "--recommended",
     )  # fmt: skip
 
     engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
@@ -30,6 +30,7 @@ def main():
     config = openvino_genai.GenerationConfig()  # whatever the model's generation_config.json asks for
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
+    config.assistant_confidence_threshold = args.assistant_confidence_threshold
     config.do_sample = True
     config.temperature = args.temperature
     config.top_k = args.top_k
