@@ -253,8 +253,8 @@ def summary(points: list[dict], ways: list[Way], costs: MeasuredCosts, load: Oth
         also = f"; within its spread: K = {', '.join(map(str, near))}" if near else ""
         lines.append(
             f"{kind}, K = {best['k']} is the best: {best['speedup']:.2f}x the main model alone ({low:.2f}-{high:.2f} "
-            f"{over}), {best['forward_speedup']:.2f} tokens for each main inference; predicted: K = {expected['k']} with "
-            f"{expected['predicted']:.2f}x{also}."
+            f"{over}), {best['forward_speedup']:.2f} tokens for each main inference; predicted: K = {expected['k']} "
+            f"with {expected['predicted']:.2f}x{also}."
         )
     error = mean_error(points)
     lines.append(

@@ -1,0 +1,149 @@
+"""The sweep over draft lengths as a user runs it, on the embedded pair. No test looks at a time."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+from speculative import metrics
+
+PROGRAM = "scripts/sweep_draft_length.py"
+SMALL = ("--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "1")
+
+
+def last_line(process):
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """One sweep with everything it writes, and the folder it wrote to."""
+    folder = tmp_path_factory.mktemp("sweep")
+    files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"sweep.{kind}"))]
+    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), "--k", "1-3", "--temperature", "0,0.7", *SMALL, *files]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process, folder
+
+
+def test_every_temperature_has_its_points_and_one_best(swept):
+    process, _ = swept
+    result = last_line(process)
+    points = result["sweep"]
+    assert [(point["temperature"], point["k"]) for point in points] == [(t, k) for t in (0, 0.7) for k in (1, 2, 3)]
+    for t in (0, 0.7):
+        of_t = [point for point in points if point["temperature"] == t]
+        best = [point for point in of_t if point["best"]]
+        assert len(best) == 1 and best[0]["speedup"] == max(point["speedup"] for point in of_t)
+        assert process.stdout.count("<- best") == 2
+
+
+def test_the_prediction_is_leviathans(swept):
+    result = last_line(swept[0])
+    for point in result["sweep"]:
+        k, ratios = point["k"], (point["cost_ratio"], point["verify_ratio"])
+        assert point["predicted"] == pytest.approx(metrics.predicted_speedup(point["block_efficiency"], k, *ratios))
+        tau = metrics.block_efficiency_at(point["alpha"], k)
+        assert point["predicted_from_alpha"] == pytest.approx(metrics.predicted_speedup(tau, k, *ratios))
+        assert 0 < ratios[0] < 1 < 10 * ratios[1]
+    errors = [abs(point["predicted"] / point["speedup"] - 1) for point in result["sweep"]]
+    assert result["prediction_error"] == pytest.approx(sum(errors) / len(errors))
+    said = " ".join(result["summary"])
+    assert f"off by {result['prediction_error']:.1%} on average" in said
+    assert ("Behind it" in said) == (result["prediction_error"] > 0.1)
+    assert all(sentence in swept[0].stdout for sentence in result["summary"])
+
+
+def test_an_iteration_is_split_without_rest(swept):
+    """What is spent in draft, main model and beside both adds up to the time of the decoding."""
+    result = last_line(swept[0])
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(result["iteration"]) == 6
+    for part in result["iteration"]:
+        assert min(part["draft_ms"], part["verify_ms"]) > 0 and part["overhead_ms"] >= 0
+        row = rows[part["name"]]
+        whole = part["draft_ms"] + part["verify_ms"] + part["overhead_ms"]
+        assert whole == pytest.approx(1000 / row["throughput"] * row["block_efficiency"], rel=0.05)
+
+
+def test_all_files_are_written(swept):
+    process, folder = swept
+    assert json.loads((folder / "sweep.json").read_text(encoding="utf-8")) == last_line(process)
+    assert "predicted" in (folder / "sweep.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert "<svg" in (folder / "sweep.html").read_text(encoding="utf-8")
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_genais_pipeline(run):
+    process = run(PROGRAM, MAIN, DRAFT, "--k", "2,4", "--engine", "genai", *SMALL)
+    assert process.returncode == 0, process.stderr
+    result = last_line(process)
+    assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("GenAI", 2), ("GenAI", 4)]
+    assert all(point["predicted"] > 0 and point["block_efficiency"] <= point["k"] + 1 for point in result["sweep"])
+    assert result["iteration"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        ([MAIN, DRAFT, "--k", "0-3"], 2, "0-3"),
+        ([MAIN, DRAFT, "--k", "5-2"], 2, "5-2"),
+        ([MAIN, DRAFT, "--temperature", "0,-1"], 2, "0,-1"),
+        ([MAIN, DRAFT, "--temperature", "hot"], 2, "hot"),
+        ([MAIN, DRAFT, "--engine", "genai", "--temperature", "0,0.7"], 2, "--temperature 0.7"),
+        ([MAIN, DRAFT, "--json", "no/such/folder/a.json"], 2, "no/such/folder"),
+        ([MAIN, DRAFT, "--png", MAIN], 2, "is a folder"),
+        (["no/such/model", DRAFT], 2, "no/such/model"),
+        ([MAIN, DRAFT, "--prompts", "scripts/prompts/long.jsonl"], 2, "context of 1,024"),
+        ([MAIN, DRAFT, "--device", "GPX"], 1, "GPX"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, arguments, status, word):
+    process = run(PROGRAM, *arguments)
+    said = process.stdout + process.stderr
+    assert process.returncode == status, said
+    assert word in said and "Traceback" not in said and process.stdout == ""
+
+
+def test_the_plot_without_matplotlib(run, tmp_path):
+    """Python runs `sitecustomize` first: this one hides the package."""
+    hidden = "import sys, importlib.util as u; real = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else real(name, *rest)\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden, encoding="utf-8")
+    process = run(PROGRAM, MAIN, DRAFT, "--png", tmp_path / "a.png", env={"PYTHONPATH": str(tmp_path)})
+    assert process.returncode == 2 and "matplotlib" in process.stderr and "pip install" in process.stderr
+    assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_keeps_the_full_rounds(tmp_path):
+    arguments = ["--k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
+    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
+    progress = tmp_path / "progress"
+    with progress.open("wb") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8")
+    runs_a_round = 6
+    wait_for_runs(progress, process, 3 * runs_a_round)  # the warm-up, one in full, one more begun
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
+    result = json.loads(out.splitlines()[-1])
+    kept = result["environment"]["rounds"]
+    assert 1 <= kept < 500 and all(len(row["throughputs"]) == kept for row in result["rows"])
+    assert any(sentence.startswith(f"Interrupted: {kept} of 500 rounds") for sentence in result["summary"])
+    assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8")) == result
+
+
+def wait_for_runs(progress, process, runs):
+    for _ in range(1200):
+        done = re.findall(r" (\d+)/\d+ ", progress.read_text(encoding="utf-8", errors="replace"))
+        if process.poll() is not None or (done and int(done[-1]) >= runs):
+            return
+        time.sleep(0.1)
