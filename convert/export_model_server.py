@@ -1,0 +1,358 @@
+"""Make a model repository for OpenVINO Model Server (OVMS) from a pair: speculative decoding behind an OpenAI-like API.
+
+    python convert/export_model_server.py PAIR OUT
+    python convert/export_model_server.py models/embedded build/served
+    python convert/export_model_server.py models/qwen3 /srv/models --device GPU --property KV_CACHE_PRECISION=u8 -k 4
+    python convert/export_model_server.py models/qwen3 /srv/models --set cache_size=8 --set tool_parser=hermes3
+
+PAIR is a folder with main/ and draft/, as convert/export_pair.py makes it. Devices, properties and draft length are
+those of PAIR/recommended.json (scripts/tune.py), where it is; options have the last word. OUT gets config.json, NAME/
+with graph.pbtxt and both models, and README.md: the commands that start the server (on 127.0.0.1, unless --bind says
+otherwise) and example requests. Weights are hard links to PAIR's, or copies with --copy and where links are impossible.
+
+graph.pbtxt and config.json are checked against the server's published schema. The server itself is not run here, nor
+was it by this project: what it does with OUT is untested. With a draft, send it greedy requests only: the engine in it
+samples from another distribution than the main model's (scripts/verify_lossless.py shows it). Temperature 0 is
+therefore made the default of OUT.
+"""
+
+import argparse
+import ipaddress
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from convert.errors import ConvertError  # noqa: E402
+from convert.model_server_folder import new_repository, place_model, refuse_occupied  # noqa: E402
+from convert.model_server_graph import graph_text, read_graph  # noqa: E402
+from convert.model_server_guide import GREEDY_ONLY, SERVER, UNTESTED, Guide  # noqa: E402
+from speculative import model_facts, recommendation  # noqa: E402
+from speculative.pair_check import check_pair  # noqa: E402
+
+CONFIG_SCHEMA = Path(__file__).with_name("model_server_config.json")
+IMAGE = f"openvino/model_server:{SERVER}"
+DRAFT_LENGTH = 5  # GenAI's own
+THRESHOLD = "assistant_confidence_threshold"
+
+
+@dataclass
+class Serving:
+    """How the pair is to be served. With neither a draft length nor a confidence threshold, the main model alone."""
+
+    device: str = "CPU"
+    properties: dict[str, object] = field(default_factory=dict)
+    draft_device: str = ""
+    draft_properties: dict[str, object] | None = None  # as recommended; the server has no place for them
+    draft_length: int = 0
+    confidence_threshold: float = 0.0
+    scheduler: dict[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def drafting(self) -> dict[str, object]:
+        """The fields of a generation config or request that say how long to draft."""
+        if self.confidence_threshold:
+            return {THRESHOLD: self.confidence_threshold}
+        return {"num_assistant_tokens": self.draft_length} if self.draft_length else {}
+
+    @property
+    def stateful(self) -> bool:
+        """An NPU takes no paged attention: the server then runs another pipeline, one request at a time."""
+        return any("NPU" in device for device in (self.device, self.draft_device))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        export(options)
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was left behind", file=sys.stderr)
+        return 130
+    except ConvertError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"export_model_server: {error}", file=sys.stderr)
+        return error.status
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        print(f"export_model_server: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
+        return 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="export_model_server.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("pair", metavar="PAIR", type=Path, help="the folder with main/ and draft/")
+    add("out", metavar="OUT", type=Path, help="the folder to make; a new or empty one")
+    add("--name", help="what the server calls the model (PAIR's name)")
+    add("--device", help="of the main model (CPU)")
+    add("--draft-device", help="of the draft (the main model's)")
+    add(
+        "--property",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="OpenVINO property of the main model, which the server gives the draft too; may be repeated",
+    )
+    add(
+        "-k",
+        "--draft-length",
+        type=int,
+        metavar="K",
+        help=f"tokens to draft where a request says nothing ({DRAFT_LENGTH})",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field of LLMCalculatorOptions in graph.pbtxt; may be repeated",
+    )
+    add("--ignore-recommendation", action="store_true", help="leave PAIR/recommended.json unread")
+    add("--copy", action="store_true", help="copy the weights, so that OUT stands on its own")
+    add("--overwrite", action="store_true", help="replace a repository that this program made")
+    add("--bind", type=address, default="127.0.0.1", metavar="ADDRESS", help="IPv4 address to serve on (127.0.0.1)")
+    add("--port", type=port, default=8000, help="port to serve on (8000)")
+    add("--image", help=f"Docker image of the server ({IMAGE}, with -gpu for a GPU or NPU)")
+    add("--debug", action="store_true", help="show stack traces")
+    options = parser.parse_args(arguments)
+    options.name = options.name or options.pair.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
+        parser.error(f"{options.name!r} is no name for a served model; give --name with letters, digits, . _ -")
+    if options.draft_length is not None and options.draft_length < 1:
+        parser.error(f"-k {options.draft_length} drafts nothing; give 1 or more")
+    for given in options.property:
+        if not re.fullmatch(r"[^=\s]+=.+", given):
+            parser.error(f"--property {given} is not KEY=VALUE")
+    return options
+
+
+def address(text: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an IPv4 address; give 127.0.0.1, say") from None
+
+
+def port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 1 to 65535")
+    return int(text)
+
+
+def export(options: argparse.Namespace) -> None:
+    """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
+    main, draft = options.pair / "main", options.pair / "draft"
+    refuse_occupied(options.out, options.overwrite)
+    for folder in (main, draft):
+        if not model_facts.is_ir(folder):
+            raise ConvertError(
+                f"there is no OpenVINO model in {folder}; make the pair first: python convert/export_pair.py MAIN DRAFT "
+                f"{options.pair}",
+                2,
+            )
+    serving = settings(options, main, draft)
+    graph = graph_text(graph_fields(serving), options.set)
+    read_graph(graph)
+    check = check_pair(main, draft, npu=serving.stateful)
+    if not check.sound:
+        reasons = "; ".join(f"{found.what}: {found.message}" for found in check.findings if found.level == "error")
+        raise ConvertError(f"not a sound pair: {reasons}")
+    config = config_text(options.name)
+    guide = Guide(
+        name=options.name,
+        folder=options.out.resolve(),
+        devices=[serving.device, serving.draft_device],
+        address=options.bind,
+        port=options.port,
+        image=options.image or IMAGE + ("-gpu" if re.search("[GN]PU", serving.device + serving.draft_device) else ""),
+        drafting=serving.drafting,
+        chat=bool(model_facts.ir_facts(main).chat_template),
+        notes=serving.notes,
+    )
+    if not guide.chat:
+        serving.notes.append("The model has no chat template: ask it for completions, not for chat.")
+    if options.bind != "127.0.0.1":
+        serving.notes.append(f"On {options.bind} the server asks nobody for a key: let only those who may reach it.")
+
+    with new_repository(guide.folder, options.overwrite) as folder:
+        served = folder / options.name
+        copied = place_model(main, served / "main", options.copy)
+        if serving.drafting:
+            copied = place_model(draft, served / "draft", options.copy) or copied
+            greedy_by_default(served / "main" / "generation_config.json", serving)
+        write(served / "graph.pbtxt", graph)
+        write(folder / "config.json", config)
+        write(folder / "README.md", guide.text())
+    if copied:
+        print(f"the weights were copied, because they cannot be linked from {options.out} ({copied})")
+    report(options, guide)
+
+
+def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
+    """What recommended.json says, if it is there, then what the options say."""
+    file = options.pair / recommendation.FILE
+    found = file.exists() and not options.ignore_recommendation
+    serving = recommended(file, main, draft) if found else Serving(draft_length=DRAFT_LENGTH)
+    if not serving.drafting and (options.draft_length or options.draft_device):
+        raise ConvertError(
+            f"{file} says to serve the main model alone, so -k and --draft-device would do nothing; "
+            "--ignore-recommendation serves the draft all the same",
+            2,
+        )
+    serving.device = options.device or serving.device
+    for given in options.property:
+        key, _, value = given.partition("=")
+        serving.properties[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
+    if not serving.drafting:
+        return serving
+
+    serving.draft_device = options.draft_device or serving.draft_device or serving.device
+    if options.draft_length:
+        serving.draft_length, serving.confidence_threshold = options.draft_length, 0.0
+    serving.notes.insert(0, GREEDY_ONLY)
+    expected = serving.draft_properties
+    if expected is None or options.property:
+        expected = serving.properties if serving.draft_device == serving.device else {}
+    if serving.properties != expected:
+        serving.notes.append(
+            f"The server has no properties for the draft alone: on {serving.draft_device} it gets "
+            f"{shown(serving.properties)}, as the main model does, in place of {shown(expected)}."
+        )
+    if serving.stateful:
+        serving.notes.append("With an NPU the server takes one request at a time and adapts the draft length itself.")
+    return serving
+
+
+def shown(properties: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in properties.items()) or "the defaults"
+
+
+def recommended(file: Path, main: Path, draft: Path) -> Serving:
+    """What scripts/tune.py found best of what this server can do: GenAI with the draft, or the main model alone."""
+    try:
+        content = recommendation.read(file)
+        recommendation.check(content, main, draft)
+        chosen = content["settings"].get("GenAI")
+        notes = [f"Settings are those of {file.name}: {str(content['reason']).rstrip('.')}."]
+        if content["best"] == "ours":
+            notes.append("The fastest way it found is this project's own engine, which this server does not run.")
+        if not chosen:
+            notes.append("By it, this server runs the main model alone; --ignore-recommendation serves the draft too.")
+            alone = content["settings"]["alone"]
+            return Serving(
+                device=str(alone["device"]),
+                properties=dict(alone["properties"]),
+                scheduler=dict(alone.get("scheduler", {})),
+                notes=notes,
+            )
+        threshold = float(chosen.get(THRESHOLD, 0))
+        return Serving(
+            device=str(chosen["device"]),
+            properties=dict(chosen["properties"]),
+            draft_device=str(chosen["draft_device"]),
+            draft_properties=dict(chosen["draft_properties"]),
+            draft_length=0 if threshold else int(chosen["num_assistant_tokens"]) or DRAFT_LENGTH,
+            confidence_threshold=threshold,
+            scheduler=dict(chosen.get("scheduler", {})),
+            notes=notes,
+        )
+    except KeyError as error:
+        what = f"{error} is missing"
+    except (TypeError, AttributeError) as error:
+        what = str(error)
+    except ValueError as error:
+        raise ConvertError(f"{error}, or leave it unread with --ignore-recommendation") from None
+    raise ConvertError(
+        f"{file} is not what scripts/tune.py writes ({what}); make it anew, or leave it unread with "
+        "--ignore-recommendation"
+    )
+
+
+def graph_fields(serving: Serving) -> dict[str, object]:
+    """Fields of LLMCalculatorOptions. Paths are relative to graph.pbtxt."""
+    fields: dict[str, object] = {"models_path": "./main", "device": serving.device}
+    if serving.properties:
+        fields["plugin_config"] = json.dumps(serving.properties, ensure_ascii=False)
+    if serving.drafting:
+        fields |= {"draft_models_path": "./draft", "draft_device": serving.draft_device}
+    if serving.stateful:
+        return fields | {"pipeline_type": 0}  # LM; the fields below mean nothing to it
+    fields |= {
+        "cache_size": 0,  # grows as needed
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 256,
+        "dynamic_split_fuse": True,
+        # With a draft, a prefix cache and a sampled request the engine fails (openvino.genai#4190).
+        "enable_prefix_caching": not serving.drafting,
+    }
+    return fields | serving.scheduler
+
+
+def config_text(name: str) -> str:
+    """The content of config.json, checked against the server's published schema."""
+    try:
+        import jsonschema
+    except ImportError:
+        raise ConvertError("jsonschema is not installed; install it: pip install -r requirements-export.txt") from None
+    config = {"model_config_list": [], "mediapipe_config_list": [{"name": name, "base_path": name}]}
+    jsonschema.validate(config, json.loads(CONFIG_SCHEMA.read_text(encoding="utf-8")))
+    return json.dumps(config, indent=2) + "\n"
+
+
+def greedy_by_default(file: Path, serving: Serving) -> None:
+    """Write into the main model's generation_config.json what a request means that says nothing: greedy, this draft.
+
+    The server takes each parameter from the request, else from this file, else from GenAI, whose temperature is 1.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        config = {**config, "do_sample": False, "temperature": 0.0, **serving.drafting}
+    except (ValueError, TypeError) as error:
+        raise ConvertError(
+            f"{file.name} of the main model is no JSON object ({error}); export the pair again"
+        ) from None
+    if THRESHOLD in serving.drafting:
+        config["logprobs"] = 1  # without them the engine's greedy draft has no confidence, and drafts one token
+    write(file, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8", newline="\n")
+
+
+def report(options: argparse.Namespace, guide: Guide) -> None:
+    size = sum(path.stat().st_size for path in guide.folder.rglob("*") if path.is_file())
+    print(f"done: {options.out} ({size / 1e6:,.1f} MB); graph.pbtxt and config.json agree with the published schema")
+    for note in [UNTESTED, *guide.notes]:
+        print(f"  {note}")
+    print(f"start it with Docker:\n  {guide.docker()}")
+    print(f"or on bare metal:\n  {guide.bare_metal()}")
+    print(f"ask it (with the openai package: {options.out}/README.md):\n  {guide.curl()}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly; the folder is complete before anything is printed
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are tidied
+    sys.exit(main())

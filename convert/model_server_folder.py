@@ -1,0 +1,111 @@
+"""A model repository on disk: OUT gets there whole or not at all, and its weights cost no second copy."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from convert.errors import ConvertError
+
+PIECE = 1 << 22  # bytes copied at a time
+
+
+def refuse_occupied(target: Path, overwrite: bool) -> None:
+    """Raise ConvertError where `target` holds something: a repository of this program goes with `overwrite`, anything
+    else never does.
+    """
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not _is_repository(target):
+        raise ConvertError(f"{target} holds other things than a repository of this program; choose another OUT", 2)
+    if not overwrite:
+        raise ConvertError(f"{target} is a model repository already; --overwrite makes it again", 2)
+
+
+@contextmanager
+def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `target` to write to; it takes the place of `target` when the block ends well.
+
+    Raises ConvertError as refuse_occupied does, or where the disk does not take it.
+    """
+    refuse_occupied(target, overwrite)
+    work = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        (work / "new").mkdir()
+        yield work / "new"
+        if target.exists():
+            target.rename(work / "old")
+        try:
+            (work / "new").rename(target)
+        except BaseException:
+            if (work / "old").exists():
+                (work / "old").rename(target)
+            raise
+    except OSError as error:
+        raise ConvertError(
+            f"{target} cannot be written ({error.strerror or error}); make room, or choose another OUT"
+        ) from error
+    finally:
+        if work:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def place_model(source: Path, target: Path, copy: bool) -> str:
+    """Put the files of a model folder into `target`: small ones copied, weights (.bin) as hard links, or copied too.
+
+    Returns why weights were copied although `copy` is False (they lie on another disk, say), or "".
+    """
+    files = [
+        path
+        for path in sorted(source.rglob("*"))
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
+    ]
+    reason, large = "", []
+    for path in files:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix != ".bin":
+            shutil.copyfile(path, place)
+            continue
+        try:
+            if not copy:
+                os.link(path.resolve(), place)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if not place.exists():
+            large.append((path, place))
+    _copy(large)
+    return reason
+
+
+def _copy(pairs: list[tuple[Path, Path]]) -> None:
+    needed = sum(source.stat().st_size for source, _ in pairs)
+    free = shutil.disk_usage(pairs[0][1].parent).free if pairs else needed
+    if needed > free:
+        raise ConvertError(
+            f"a copy of the weights takes {needed / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB free; make room, "
+            "or choose an OUT on the disk of the pair, where they are linked"
+        )
+    with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, delay=1) as bar:
+        for source, place in pairs:
+            with source.open("rb") as read, place.open("wb") as write:
+                while piece := read.read(PIECE):
+                    bar.update(write.write(piece))
+
+
+def _is_repository(folder: Path) -> bool:
+    """Whether the folder holds what this program writes, and nothing else."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (served,) = (one["name"] for one in config["mediapipe_config_list"])
+        found = {path.name for path in folder.iterdir()}
+        return found == {"config.json", "README.md", served} and (folder / served / "graph.pbtxt").is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
