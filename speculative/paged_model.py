@@ -102,7 +102,8 @@ class PagedModel:
         self._longest[()] = (past + counts).max()
         self._request.start_async()
         self._request.wait()
-        return self._request.get_output_tensor(0).data.reshape(sum(run.last for run in runs), -1)
+        logits = self._request.get_output_tensor(0).data
+        return logits.reshape(-1, logits.shape[-1])
 
     def _share(self, name: str, array: np.ndarray) -> np.ndarray:
         self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # which keeps the array alive

@@ -1,0 +1,359 @@
+"""Speculative decoding of several texts at once, greedy and sampled: one copy of the weights serves them all, lossless.
+
+    decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
+    request = decoder.add("def read_file(path):", GenerationConfig(max_new_tokens=100, do_sample=True), seed=1)
+    while decoder.busy:
+        for gain in decoder.step():
+            ...  # gain.request, gain.step, gain.text
+    print(request.generation.text)
+
+Texts join and leave between iterations. Each iteration: rounds of drafting, in which one draft inference proposes one
+token for every text that is to have one more; then one main inference that checks all that was drafted and takes along
+pieces of new prompts; then `rejection_sampling.verify` for each text, with its own random numbers. What a text becomes
+depends on nothing but its own request (Kwon et al. 2023, arXiv 2309.06180, on cache blocks; Yu et al. 2022, "Orca", on
+scheduling by iteration).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import openvino_genai
+from openvino_genai import GenerationConfig
+
+from speculative import cached_model, cost_curve, huge_pages
+from speculative.batch_draft_length import BatchDraftLength, DraftHistory
+from speculative.batch_model import BatchModel, Part, Slot
+from speculative.block_pool import NoRoom
+from speculative.cached_model import CAPACITY
+from speculative.cost_curve import CostCurve
+from speculative.decoder import Decoder, Generation, Prompt, Step
+from speculative.draft_length import LONGEST, Confidence, ConfidenceDraftLength, DraftLength, FixedDraftLength
+from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
+from speculative.growing_text import GrowingText, Limits
+from speculative.model_facts import config_facts
+from speculative.recording import Recording
+
+CHUNK = 256  # tokens of prompts in one inference, at most
+LEAST_CHUNK = 8  # tokens of prompts that an inference takes along in any case
+STALL = 3.0  # times as long as without prompts an inference may take
+
+
+class Request:
+    """One text under way, made by `BatchDecoder.add`; `generation` grows with every step."""
+
+    def __init__(self, text: GrowingText, recording: Recording, rule: DraftLength | DraftHistory):
+        self.text = text
+        self.recording = recording
+        self.rule = rule  # its own, or what the batch's rule has to know of it
+        self.slot: Slot  # in the main model's cache
+        self.draft_slot: Slot | None = None  # in the draft model's
+        self.source: DraftSource | None = None
+        self.confidence: Confidence | None = None  # of the token drafted last
+        self.idle = False  # drafts no more in this iteration
+        self.cancelled = False
+        self.finished = False
+        self.error: Exception | None = None  # what ended it before its time
+
+    @property
+    def generation(self) -> Generation:
+        return self.recording.result
+
+    @property
+    def follows_batch(self) -> bool:
+        """Whether the batch's rule decides how much to draft."""
+        return isinstance(self.rule, DraftHistory)
+
+
+class Gain(NamedTuple):
+    """What an iteration gained for a request, and the piece of its text that is certain now (if it is streamed).
+
+    `request.finished` tells the last one, which has no tokens where the request was cancelled or failed.
+    """
+
+    request: Request
+    step: Step
+    text: str
+
+
+class BatchDecoder:
+    """A main model, where its draft tokens come from, how many to draft, and the requests under way.
+
+    One thread calls `step`; `add`, `cancel` and `has_room` may be called from others.
+    """
+
+    def __init__(
+        self,
+        main: BatchModel,
+        draft: BatchModel | PromptLookup | None,
+        draft_length: BatchDraftLength,
+        tokenizer: openvino_genai.Tokenizer | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ):
+        """Without `draft`, plain decoding. `draft_length` serves the requests whose GenerationConfig names none.
+        Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` serve where a
+        GenerationConfig names none."""
+        self.main = main
+        self.draft = draft
+        self.draft_length = draft_length
+        self.tokenizer = tokenizer
+        self._limits = Limits(main.width, main.context, stop_token_ids)
+        self._requests: list[Request] = []
+        self._came: list[Request] = []  # since the last step
+        self._lock = threading.Lock()  # of what came, and of the blocks that are promised
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do for `step`."""
+        return bool(self._came or self._requests)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory for the cache of all texts, main and draft."""
+        return self.main.cache_bytes + (self.draft.cache_bytes if isinstance(self.draft, BatchModel) else 0)
+
+    encode = Decoder.encode
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a text that may get so many tokens, its prompt's included, would be taken now."""
+        with self._lock:
+            return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
+
+    def add(
+        self, prompt: Prompt, config: GenerationConfig | None = None, seed: int | None = None, stream: bool = False
+    ) -> Request:
+        """Take a request; it joins at the next step. With `stream` the gains bring the text piece by piece.
+
+        Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
+        `Decoder.stream` does.
+        """
+        config = config or GenerationConfig()
+        text = GrowingText(self.encode(prompt, config), config, self._limits, np.random.default_rng(seed))
+        decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
+        request = Request(text, Recording(config, text.stops, decode, stream), self._rule(config))
+        if isinstance(self.draft, PromptLookup):
+            request.source = self.draft
+        with self._lock:
+            request.slot = self.main.slot(text.longest)
+            if isinstance(self.draft, BatchModel):
+                try:
+                    request.draft_slot = self.draft.slot(text.longest)
+                except NoRoom:
+                    request.slot.give_back()
+                    raise
+                request.source = ModelDraft(request.draft_slot, self.main.width)
+            self._came.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Let a request leave at the next step. One that has finished stays as it is."""
+        request.cancelled = True
+
+    def step(self) -> list[Gain]:
+        """One iteration: what each request gained. Prompts that are still being read gain nothing.
+
+        A request that fails by itself (logits that are no numbers) is finished, with its `error`; the others go on.
+        What OpenVINO raises goes through: then nothing was gained, and `step` may be called again.
+        """
+        with self._lock:
+            self._requests += self._came
+            self._came = []
+        there = [request for request in self._requests if not request.cancelled]
+        gains = self._iterate(there) if there else []
+        return gains + self._leave()
+
+    def _iterate(self, requests: list[Request]) -> list[Gain]:
+        running = [request for request in requests if not request.text.is_new]
+        prompts = self._prompts([request for request in requests if request.text.is_new], len(running))
+        read = sum(part.missing for part in prompts.values())
+        if running and self.draft:
+            self._draft(running, read)
+        running = [request for request in running if not request.error]
+        verified = sum(request.text.rows for request in running)
+        parts = {request: Part(request.slot, request.text.so_far, request.text.rows) for request in running} | prompts
+
+        begin = time.perf_counter()
+        logits = self.main.logits(list(parts.values()))
+        steps = {}
+        for request, rows in zip(parts, logits, strict=True):
+            if len(rows) and (step := self._try(request, request.text.verify, rows)):
+                steps[request] = step
+        gained = sum(len(steps[request].tokens) for request in running if request in steps)
+        self.draft_length.learn_main(verified, read, gained, time.perf_counter() - begin)
+        for request in running:
+            if request.follows_batch and request in steps:
+                request.rule.learn(steps[request].accepted)
+        gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
+        return [gain for gain in gains if gain]
+
+    def _prompts(self, requests: list[Request], running: int) -> dict[Request, Part]:
+        """As much of the prompts as the running requests can wait for, in the order they came."""
+        budget = CHUNK
+        if running:
+            costs = self.draft_length.main
+            budget = min(max(costs.most(STALL * costs(running), beside=running), LEAST_CHUNK), CHUNK)
+        return _within(budget, {request: Part(request.slot, request.text.so_far, 1) for request in requests})
+
+    def _draft(self, running: list[Request], read: int) -> None:
+        """Rounds of drafting, each a token for every request that is to have one more. `read` tokens of prompts are in
+        the main model's inference too."""
+        for request in running:
+            request.text.drop_draft()  # of an iteration that failed
+            request.confidence, request.idle = None, False
+            if request.follows_batch:
+                request.rule.begin()
+        self.draft_length.begin(
+            [request.rule for request in running if request.follows_batch and request.text.can_draft], len(running)
+        )
+        while chosen := self._choose(running, read):
+            begin = time.perf_counter()
+            computed = self._read(chosen) if isinstance(self.draft, BatchModel) else 0
+            for request in chosen:
+                if not request.idle:
+                    self._try(request, self._propose, request)
+            self.draft_length.learn_draft(computed, time.perf_counter() - begin)
+
+    def _choose(self, running: list[Request], read: int) -> list[Request]:
+        """The requests that draft one more token."""
+        able = [request for request in running if request.text.can_draft and not request.idle and not request.error]
+        own = [
+            request
+            for request in able
+            if not request.follows_batch and request.rule.more(request.text.drafted, request.confidence)
+        ]
+        others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
+        tokens = read + sum(request.text.rows for request in running)
+        places = self.draft_length.choose([request.rule for request in others], tokens, len(own))
+        return own + [others[i] for i in places]
+
+    def _read(self, requests: list[Request]) -> int:
+        """Have the draft model read the texts; where too much is missing, only a piece of it in this iteration.
+
+        Returns how many tokens it computed.
+        """
+        asked = {}
+        for request in requests:
+            if len(request.text.so_far) <= request.draft_slot.capacity:
+                asked[request] = Part(request.draft_slot, request.text.so_far, 1)
+        parts = _within(CHUNK, asked)
+        computed = sum(part.missing for part in parts.values())
+        if parts:
+            for request, rows in zip(parts, self.draft.logits(list(parts.values())), strict=True):
+                request.draft_slot.rows = rows
+        for request in requests:
+            request.idle = request not in parts or not parts[request].last
+        return computed
+
+    def _propose(self, request: Request) -> None:
+        text = request.text
+        proposal = request.source.propose(text.so_far, text.distribution, text.random)
+        if proposal is None:
+            request.idle = True
+            return
+        text.draft(proposal)
+        request.confidence = proposal.confidence
+        if request.follows_batch:
+            request.rule.draft(proposal.confidence())
+
+    def _gain(self, request: Request, step: Step) -> Gain:
+        tokens, piece = request.recording.take(step)
+        step = Step(tokens, min(step.accepted, len(tokens)), step.proposed)
+        if request.text.ended or request.generation.finish_reason == "stop":
+            piece += self._finish(request)
+        return Gain(request, step, piece)
+
+    def _finish(self, request: Request) -> str:
+        request.finished = True
+        if request.source:
+            request.generation.draft_length = (self.draft_length if request.follows_batch else request.rule).why()
+        else:
+            request.generation.draft_length = "no draft"
+        return request.recording.end()
+
+    def _leave(self) -> list[Gain]:
+        """Give back the blocks of those that are finished, cancelled or failed; the last gains of the latter two."""
+        last = []
+        for request in self._requests:
+            if (request.cancelled or request.error) and not request.finished:
+                request.generation.finish_reason = "cancelled"
+                last.append(Gain(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
+            if request.finished:
+                with self._lock:
+                    request.slot.give_back()
+                    if request.draft_slot:
+                        request.draft_slot.give_back()
+        self._requests = [request for request in self._requests if not request.finished]
+        return last
+
+    def _rule(self, config: GenerationConfig) -> DraftLength | DraftHistory:
+        """GenAI's names: a number is fixed, a threshold is by confidence, neither is the batch's rule."""
+        if config.num_assistant_tokens:
+            return FixedDraftLength(config.num_assistant_tokens)
+        if config.assistant_confidence_threshold:
+            return ConfidenceDraftLength(config.assistant_confidence_threshold)
+        return self.draft_length.history()
+
+    @staticmethod
+    def _try(request: Request, act: Callable, *arguments: object) -> object:
+        """What `act` returns, or None: what it raises is the request's own error, and ends it alone."""
+        try:
+            return act(*arguments)
+        except (ValueError, RuntimeError) as error:
+            request.error = error
+            return None
+
+
+def _within(budget: int, parts: dict[Request, Part]) -> dict[Request, Part]:
+    """The first of `parts` that are computed with `budget` tokens; the last perhaps only a piece, without logits."""
+    fitting = {}
+    for request, part in parts.items():
+        if not budget:
+            break
+        missing = part.missing
+        if missing > budget:
+            part = Part(part.slot, part.tokens[: len(part.tokens) - missing + budget], 0)
+        fitting[request] = part
+        budget -= min(missing, budget)
+    return fitting
+
+
+def load(
+    main: Path,
+    device: str = "CPU",
+    draft: Path | None = None,
+    draft_device: str | None = None,
+    properties: dict | None = None,
+    draft_properties: dict | None = None,
+    max_ngram_size: int | None = None,
+    cache_tokens: int = CAPACITY,
+    use_huge_pages: bool = False,
+) -> BatchDecoder:
+    """A decoder of the IR folders `main` and `draft`, as `decoder.load` makes one for a single text.
+
+    `cache_tokens` is what all texts together may have, prompts included; `BatchDecoder.cache_bytes` tells the memory
+    for it. What things cost is measured now and followed by the clock. Raises ValueError for a model or a device
+    without a paged cache.
+    """
+    before = huge_pages.allocated() if use_huge_pages else []
+    properties = properties or {}
+    models = [_load(main, device, properties, cache_tokens)]
+    if draft:
+        draft_properties = properties if draft_properties is None else draft_properties
+        models.append(_load(draft, draft_device or device, draft_properties, cache_tokens))
+    if use_huge_pages:
+        huge_pages.move(before)
+    main_costs, *draft_costs = cost_curve.measure(models)
+    source = models[1] if draft else PromptLookup(models[0].width, max_ngram_size) if max_ngram_size else None
+    rule = BatchDraftLength(main_costs, draft_costs[0] if draft else CostCurve({1: 0.0}))
+    tokenizer = openvino_genai.Tokenizer(str(main))
+    file = Path(main, "generation_config.json")
+    stops = GenerationConfig(file).stop_token_ids if file.exists() else set()
+    return BatchDecoder(models[0], source, rule, tokenizer, frozenset(stops or {tokenizer.get_eos_token_id()}))
+
+
+def _load(folder: Path, device: str, properties: dict, cache_tokens: int) -> BatchModel:
+    context = config_facts(Path(folder)).context_length
+    return BatchModel(cached_model.load(folder, device, properties, cache_tokens), context)

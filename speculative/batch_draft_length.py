@@ -1,0 +1,179 @@
+"""How many tokens to draft for each of several texts that are verified in one inference.
+
+Texts share what drafting costs: a round of drafting, in which one token is drafted for each text that takes part, is
+one inference of the draft model, and the main model's inference costs by the tokens in it, whosever they are. With
+one text, weights are read for a few tokens and more are nearly free; with many, every token costs, and drafting
+shrinks to nothing by itself, and comes back as texts leave.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speculative.cost_curve import CostCurve
+from speculative.draft_length import LONGEST, STEPS, AdaptiveDraftLength
+
+
+class DraftHistory:
+    """How often the draft was right in one text, by how sure it was, and how long it has not been asked.
+
+    What is not known of this text is taken from `others`, the history of all.
+    """
+
+    BINS = AdaptiveDraftLength.BINS
+    FADE = AdaptiveDraftLength.FADE
+    PRIOR = AdaptiveDraftLength.PRIOR
+    PRIOR_ACCEPTANCE = AdaptiveDraftLength.PRIOR_ACCEPTANCE
+    PROBE_FIRST, PROBE_LAST = AdaptiveDraftLength.PROBE_FIRST, AdaptiveDraftLength.PROBE_LAST
+
+    def __init__(self, others: "DraftHistory | None" = None):
+        self._others = others
+        self._accepted = np.zeros(self.BINS)
+        self._judged = np.zeros(self.BINS)
+        self._all_accepted = self._all_judged = 0.0
+        self._bins: list[int] = []  # of the tokens drafted in this iteration
+        self.survival = 1.0  # the chance that all of them are accepted
+        self.plain = 0  # iterations without a draft in a row
+        self._probe_every = self.PROBE_FIRST
+
+    @property
+    def drafted(self) -> int:
+        """Tokens in this iteration."""
+        return len(self._bins)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a draft token would tell something new: there was none for long."""
+        return self.plain >= self._probe_every
+
+    def acceptance(self) -> float:
+        """The chance that the next draft token is accepted if those before it were."""
+        prior = self._others.acceptance() if self._others else self.PRIOR_ACCEPTANCE
+        return (self._all_accepted + self.PRIOR * prior) / (self._all_judged + self.PRIOR)
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._bins, self.survival = [], 1.0
+
+    def draft(self, confidence: float) -> None:
+        """A token was drafted, and the draft was so sure of it, from 0 to 1."""
+        self._bins.append(min(int(confidence * self.BINS), self.BINS - 1))
+        self.survival *= self._acceptance_of(self._bins[-1])
+
+    def learn(self, accepted: int) -> None:
+        """So many of the tokens drafted in this iteration were accepted."""
+        judged = list(zip(self._bins[: accepted + 1], [True] * accepted + [False], strict=False))
+        for history in (self, self._others) if self._others else (self,):
+            for bin_, was_accepted in judged:
+                history._count(bin_, was_accepted)
+        if not self._bins:
+            self.plain += 1
+        elif self.plain:  # this was a probe
+            was_right = accepted == len(self._bins)
+            self.plain = self._probe_every if was_right else 0  # a success is tried again at once
+            self._probe_every = self.PROBE_FIRST if was_right else min(2 * self._probe_every, self.PROBE_LAST)
+
+    def _count(self, bin_: int, was_accepted: bool) -> None:
+        self._accepted *= self.FADE
+        self._judged *= self.FADE
+        self._accepted[bin_] += was_accepted
+        self._judged[bin_] += 1
+        self._all_accepted = self._all_accepted * self.FADE + was_accepted
+        self._all_judged = self._all_judged * self.FADE + 1
+
+    def _acceptance_of(self, bin_: int) -> float:
+        prior = self._others._acceptance_of(bin_) if self._others else self.acceptance()
+        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)
+
+
+class BatchDraftLength:
+    """Drafts as long as the tokens expected of it are worth the seconds expected for it.
+
+    The rule of `AdaptiveDraftLength`, for the batch as a whole: of all texts those take part in a round of drafting,
+    the most promising first, for which
+
+        tokens they are expected to add  -  rate to beat (tokens a second)  x  seconds they add to draft and verify
+
+    is largest and above 0, for one more token of each or several. The rate to beat is the best of drafting 0, 1, ...
+    tokens for all alike or, if that is more, what was reached lately.
+    """
+
+    FADE = AdaptiveDraftLength.FADE
+    UNASKED = 64  # iterations without any draft after which one token is drafted: costs change, too
+
+    def __init__(self, main: CostCurve, draft: CostCurve):
+        self.main = main
+        self.draft = draft
+        self._all = DraftHistory()
+        self._rate = 0.0  # tokens a second to beat, in this iteration
+        self._alike = 0.0  # the best of drafting for all alike
+        self._tokens = self._usual = 0.0  # gained lately; and by drafting for all alike in the same time
+        self._seconds = 0.0  # of this iteration so far, by the model of costs
+        self._drafted = False  # in this iteration
+        self._plain = 0  # iterations in a row in which nothing was drafted
+
+    def history(self) -> DraftHistory:
+        """That of a new text."""
+        return DraftHistory(self._all)
+
+    def begin(self, histories: Sequence[DraftHistory], texts: int) -> None:
+        """An iteration begins with `texts` texts; for those of `histories` this rule decides."""
+        self._seconds, self._drafted = 0.0, False
+        acceptance = np.array([history.acceptance() for history in histories])
+        n, K = len(histories), np.arange(LONGEST + 1)
+        gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
+        rates = gained / (self.main(texts + n * K) + K * self.draft(n))
+        self._alike = float(rates.max())
+        self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
+
+    def choose(self, histories: Sequence[DraftHistory], tokens: int, anyway: int) -> list[int]:
+        """For which of `histories` (their places) to draft one more token.
+
+        `tokens` are in the main model's next inference already; for `anyway` texts a token is drafted in any case.
+        """
+        if not histories:
+            return []
+        survival = np.array([history.survival for history in histories])
+        acceptance = np.array([history.acceptance() for history in histories])
+        chosen = self._worth(survival, acceptance, tokens, anyway)
+        first = not any(history.drafted for history in histories)
+        due = [i for i, history in enumerate(histories) if first and history.is_due and i not in chosen]
+        if due:  # where the draft is thought to be poor; where the batch is what forbids it, there is nothing to see
+            hoped = np.maximum(acceptance[due], DraftHistory.PRIOR_ACCEPTANCE)
+            chosen += [due[i] for i in self._worth(survival[due], hoped, tokens + len(chosen), anyway + len(chosen))]
+        if first and not chosen and not anyway and self._plain >= self.UNASKED:
+            return [min(range(len(histories)), key=lambda i: histories[i].plain)]  # which has the least to read
+        return chosen
+
+    def learn_draft(self, tokens: int, seconds: float) -> None:
+        """A round of drafting computed so many tokens in so long."""
+        self._drafted = True
+        self._seconds += self.draft(tokens)
+        self.draft.learn(tokens, seconds)
+
+    def learn_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
+        """The main model's inference took so long, for so many tokens of texts and of prompts, and gained so many."""
+        self._plain = 0 if self._drafted else self._plain + 1
+        if verified:
+            self._seconds += self.main(verified)
+            self._tokens = self._tokens * self.FADE + gained
+            self._usual = self._usual * self.FADE + self._alike * self._seconds
+        self.main.learn(verified + prompts, seconds)
+
+    def _worth(self, survival: np.ndarray, acceptance: np.ndarray, tokens: int, anyway: int) -> list[int]:
+        order = np.argsort(-survival * acceptance, kind="stable")
+        gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
+        n = np.arange(1, len(order) + 1)[:, None]
+        seconds = STEPS * (self.draft(anyway + n) - self.draft(anyway))
+        seconds = seconds + self.main(tokens + n * STEPS) - self.main(tokens)
+        net = gains.cumsum(axis=0) - self._rate * seconds
+        texts, _ = np.unravel_index(net.argmax(), net.shape)
+        return order[: texts + 1].tolist() if net.max() > 0 else []
+
+    def why(self) -> str:
+        """What the rule does now, in one line."""
+        one, many = self.main(1) * 1000, self.main(16) * 1000
+        return (
+            f"as many draft tokens as pay in the batch: one takes {self.draft(1) * 1000:.2f} ms and is accepted "
+            f"with {self._all.acceptance():.2f}, the main model takes {one:.1f} ms for one token, {many:.1f} ms for 16"
+        )

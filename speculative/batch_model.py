@@ -1,0 +1,120 @@
+"""Several sequences of one model, each with its own text, in one inference: `CachedModel` for many.
+
+    model = BatchModel(cached_model.load(Path("models/embedded/main"), capacity=8192))
+    one, other = model.slot(longest=500), model.slot(longest=200)
+    rows = model.logits([Part(one, tokens_of_one, last=3), Part(other, tokens_of_other, last=1)])
+
+As there, every call gives the whole text so far of each, and what the cache holds of it is not computed again.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from speculative.block_pool import BlockPool, Lease
+from speculative.cached_model import CachedModel
+from speculative.paged_model import PagedModel, Run
+
+
+class Slot:
+    """A text's place in the cache: its blocks, what they hold, and the logits computed last.
+
+    To `ModelDraft` it is the model of one text, whose logits are there already.
+    """
+
+    def __init__(self, lease: Lease, capacity: int):
+        self.capacity = capacity  # longest text, in tokens
+        self.rows = np.zeros((0, 0), np.float32)  # [last, V]: the caller's, from what `BatchModel.logits` returned
+        self._lease = lease
+        self._held = np.zeros(capacity, np.int64)
+        self._length = 0
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits [1, V] behind `tokens`, the text that was asked for last."""
+        return self.rows[-1:]
+
+    def blocks(self, tokens: int) -> np.ndarray:
+        """The numbers, int32, of the blocks for the first `tokens` tokens."""
+        return self._lease.blocks(tokens)
+
+    def give_back(self) -> None:
+        """The blocks; the text is gone."""
+        self._lease.give_back()
+
+    def common_prefix(self, tokens: np.ndarray) -> int:
+        """How many of `tokens` the cache holds."""
+        n = min(self._length, len(tokens))
+        differ = self._held[:n] != tokens[:n]
+        first = int(differ.argmax()) if n else 0
+        return first if n and differ[first] else n
+
+    def keep(self, length: int) -> None:
+        """Trust nothing behind the first `length` tokens."""
+        self._length = length
+
+    def hold(self, start: int, tokens: np.ndarray) -> None:
+        """Note that `tokens` are in the cache, from `start` on, and nothing behind."""
+        self._length = start + len(tokens)
+        self._held[start : self._length] = tokens
+
+
+class Part(NamedTuple):
+    """A text's share in an inference: all its `tokens` (int64 [n]) so far; logits are wanted after the `last` ones."""
+
+    slot: Slot
+    tokens: np.ndarray
+    last: int
+
+    @property
+    def start(self) -> int:
+        """Where the inference on it starts: tokens before are in the cache."""
+        return min(self.slot.common_prefix(self.tokens), len(self.tokens) - self.last)
+
+    @property
+    def missing(self) -> int:
+        """How many tokens the inference computes."""
+        return len(self.tokens) - self.start
+
+
+class BatchModel:
+    """The texts of one model. Not thread-safe."""
+
+    def __init__(self, model: CachedModel, context: int | None = None):
+        """`model` is not to be used otherwise from now on; its capacity is that of all texts together.
+
+        `context` is the longest text, in tokens, by default as long as the capacity. Raises ValueError where the cache
+        is not paged: only there several texts fit one inference.
+        """
+        if not isinstance(model.backend, PagedModel):
+            raise ValueError(
+                f"several texts in one inference need a paged cache, and this model has one of the kind "
+                f"{model.backend.kind!r}: take a model and a device (CPU, GPU) with paged attention, or a decoder for "
+                "each text"
+            )
+        self.width = model.width
+        self.context = min(context or model.capacity, model.capacity)
+        self.cache_bytes = model.backend.cache_bytes
+        self.pool = BlockPool(model.backend.blocks, model.backend.block_size)
+        self._backend = model.backend
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a text of up to so many tokens would get a slot."""
+        return self.pool.has_room(min(tokens, self.context))
+
+    def slot(self, tokens: int) -> Slot:
+        """Room for a text of up to so many tokens, or as many as the context has. Raises NoRoom."""
+        tokens = min(tokens, self.context)
+        return Slot(self.pool.promise(tokens), tokens)
+
+    def logits(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """Logits float32 [last, V] of each part: views that the next call overwrites."""
+        runs = []
+        for slot, tokens, last in parts:
+            start = Part(slot, tokens, last).start
+            slot.keep(start)  # should the inference fail, nothing behind is trusted
+            runs.append(Run(slot.blocks(len(tokens)), start, tokens[start:], last))
+        logits = self._backend.run_together(runs)
+        for part, run in zip(parts, runs, strict=True):
+            part.slot.hold(run.start, run.tokens)
+        return np.split(logits, np.cumsum([part.last for part in parts])[:-1])

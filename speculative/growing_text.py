@@ -1,0 +1,127 @@
+"""The text of one request as it grows: what was drafted, what the main model makes of it, where it ends.
+
+    while not text.ended:
+        while text.can_draft and ...:
+            text.draft(source.propose(text.so_far, text.distribution, text.random))
+        step = text.verify(main.logits(text.so_far, last=text.rows))
+
+Which models, how many texts at a time and how long a draft should be are the caller's business.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from openvino_genai import GenerationConfig
+
+from speculative.decoder import Step
+from speculative.distribution import Distribution, check_supported
+from speculative.draft_source import Proposal
+from speculative.rejection_sampling import Certain, verify
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model sets to its texts."""
+
+    width: int  # tokens it knows
+    capacity: int  # longest text, in tokens
+    stop_token_ids: frozenset[int] = frozenset()  # where a GenerationConfig names none
+
+
+class GrowingText:
+    """A prompt (token ids int64 [n]) and what is generated behind it, as `config` says, with its own random numbers.
+
+    Raises ValueError for a prompt that is empty or too long and for a config that asks for what speculative decoding of
+    one text cannot do.
+    """
+
+    def __init__(self, prompt: np.ndarray, config: GenerationConfig, limits: Limits, random: np.random.Generator):
+        check_supported(config)
+        if not len(prompt):
+            raise ValueError("the prompt has no tokens: give some text to go on from")
+        if prompt.min() < 0 or prompt.max() >= limits.width:
+            raise ValueError(
+                f"the prompt's token ids go from {prompt.min()} to {prompt.max()}, the model knows 0 to "
+                f"{limits.width - 1}: encode it with the model's tokenizer"
+            )
+        room = limits.capacity - len(prompt)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(prompt)} tokens and the context room for {limits.capacity - 1}")
+        self.random = random
+        self.stops = stop_ids(config, limits.stop_token_ids)
+        self.n_prompt = self.n = len(prompt)  # n: of prompt and generated tokens, without drafted ones
+        longest = min(config.max_new_tokens, max(config.max_length - self.n, 0), room)
+        self._tokens = np.empty(self.n + longest, np.int64)  # prompt, generated, drafted
+        self._tokens[: self.n] = prompt
+        self._transform = Distribution(config, limits.stop_token_ids)
+        self._q: list[np.ndarray | Certain] = []  # what the drafted tokens were drawn from
+        self.ended = longest == 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text this can become."""
+        return len(self._tokens)
+
+    @property
+    def so_far(self) -> np.ndarray:
+        """Prompt, generated and drafted tokens."""
+        return self._tokens[: self.n + len(self._q)]
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted and not yet verified."""
+        return len(self._q)
+
+    @property
+    def rows(self) -> int:
+        """Logits that `verify` needs: after the text, and after each drafted token."""
+        return len(self._q) + 1
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing generated yet. The prompt's inference comes alone, so that the first token is soon there."""
+        return self.n == self.n_prompt
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether one more draft token could be of use: not behind the last but one, nor behind an end."""
+        if self.is_new or len(self.so_far) >= self.longest - 1:
+            return False
+        return not (self._q and int(self.so_far[-1]) in self.stops)
+
+    def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | Certain:
+        """What follows `tokens`, a beginning of this text: `logits` float32 [V] as the config has them."""
+        return self._transform(logits, tokens[: self.n_prompt], tokens[self.n_prompt :])
+
+    def draft(self, proposal: Proposal) -> None:
+        """Put a draft token behind the text. It has to be verified, or the text is no longer the main model's."""
+        self._tokens[self.n + len(self._q)] = proposal.token
+        self._q.append(proposal.q)
+
+    def drop_draft(self) -> None:
+        """Where the main model failed, whatever was drafted."""
+        self._q.clear()
+
+    def verify(self, logits: np.ndarray) -> Step:
+        """Take what the main model accepts, and its own token behind; `logits` are its last `rows` ones."""
+        drafted = self._tokens[self.n : self.n + len(self._q)].tolist()
+        accepted, token = verify(
+            drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
+        )
+        self._q.clear()
+        gained = [*drafted[:accepted], token]
+        end = next((i for i, token in enumerate(gained) if token in self.stops), None)
+        if end is not None:  # the main model's own token behind an accepted end is not part of the text
+            gained = gained[: end + 1]
+        self._tokens[self.n : self.n + len(gained)] = gained
+        self.n += len(gained)
+        self.ended = end is not None or self.n == self.longest
+        return Step(gained, accepted, len(drafted))
+
+
+def stop_ids(config: GenerationConfig, usual: frozenset[int]) -> frozenset[int]:
+    """The tokens that end a text: those that `config` names, else the `usual` ones."""
+    if config.ignore_eos:
+        return frozenset()
+    named = {*config.stop_token_ids, *({config.eos_token_id} if config.eos_token_id >= 0 else ())}
+    return frozenset(named) or usual
