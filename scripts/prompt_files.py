@@ -115,10 +115,10 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
     """Texts, or lists of texts (turns), of one column; empty ones and repeated ones are left out."""
     try:
         import datasets
-    except ImportError:
+    except ImportError as error:
         raise ValueError(
-            f"{name} is no file here, and to read it as a Hugging Face data set the package `datasets` is missing: "
-            "name a file, or `pip install datasets`"
+            f"{name} is no file here, and to read it as a Hugging Face data set the package `datasets` is needed "
+            f"({' '.join(str(error).split())}): name a file, or `pip install datasets`"
         ) from None
     datasets.disable_progress_bars()
     try:

@@ -6,9 +6,9 @@ from collections import Counter
 
 import openvino_genai
 import pytest
-from conftest import MAIN, ROOT
+from conftest import DRAFT, MAIN, ROOT
 
-from scripts.prompt_files import read_prompts
+from scripts.prompt_files import read_prompts, token_ids
 from speculative.metrics import repetition
 
 FOLDER = ROOT / "scripts/prompts"
@@ -89,7 +89,67 @@ def test_a_file_without_prompts_is_refused(tmp_path, content):
         read_prompts(path)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(ValueError, match="is not a file"):
-            read_prompts(path)
+@pytest.mark.parametrize("source", ["none.jsonl", "no/such/folder", "some where", ":", ""])
+def test_what_is_neither_file_nor_data_set_is_refused(source):
+    with pytest.raises(ValueError, match="is not a file"):
+        read_prompts(source)
+
+
+def test_prompts_are_taken_evenly():
+    prompts = read_prompts(FOLDER / "instructions.jsonl", 12)
+    assert Counter(prompt.category for prompt in prompts) == dict.fromkeys({p.category for p in prompts}, 2)
+    assert len({prompt.category for prompt in prompts}) == 6
+    assert len(read_prompts(FOLDER / "long.jsonl", 1000)) == len(BUNDLED["long.jsonl"])
+
+
+def test_a_prompt_beyond_the_context_is_named():
+    assert len(token_ids(BUNDLED["embedded_code.jsonl"], MAIN, 100)) == 20
+    with pytest.raises(ValueError, match=r"prompt long-summary has [\d,]+ tokens, .* context of 1,024"):
+        token_ids(BUNDLED["long.jsonl"], MAIN, 100)
+
+
+def test_without_the_package_a_data_set_is_refused_in_one_sentence(run, tmp_path):
+    (tmp_path / "datasets.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
+    process = run(
+        "scripts/benchmark.py", MAIN, DRAFT, "--prompts", "owner/name:prompt", env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert process.returncode == 2 and "pip install datasets" in process.stderr and "owner/name" in process.stderr
+    assert process.stderr.count("\n") == 1 and process.stdout == ""
+
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch):
+    """A folder that the package `datasets` reads as a data set, by itself and without the network."""
+    pytest.importorskip("datasets")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    rows = [("What is a stack?", "a"), ("", "a"), ("What is a queue?", "b"), ("What is a stack?", "b")]
+    lines = [json.dumps({"question": question, "category": category, "stars": 3}) for question, category in rows]
+    (folder / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("named", ["", ":question", ":question:test"])
+def test_a_data_set_has_a_prompt_a_row(data_set, named):
+    first, second = read_prompts(f"{data_set}{named}")  # no empty one, none twice
+    assert (first.text, first.category, first.id) == ("What is a stack?", "a", "0")
+    assert (second.text, second.category, second.id) == ("What is a queue?", "b", "2")
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (":answer", "has no column answer, only question, category, stars: name one as"),
+        (":stars", "row 0 of the data set .* has no text in stars"),
+        (":question:train", "cannot be read: .*train"),
+        ("@other:question", "cannot be read: .*other"),
+    ],
+)
+def test_what_a_data_set_lacks_is_named(data_set, named, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_prompts(f"{data_set}{named}")
+    assert "\n" not in str(caught.value)
