@@ -18,7 +18,7 @@ print(json.dumps({
     "pair": str(PAIR), "command": command, "devices": [MAIN_DEVICE, DRAFT_DEVICE], "dropdown": main_choice is not None,
     "texts": texts, "same": same, "speedups": speedups.tolist(), "acceptance_rates": acceptance_rates,
     "alphas": alphas, "efficiencies": efficiencies, "lengths": LENGTHS, "positions": positions,
-    "without_logprobs": without_logprobs, "with_logprobs": with_logprobs, "gains": gains,
+    "gained_by": gained_by, "gains": gains,
     "same_with_engine": sum(a.tokens == b.tokens for a, b in zip(runs["alone"][0], dynamic["adaptive"][0])),
     "sampled_speedups": sampled_speedups.tolist(), "sampled_alpha": sampled_alpha, "from_draft": result.from_draft,
     "new_tokens": NEW_TOKENS,
@@ -88,8 +88,8 @@ def test_what_acceptance_means(computed):
 
 
 def test_a_confidence_threshold_needs_logprobs(computed):
-    for name, longest in (("without_logprobs", [2]), ("with_logprobs", range(3, 50))):
-        gained = computed[name]
+    for name, longest in (("without logprobs", [2]), ("with logprobs=1", range(3, 50))):
+        gained = computed["gained_by"][name]
         assert [sum(tokens) for tokens in gained] == [computed["new_tokens"] - 1] * len(computed["texts"])
         assert max(max(tokens) for tokens in gained) in longest
 
