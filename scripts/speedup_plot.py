@@ -20,11 +20,13 @@ def png(points: list[dict]) -> bytes:
     temperatures = list(dict.fromkeys(point["temperature"] for point in points))
     figure = Figure(figsize=(SIZE[0], SIZE[1]) if len(temperatures) < 3 else (1.4 * SIZE[0], SIZE[1]), dpi=DOTS)
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    engines = list(dict.fromkeys(point["engine"] for point in points))
     for panel, t in zip(panels, temperatures, strict=True):
-        of_t = [point for point in points if point["temperature"] == t]
         panel.axhline(1, color="0.4", linewidth=1)
-        for i, engine in enumerate(dict.fromkeys(point["engine"] for point in of_t)):
-            draw_engine(panel, engine, sorted((p for p in of_t if p["engine"] == engine), key=lambda p: p["k"]), i)
+        for i, engine in enumerate(engines):
+            line = [p for p in points if (p["temperature"], p["engine"]) == (t, engine)]
+            if line:
+                draw_engine(panel, engine, sorted(line, key=lambda p: p["k"]), i, 0.14 * (i - (len(engines) - 1) / 2))
         panel.set(title=f"temperature {t:g}" if t else "greedy", xlabel="draft length K (tokens)", ylim=(0, None))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(axis="y", color="0.88")
@@ -38,23 +40,22 @@ def png(points: list[dict]) -> bytes:
     return written.getvalue()
 
 
-def draw_engine(panel, engine: str, line: list[dict], i: int) -> None:
+def draw_engine(panel, engine: str, line: list[dict], i: int, aside: float) -> None:
+    """`aside` sets the ranges of two engines side by side."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-    k, speedup = [p["k"] for p in line], [p["speedup"] for p in line]
+    k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]
     ranges = [p.get("speedup_range") or [p["speedup"]] * 2 for p in line]
     reach = [[s - low for s, (low, _) in zip(speedup, ranges, strict=True)],
              [high - s for s, (_, high) in zip(speedup, ranges, strict=True)]]  # fmt: skip
     panel.errorbar(
         k, speedup, reach, color=colour, marker=marker, capsize=2.5, elinewidth=1, label=f"{engine}, measured"
     )
-    predicted = [(p["k"], p["predicted"]) for p in line if p.get("predicted") is not None]
+    predicted = [(p["k"] + aside, p["predicted"]) for p in line if p.get("predicted") is not None]
     if predicted:
         panel.plot(
             *zip(*predicted, strict=True), color=colour, linestyle="--", linewidth=1.3, label=f"{engine}, predicted"
         )
-    for p in line:
+    for at, p, (_, high) in zip(k, line, ranges, strict=True):
         if p.get("best"):
-            panel.plot(p["k"], p["speedup"], marker="*", markersize=15, color=colour)
-            panel.annotate(
-                f"{p['speedup']:.2f}x", (p["k"], p["speedup"]), (0, 9), textcoords="offset points", ha="center"
-            )
+            panel.plot(at, p["speedup"], marker="*", markersize=15, color=colour)
+            panel.annotate(f"{p['speedup']:.2f}x", (at, high), (0, 5), textcoords="offset points", ha="center")

@@ -5,12 +5,13 @@ style sheet defines for light and dark; series differ in marker or dash too, bar
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from markup import Markup, join, tag
 
 WIDTH = 360
-LEFT, RIGHT, TOP, BOTTOM = 44, 12, 14, 40  # margins
+LEFT, RIGHT, TOP, BOTTOM = 48, 18, 16, 42  # margins
 COLOURS = 6
 MARKERS = {
     "circle": "M-3.5,0a3.5,3.5 0 1,0 7,0a3.5,3.5 0 1,0 -7,0",
@@ -21,6 +22,15 @@ MARKERS = {
     "star": "M0,-8L1.9,-2.6H7.6L3,0.9L4.7,6.5L0,3.1L-4.7,6.5L-3,0.9L-7.6,-2.6H-1.9z",
 }
 SERIES_MARKERS = ("circle", "square", "triangle", "diamond", "cross")
+
+
+def colour(i: int) -> str:
+    """The style of the i-th series."""
+    return f"c{i % COLOURS + 1}" + (" dashed" if i >= COLOURS else "")
+
+
+def shape(i: int) -> str:
+    return SERIES_MARKERS[i % len(SERIES_MARKERS)]
 
 
 class Axis(NamedTuple):
@@ -78,12 +88,10 @@ class Plot:
         path = " ".join(f"{number(self.at_x(x))},{number(self.at_y(y))}" for x, y in points)
         self.parts.append(tag("polyline", points=path, class_=f"line {style}"))
 
-    def level(self, y: float, style: str, label: str = "") -> None:
-        """A line across, with words at its right end."""
+    def level(self, y: float, style: str) -> None:
+        """A line across."""
         at = number(self.at_y(y))
-        self.parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_=style))
-        if label:
-            self.note(self.x.high, y, label, anchor="end", down=-4)
+        self.parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_=f"line {style}"))
 
     def spread(self, x: float, low: float, high: float, style: str) -> None:
         at, bottom, top = self.at_x(x), self.at_y(low), self.at_y(high)
@@ -95,9 +103,10 @@ class Plot:
         place = f"translate({number(self.at_x(x))} {number(self.at_y(y))})"
         self.parts.append(tag("path", tag("title", label), d=MARKERS[shape], transform=place, class_=f"marker {style}"))
 
-    def note(self, x: float, y: float, words: str, anchor: str = "middle", down: float = -9) -> None:
-        place = {"x": number(self.at_x(x)), "y": number(self.at_y(y) + down)}
-        self.parts.append(tag("text", words, **place, text_anchor=anchor, class_="note-text"))
+    def note(self, x: float, y: float, words: str) -> None:
+        """Words above a point."""
+        place = {"x": number(self.at_x(x)), "y": number(self.at_y(y) - 9)}
+        self.parts.append(tag("text", words, **place, text_anchor="middle", class_="note-text"))
 
     def svg(self) -> Markup:
         bottom, right = self.height - BOTTOM, WIDTH - RIGHT
@@ -126,7 +135,7 @@ class Plot:
 
 
 def stacked_bars(
-    title: str, description: str, unit: str, rows: list[tuple[str, list[float]]], parts: list[str]
+    title: str, description: str, unit: str, rows: list[tuple[str, list[float]]], parts: Sequence[str]
 ) -> Markup:
     """One bar for each (name, values of the parts), its name above it and its total beside it."""
     scale = axis(unit, 0, max([sum(values) for _, values in rows] + [1e-9]))

@@ -1,0 +1,192 @@
+"""The charts of the report's page: speedup, acceptance, the time of an iteration, the candidates of a tuning."""
+
+from markup import Markup, tag
+from report_tables import candidate_name, finite, how, section, way
+from svg_charts import Axis, Plot, axis, colour, legend, part_swatch, shape, stacked_bars, swatch, whole_axis
+
+OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the way to decode
+
+# ---- speedup against draft length -----------------------------------------------------------------------------------
+
+
+def speedup(result: dict) -> Markup | str:
+    """One panel for each temperature: measured with the range of the rounds, predicted dashed."""
+    points = speedup_points(result)
+    if not points:
+        return ""
+    others = [row for row in result.get("rows", []) if isinstance(row["draft_length"], str) and finite(row["speedup"])]
+    values = [value for p in points for value in (p["speedup"], p.get("predicted"), *(p.get("speedup_range") or []))]
+    values += [row["speedup"] for row in others]
+    y = axis("speedup (x)", 0, max(1.2, *filter(finite, values)))
+    x = whole_axis("draft length K (tokens)", [p["k"] for p in points])
+    engines = list(dict.fromkeys(p["engine"] for p in points + others))
+    panels = []
+    for t in dict.fromkeys(p["temperature"] for p in points):
+        of_t = [[p for p in group if p.get("temperature", 0) == t] for group in (points, others)]
+        panels.append(speedup_panel(t, *of_t, engines, x, y))
+    notes = "Over the main model alone, in the same rounds; bars are the range of the rounds."
+    if any(finite(p.get("predicted")) for p in points):
+        notes += " Predicted: tau / (v(K) + K c), from measured acceptance and costs"
+        notes += (
+            f"; off by {result['prediction_error']:.1%} on average." if finite(result.get("prediction_error")) else "."
+        )
+    if len(panels) == 1:
+        return section("speedup", "Speedup against draft length", how(notes), panels[0])
+    panels = tag("div", *panels, class_="panels")
+    return section("speedup", "Speedup against draft length", how(notes), panels, kind="card wide")
+
+
+def speedup_points(result: dict) -> list[dict]:
+    """Of the sweep, or else of the rows with a fixed draft length; the best of each temperature is marked.
+
+    Empty where the rows differ in more than the draft length.
+    """
+    if result.get("sweep"):
+        return [point for point in result["sweep"] if finite(point.get("speedup"))]
+    if result["program"] in OTHER_ROWS:
+        return []
+    points = [
+        {**row, "k": row["draft_length"], "temperature": row.get("temperature", 0)}
+        for row in result.get("rows", [])
+        if isinstance(row.get("draft_length"), int) and row["draft_length"] and finite(row.get("speedup"))
+    ]
+    for t in {point["temperature"] for point in points}:
+        max((p for p in points if p["temperature"] == t), key=lambda p: p["speedup"])["best"] = True
+    return points
+
+
+def speedup_panel(t: float, points: list[dict], others: list[dict], engines: list[str], x: Axis, y: Axis) -> Markup:
+    title = f"Temperature {t:g}" if t else "Greedy"
+    best = max(points, key=lambda p: p["speedup"])
+    said = f"Highest: {best['speedup']:.2f}x at K = {best['k']}, {best['engine']}. All points are in the tables below."
+    plot = Plot(f"{title}: speedup against draft length", said, x, y)
+    plot.level(1, "even")
+    entries = []
+    for i, engine in enumerate(engines):
+        line = sorted((p for p in points if p["engine"] == engine), key=lambda p: p["k"])
+        aside = 0.14 * (i - (len(engines) - 1) / 2)  # so that the ranges of two engines stand side by side
+        predicted = [(p["k"] + aside, p["predicted"]) for p in line if finite(p.get("predicted"))]
+        if line:
+            plot.line([(p["k"] + aside, p["speedup"]) for p in line], colour(i))
+            entries.append((f"{engine}, measured", swatch(colour(i), shape(i))))
+        if predicted:
+            plot.line(predicted, f"{colour(i)} dashed")
+            entries.append((f"{engine}, predicted", swatch(f"{colour(i)} dashed")))
+        for j, row in enumerate(row for row in others if row["engine"] == engine):
+            style = f"{colour(i)} rule{j % 3}"
+            plot.level(row["speedup"], style)
+            entries.append((f"{way(row)}: {row['speedup']:.2f}x", swatch(style)))
+        for p in line:
+            low, high = p.get("speedup_range") or [p["speedup"]] * 2
+            plot.spread(p["k"] + aside, low, high, colour(i))
+            said = f"{engine}, K = {p['k']}: {p['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+            plot.marker(p["k"] + aside, p["speedup"], "star" if p.get("best") else shape(i), colour(i), said)
+            if p.get("best"):
+                plot.note(p["k"] + aside, max(high, p["speedup"]), f"{p['speedup']:.2f}x")
+    entries += [("best K", swatch("even", "star", line=False)), ("main model alone", swatch("even"))]
+    return tag("figure", tag("h3", title), plot.svg(), legend(entries))
+
+
+# ---- acceptance per position ----------------------------------------------------------------------------------------
+
+
+def acceptance(result: dict) -> Markup | str:
+    """The longest fixed draft of each engine and temperature, and every way with another rule."""
+    longest: dict[tuple, dict] = {}
+    for row in result.get("rows", []):
+        rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
+        kind = (row.get("engine"), row.get("temperature"), rule)
+        if len(row.get("position_acceptance") or []) > len(longest.get(kind, {}).get("position_acceptance", [])):
+            longest[kind] = row
+    rows = list(longest.values())
+    if not rows or result["program"] in OTHER_ROWS:
+        return ""
+    most = max(len(row["position_acceptance"]) for row in rows)
+    said = "; ".join(f"{way(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows)
+    x, y = whole_axis("position in the draft (token)", [1, most]), axis("accepted (share of iterations)", 0, 1)
+    plot = Plot("Acceptance per position", said, x, y)
+    entries = []
+    for i, row in enumerate(rows):
+        points = list(enumerate(row["position_acceptance"], start=1))
+        plot.line(points, colour(i))
+        for position, share in points:
+            plot.marker(position, share, shape(i), colour(i), f"{way(row)}, position {position}: {share:.2f}")
+        entries.append((way(row), swatch(colour(i), shape(i))))
+    words = "Of the iterations that proposed an i-th draft token, the share that accepted it (and so all before it)."
+    return section("acceptance", "Acceptance per position", how(words), tag("figure", plot.svg(), legend(entries)))
+
+
+# ---- the time of an iteration ---------------------------------------------------------------------------------------
+
+
+def iteration(result: dict) -> Markup | str:
+    rows = result.get("iteration")
+    if not rows:
+        return ""
+    parts = ("draft", "verify", "overhead")
+    bars = [(row["name"], [row[f"{part}_ms"] for part in parts]) for row in rows]
+    said = "; ".join(f"{name}: {sum(values):.1f} ms" for name, values in bars)
+    chart = stacked_bars("Time of one iteration", said, "time of one iteration (ms)", bars, parts)
+    marks = ["draft: its inferences", "verify: one inference of the main model", "overhead: the rest"]
+    entries = [(words, part_swatch(i)) for i, words in enumerate(marks, start=1)]
+    words = "Means. An iteration drafts up to K tokens, has the main model verify them, and yields 1 to K + 1 tokens."
+    return section("iteration", "Time of one iteration", how(words), tag("figure", chart, legend(entries)))
+
+
+# ---- tune's candidates ----------------------------------------------------------------------------------------------
+
+
+def candidates(result: dict) -> Markup | str:
+    """Speed against agreement; who was never compared with the exact text stands in the table only."""
+    found = list(enumerate(result.get("candidates", []), start=1))
+    if not found:
+        return ""
+    shown = [(i, one) for i, one in found if finite(one.get("throughput")) and finite(one.get("agreement"))]
+    content = [how("Up is faster, right is truer to the exact greedy text of the main model (f32).")]
+    if shown:
+        content.append(candidates_figure(shown, chosen(result)))
+    if len(shown) < len(found):
+        content.append(
+            how(f"{len(found) - len(shown)} of {len(found)} were not measured in both: see the table below.")
+        )
+    return section("candidates", "Speed against truth to the text", *content)
+
+
+def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -> Markup:
+    agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
+    top = max((one for _, one in shown), key=lambda one: one["throughput"])
+    said = (
+        f"{len(shown)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees in "
+        f"{top['agreement']:.1%} of the tokens."
+    )
+    x = percent_axis("agreement with f32 greedy (% of tokens)", min(agreement), max(agreement))
+    plot = Plot("Speed against agreement", said, x, axis("throughput (tokens/s)", 0, max(speed)))
+    for i, one in shown:
+        dropped = one.get("dropped_in_round") is not None
+        mark, style = ("star", "c2") if one is recommended else ("circle", "c1 open" if dropped else "c1")
+        said = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
+        plot.marker(one["agreement"], one["throughput"], mark, style, said)
+    entries = [("measured to the end", swatch("c1", "circle", line=False))]
+    entries.append(("dropped on the way", swatch("c1 open", "circle", line=False)))
+    for i, one in shown:
+        if one is recommended:
+            plot.note(one["agreement"], one["throughput"], str(i))
+            entries.append((f"recommended: {candidate_name(i, one)}", swatch("c2", "star", line=False)))
+    return tag("figure", plot.svg(), legend(entries))
+
+
+def chosen(result: dict) -> dict | None:
+    """The candidate with the recommended settings."""
+    found = result.get("recommendation") or {}
+    best = found.get("settings", {}).get(found.get("best")) or {}
+    for one in result["candidates"]:
+        settings = {**one.get("settings", {})}
+        engine = settings.pop("engine", found.get("best"))
+        if settings and engine == found.get("best") and settings.items() <= best.items():
+            return one
+    return None
+
+
+def percent_axis(title: str, low: float, high: float) -> Axis:
+    found = axis(title, low, high)
+    return found._replace(labels=[f"{100 * value:g}" for value in found.ticks])

@@ -1,0 +1,300 @@
+"""The tables of the report's page: figures, facts, the heat maps of devices and categories, a text token by token."""
+
+import math
+
+from markup import Markup, join, tag
+
+from speculative import metrics
+
+LINE_BREAK, NOTHING = "\u21b5", "\u2205"  # shown for a line break in a token, and for a token without text
+
+# Columns: key -> (heading, how a value is written). Only those that a result has are shown.
+SHARE, TIMES, RATE, PLAIN = "{:.2f}", "{:.2f}x", "{:.1f}", "{}"
+COLUMNS = {
+    "name": ("way", PLAIN),
+    "temperature": ("temperature", "{:g}"),
+    "k": ("K", PLAIN),
+    "engine": ("engine", PLAIN),
+    "throughput": ("tokens/s", RATE),
+    "speedup": ("speedup", TIMES),
+    "speedup_range": ("range", TIMES),
+    "spread": ("range", TIMES),
+    "predicted": ("predicted", TIMES),
+    "forward_speedup": ("speedup in main inferences", TIMES),
+    "acceptance_rate": ("acceptance rate", SHARE),
+    "block_efficiency": ("block efficiency", SHARE),
+    "mean_draft_length": ("mean draft length", SHARE),
+    "ttft": ("TTFT (ms)", RATE),
+    "tpot": ("TPOT (ms)", RATE),
+    "draft_ms": ("draft (ms)", SHARE),
+    "verify_ms": ("verify (ms)", SHARE),
+    "overhead_ms": ("overhead (ms)", SHARE),
+    "outside": ("outside the models", "{:.1%}"),
+    "repetition": ("repetition", SHARE),
+    "same_text": ("same text as alone", PLAIN),
+    "agreement": ("agreement with f32", "{:.1%}"),
+    "mean_kl": ("mean KL (nats)", "{:.2g}"),
+    "dropped_in_round": ("dropped", PLAIN),
+    "failed": ("failed", PLAIN),
+    "first_seconds": ("load (s)", RATE),
+    "second_seconds": ("load with a cache (s)", RATE),
+    "peak_bytes": ("peak memory (MB)", "{:.0f}"),
+    "what": ("compared", PLAIN),
+    "ratio": ("ratio", SHARE),
+    "range": ("range", SHARE),
+}
+UNITS = {"ttft": 1e3, "tpot": 1e3, "peak_bytes": 1e-6}  # of the columns over those of the result
+
+
+def finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def section(name: str, title: str, *content: object, kind: str = "card") -> Markup:
+    heading = tag("h2", title, id=f"{name}-title")
+    return tag("section", heading, *content, id=name, class_=kind, aria_labelledby=f"{name}-title")
+
+
+def how(words: str) -> Markup:
+    """How to read what follows."""
+    return tag("p", words, class_="how")
+
+
+def scroll(table: Markup, label: str) -> Markup:
+    """What is wider than a phone is moved sideways by itself; the page is not."""
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=label)
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def tables(result: dict) -> Markup | str:
+    named = {
+        "Draft lengths": result.get("sweep", []),
+        "Ways to decode": [{**row, "name": way(row)} for row in result.get("rows", [])],
+        "Candidates": [
+            {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
+        ],
+        "Comparisons": result.get("comparisons", []),
+        "Time of one iteration": result.get("iteration", []),
+        "Loading": result.get("starts", []),
+    }
+    named = {name: rows for name, rows in named.items() if rows}
+    drawn = []
+    for name, rows in named.items():
+        table = tag("summary", name), data_table(name, rows)
+        drawn.append(tag("details", *table, open=None if drawn else ""))  # the first one is open
+    keys = {key for rows in named.values() for row in rows for key in row}
+    return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
+
+
+def way(row: dict) -> str:
+    """The name of a row."""
+    length = row.get("draft_length", "")
+    named = f"{row['engine']}, " + (length if isinstance(length, str) else f"K = {length}" if length else "alone")
+    return row.get("name") or named
+
+
+def candidate_name(number: int, candidate: dict) -> str:
+    settings = candidate.get("settings", {})
+    return f"{number}: {candidate.get('name') or ', '.join(f'{key} = {value}' for key, value in settings.items())}"
+
+
+def data_table(caption: str, rows: list[dict]) -> Markup:
+    """The columns that are known and that a row fills."""
+    used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    used = [key for key in used if not (key == "engine" and "name" in used)]
+    head = tag("tr", *(tag("th", COLUMNS[key][0], scope="col", class_=alignment(rows, key)) for key in used))
+    body = []
+    for row in rows:
+        first, *others = [tag("td", cell_text(key, row.get(key)), class_=alignment(rows, key)) for key in used]
+        first = tag("th", cell_text(used[0], row.get(used[0])), scope="row")
+        body.append(tag("tr", first, *others, class_="best" if row.get("best") else None))
+    table = tag("table", tag("caption", tag("span", caption)), tag("thead", head), tag("tbody", *body))
+    return scroll(table, caption)
+
+
+def alignment(rows: list[dict], key: str) -> str | None:
+    return None if any(isinstance(row.get(key), str) for row in rows) else "number"
+
+
+def cell_text(key: str, value: object) -> str:
+    if isinstance(value, list):
+        return " to ".join(cell_text(key, part) for part in value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return plain(value) if value is not None else ""
+    return COLUMNS[key][1].format(value * UNITS.get(key, 1))
+
+
+def terms(keys: set[str]) -> Markup:
+    """What the columns mean, as the module that computes them defines it."""
+    known = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
+    said = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
+    said.append(("speedup", "Throughput over that of the same main model alone, runs interleaved."))
+    listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in said))
+    return tag("details", tag("summary", "What the columns mean"), listed)
+
+
+# ---- facts ----------------------------------------------------------------------------------------------------------
+
+
+def environment(result: dict) -> Markup | str:
+    facts = result.get("environment")
+    if not facts:
+        return ""
+    if finite(facts.get("other_load")):
+        facts = {**facts, "other_load": f"{facts['other_load']:.0%} of the processor time"}
+    return section("environment", "Environment", facts_table("Where and how this was measured", facts))
+
+
+def recommendation(result: dict) -> Markup | str:
+    """Tune's, but for the sentences, which are the summary."""
+    found = result.get("recommendation")
+    if not found:
+        return ""
+    facts = {key: value for key, value in found.items() if key not in ("sentences", "reason")}
+    return section("recommendation", "Recommendation", facts_table("As in recommended.json", facts))
+
+
+def facts_table(caption: str, facts: dict) -> Markup:
+    rows = (tag("tr", tag("th", words(key), scope="row"), tag("td", fact(value))) for key, value in facts.items())
+    table = tag("table", tag("caption", tag("span", caption)), tag("tbody", *rows), class_="facts")
+    return scroll(table, caption)
+
+
+def words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def fact(value: object) -> object:
+    """A dict of dicts one by one, the rest in words."""
+    if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
+        return join(tag("p", f"{words(key)}: {plain(part)}") for key, part in value.items())
+    return plain(value)
+
+
+def plain(value: object) -> str:
+    """A value in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{words(str(key))} {plain(part)}" for key, part in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(plain(part) for part in value) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+# ---- heat maps ------------------------------------------------------------------------------------------------------
+
+
+def heat_table(caption: str, corner: str, columns: list[str], rows: list[tuple[str, list[Markup]]]) -> Markup:
+    head = tag("tr", tag("th", corner, scope="col"), *(tag("th", name, scope="col") for name in columns))
+    body = (tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows)
+    table = tag("table", tag("caption", tag("span", caption)), tag("thead", head), tag("tbody", *body), class_="heat")
+    return scroll(table, caption)
+
+
+def heat(value: float, highest: float) -> str:
+    """The style of a cell: full colour for the highest value."""
+    return f"--share: {max(0.0, min(1.0, value / highest)) * 0.85:.2f}"
+
+
+def devices(result: dict) -> Markup | str:
+    matrix = result.get("matrix")
+    if not matrix:
+        return ""
+    cells = {(cell["main_device"], cell["draft_device"]): cell for cell in matrix["cells"]}
+    measured = [cell for cell in cells.values() if finite(cell.get("throughput"))]
+    highest = max((cell["throughput"] for cell in measured), default=1)
+    real = [cell for cell in measured if cell["status"] == "ok"]
+    best = max(real, key=lambda cell: cell["throughput"], default=None)
+    reasons = list(dict.fromkeys(cell["reason"] for cell in matrix["cells"] if cell.get("reason")))
+    rows = []
+    for main in matrix["main_devices"]:
+        of_main = [cells.get((main, draft), {}) for draft in matrix["draft_devices"]]
+        rows.append((main, [device_cell(cell, highest, cell is best, reasons) for cell in of_main]))
+    columns = ["no draft" if draft == "none" else f"draft on {draft}" for draft in matrix["draft_devices"]]
+    words = (
+        "Tokens per second: the stronger the colour the faster, the fastest is framed. Below: the speedup over the "
+        "same main device without a draft. Numbers in brackets lead to the reasons under the table."
+    )
+    listed = tag("ol", *(tag("li", reason) for reason in reasons), class_="reasons") if reasons else ""
+    caption = "Throughput (tokens/s) by device of main model and draft"
+    return section("devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), listed)
+
+
+def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> Markup:
+    """What a cell came to; its reason is a number of the list under the table."""
+    status = cell.get("status", "not measured")
+    mark = f" [{reasons.index(cell['reason']) + 1}]" if cell.get("reason") else ""
+    if not finite(cell.get("throughput")):
+        return tag("td", tag("b", status + mark), class_="none")
+    lines = []
+    if finite(cell.get("speedup")) and cell["draft_device"] != "none":
+        lines.append(f"{cell['speedup']:.2f}x" + (", slower than alone" if cell["speedup"] < 1 else ""))
+    if cell.get("same_text") is False:
+        first = cell.get("first_difference")
+        lines.append("\u2260 other text" + (f" from token {first} on" if first is not None else ""))
+    if status != "ok":
+        lines.append(status + mark)
+    lines = [tag("small", line) for line in lines]
+    value = tag("b", f"{cell['throughput']:.1f}")
+    return tag("td", value, *lines, class_="best" if best else None, style=heat(cell["throughput"], highest))
+
+
+def categories(result: dict) -> Markup | str:
+    found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
+    if not found:
+        return ""
+    cells = {(row["name"], row["category"]): row for row in found}
+    prompts = {row["category"]: row.get("prompts") for row in found}
+    highest = max(row["speedup"] for row in found)
+    rows = [
+        (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
+        for name in dict.fromkeys(row["name"] for row in found)
+    ]
+    columns = [f"{name or 'no category'}, {n} prompts" if n else name for name, n in prompts.items()]
+    words = "Speedup over the main model alone: the stronger the colour the faster. Below: the acceptance rate."
+    table = heat_table("Speedup by way and category of prompt", "way", columns, rows)
+    return section("categories", "By category of prompt", how(words), table)
+
+
+def category_cell(row: dict | None, highest: float) -> Markup:
+    if row is None:
+        return tag("td", "not measured", class_="none")
+    accepted = row.get("acceptance_rate")
+    below = tag("small", f"accepted {accepted:.2f}") if finite(accepted) else ""
+    return tag("td", tag("b", f"{row['speedup']:.2f}x"), below, style=heat(row["speedup"], highest))
+
+
+# ---- a text, token by token -----------------------------------------------------------------------------------------
+
+
+def tokens(result: dict) -> Markup | str:
+    view = result.get("token_view")
+    if not view:
+        return ""
+    steps = view["steps"]
+    accepted, rejected = (sum(len(step[kind]) for step in steps) for kind in ("accepted", "rejected"))
+    words = (
+        f"One text, in {len(steps)} iterations: {accepted} draft tokens accepted, {rejected} rejected, and the main "
+        "model's own token at the end of each."
+    )
+    text = [tag("span", view.get("prompt", ""), class_="prompt")]
+    for i, step in enumerate(steps, start=1):
+        said = f"iteration {i}: {len(step['accepted'])} of {len(step['accepted']) + len(step['rejected'])} accepted"
+        pieces = [tag("u", shown(piece, "\n")) for piece in step["accepted"]]
+        pieces += [tag("del", shown(piece, "")) for piece in step["rejected"]]
+        pieces.append(tag("b", shown(step["main"], "\n")))
+        text.append(tag("span", *pieces, title=said))
+    marks = [("u", "accepted draft token"), ("del", "rejected draft token"), ("b", "main model's token")]
+    named = [tag("li", tag(name, meaning)) for name, meaning in marks]
+    named.append(tag("li", tag("span", "prompt", class_="prompt")))
+    named.append(tag("li", f"{LINE_BREAK} line break, {NOTHING} token without text", class_="prompt"))
+    legend = tag("ul", *named, class_="legend tokens")
+    return section("tokens", "Token by token", how(words), legend, tag("div", *text, class_="text tokens"))
+
+
+def shown(piece: str, line_break: str) -> str:
+    """A token's text, what cannot be seen made visible."""
+    return piece.replace("\n", LINE_BREAK + line_break) or NOTHING
