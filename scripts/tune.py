@@ -67,8 +67,8 @@ THRESHOLDS = (0.3, 0.5, 0.7)  # of the draft's confidence
 FIRST_TOKENS = 24  # of a run in the first round of halving; doubled from round to round
 LEAST_RUN = 2  # prompts of a round of halving, at least
 ROUNDS = 6  # of the last ones, if the budget allows
-# Shares of the budget by whose end each stage is over: reference texts, properties, drafts and lengths.
-REFERENCE_BY, PROPERTIES_BY, LENGTHS_BY = 0.06, 0.4, 0.7
+# Shares of the budget by whose end each stage is over.
+REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY = 0.06, 0.15, 0.4, 0.7
 
 
 # ---- what is known of a candidate -----------------------------------------------------------------------------------
@@ -203,6 +203,8 @@ class Tuning:
             for ids in self.prompts[:4]:
                 runs.append(self.models.decode(Setting(self.default, "ours", draft, 4), ids, 2 * FIRST_TOKENS))
                 self.clock.tick()
+                if self.clock.until(DRAFTS_BY) < 0:
+                    break
             proposed = [n for run in runs for n in run.proposed]
             gained = [n for run in runs for n in run.gained]
             self.alpha[draft] = metrics.per_token_acceptance(proposed, gained) or 0.0
@@ -346,22 +348,35 @@ class Tuning:
     # ---- stage 2: engine, draft, draft length, by decoding
 
     def settings(self) -> list[Setting]:
-        """What is tried with the property sets that are left: most with the fastest, little with the others."""
-        found = [Setting(self.default, "GenAI", self.drafts[0], SAMPLE_K)]
+        """What is tried with the property sets that are left: most with the fastest, little with the others. The first
+        ones are tried whatever the budget, the others as far as it goes."""
+        best_set, draft = self.fastest[0], self.drafts[0]
+        best = self.lengths(best_set, draft)[0]
+        found = [
+            Setting(self.default, "GenAI", draft, SAMPLE_K),
+            Setting(best_set, "GenAI", draft, best),
+            Setting(best_set, "ours", draft, best),
+            Setting(best_set, "ours", draft, "adaptive"),
+            Setting(self.fastest_alone, "GenAI"),
+        ]
+        least = len(found)
         for place, models in enumerate(dict.fromkeys([*self.fastest, self.default])):
             for draft in self.drafts if place == 0 else self.drafts[:1]:
                 lengths = self.lengths(models, draft)
                 fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
-                of_ours = ["adaptive", *(THRESHOLDS if place == 0 else ())]
-                for k in fixed:
-                    longest = 7 if kind(models.device) == "NPU" else LONGEST  # where the engine lets K grow to twice K
-                    found += [Setting(models, "GenAI", draft, k)] if k <= longest else []
-                found += [Setting(models, "ours", draft, k) for k in (*fixed, *of_ours)]
-        if kind(self.default.device) != "NPU":
-            best = Setting(self.fastest[0], "GenAI", self.drafts[0], self.lengths(self.fastest[0], self.drafts[0])[0])
-            found += [dataclasses.replace(best, scheduler=scheduler) for scheduler in SCHEDULERS]
-        alone = [Setting(self.fastest_alone, engine) for engine in ("GenAI", "ours")]
-        return list(dict.fromkeys([*found, *alone]))
+                found += [Setting(models, engine, draft, k) for k in fixed for engine in ("GenAI", "ours")]
+                found += [Setting(models, "ours", draft, k) for k in ("adaptive", *THRESHOLDS[: 3 * (place == 0)])]
+        longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # where GenAI lets K grow to twice K
+        found = [one for one in found if one.engine == "ours" or one.draft_length <= longest]
+        if kind(best_set.device) != "NPU":
+            found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
+        found.append(Setting(self.fastest_alone, "ours"))
+        found = list(dict.fromkeys(found))
+        plain = self.models.costs[self.default, self.drafts[0]].main[1]
+        affordable = int(self.clock.until(LENGTHS_BY) / (LEAST_RUN * FIRST_TOKENS * plain))
+        if affordable < len(found):
+            self.note = "the budget had no time for all draft lengths: give more --minutes"
+        return found[: max(least, affordable)]
 
     def lengths(self, models: PropertySet, draft: Path) -> list[int]:
         """Fixed lengths worth a look, the likeliest first. Acceptance comes in runs, which favours longer ones."""

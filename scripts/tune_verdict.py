@@ -92,7 +92,8 @@ def judge(tuning) -> Verdict | None:
         return None
     best_alone, best = fastest(alone), fastest(drafted)
     gains = best.over(best_alone)
-    pays = statistics.median(gains) >= WORTH_IT and min(gains) > 1
+    # No draft gains more time than inferences: what does is noise.
+    pays = statistics.median(gains) >= WORTH_IT and min(gains) > 1 and _tokens_each(tuning, best) >= WORTH_IT
     settings = {"alone": _settings(best_alone)}
     for engine in ("GenAI", "ours"):
         own = [one for one in drafted if one.setting.engine == engine]
@@ -133,6 +134,14 @@ def measured_on(models: PropertySet) -> dict:
         name: ", ".join(fact.full_name for fact in device_facts.look_up(name, core) if fact.full_name) for name in names
     }
     return {"openvino_genai": openvino_genai.__version__, **devices}
+
+
+def _tokens_each(tuning, one: Figures) -> float:
+    """What an inference of the main model yields: block efficiency."""
+    way = tuning.ways.get(one.setting)
+    if not way:
+        return 1 + tuning.alpha[one.setting.draft]
+    return metrics.block_efficiency([n for run in way.runs() for n in run.gained])
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

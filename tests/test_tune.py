@@ -1,0 +1,357 @@
+"""Tuning as its user sees it, on a copy of the embedded pair: a recommendation that works, kept for its weights only.
+
+No test looks at a speed: whether a setting is fastest depends on the machine and what else it does.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import text_quality
+import tune
+from text_quality import Quality, ReferenceText
+
+from speculative import cached_model, recommendation
+
+PROMPT = "def read_file(path):"
+SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
+NAME = recommendation.FILE
+
+
+def last_line(done):
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tune_pair(tmp_path_factory):
+    """Run tune.py on a pair, 15 seconds long, and return the finished process."""
+
+    def tune_pair(main, draft, *options, prompts=("def area(width, height):", "class Box:", "import os", "x = [")):
+        file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+        file.write_text("\n".join(prompts), encoding="utf-8")
+        command = [
+            sys.executable,
+            "scripts/tune.py",
+            main,
+            draft,
+            "--minutes",
+            0.25,
+            "--prompts",
+            file,
+            *SHORT,
+            *options,
+        ]
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=ROOT,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=400,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return tune_pair
+
+
+def copy_pair(folder, main=MAIN, draft=DRAFT):
+    shutil.copytree(main, folder / "main")
+    shutil.copytree(draft, folder / "draft")
+    return folder
+
+
+def make_useless(draft):
+    """Shuffle the rows of the embedding, which is its head as well: token after token is another one."""
+    xml = (draft / "openvino_model.xml").read_text(encoding="utf-8")
+    constants = re.findall(r'<data element_type="u8" shape="4096, 256" offset="(\d+)" size="(\d+)"', xml)
+    assert constants
+    weights = np.fromfile(draft / "openvino_model.bin", np.uint8)
+    for offset, size in constants:
+        rows = weights[int(offset) : int(offset) + int(size)].reshape(4096, 256)
+        rows[:] = np.random.default_rng(0).permutation(rows)
+    weights.tofile(draft / "openvino_model.bin")
+
+
+@pytest.fixture(scope="module")
+def tuned(tune_pair, tmp_path_factory):
+    """A pair and what tuning it said. Its draft is the main model itself in disguise of none: the embedded draft."""
+    pair = copy_pair(tmp_path_factory.mktemp("pair"))
+    begin = time.perf_counter()
+    done = tune_pair(pair / "main", pair / "draft", "--csv", pair / "tune.csv", "--json", pair / "tune.json")
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(pair=pair, done=done, seconds=time.perf_counter() - begin, result=last_line(done))
+
+
+@pytest.fixture(scope="module")
+def useless(tune_pair, tmp_path_factory):
+    pair = copy_pair(tmp_path_factory.mktemp("useless"))
+    make_useless(pair / "draft")
+    done = tune_pair(pair / "main", pair / "draft")
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(pair=pair, done=done, result=last_line(done))
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def test_the_recommendation_stands_in_words_in_the_json_and_beside_the_pair(tuned):
+    result, found = tuned.result, tuned.result["recommendation"]
+    assert result["program"] == "tune"
+    assert result["summary"][0] in tuned.done.stdout and found["reason"] in result["summary"]
+    assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= {
+        row["name"] for row in result["rows"]
+    }
+    kept = json.loads((tuned.pair / NAME).read_text(encoding="utf-8"))
+    assert kept == {"format": recommendation.FORMAT, **found}
+    assert json.loads((tuned.pair / "tune.json").read_text(encoding="utf-8")) == result
+    assert (tuned.pair / "tune.csv").read_text(encoding="utf-8").count("\n") > len(result["rows"])
+    assert found["best"] in found["settings"] and found["settings"]["alone"]["throughput"] > 0
+    assert found["use_draft"] == (found["best"] != "alone")
+
+
+def test_every_candidate_carries_what_it_does_to_the_text(tuned):
+    decoded = [one for one in tuned.result["candidates"] if one.get("throughput")]
+    assert len(decoded) >= 5
+    for one in decoded:
+        assert 0 <= one["agreement"] <= 1 and one["mean_kl"] >= 0 and one["grade"] in text_quality.GRADES
+    assert "mean KL" in " ".join(tuned.result["summary"])
+
+
+def test_the_commands_and_the_lines_of_python_run(tuned, run):
+    summary = tuned.result["summary"]
+    spelled_out = next(line for line in summary if line.startswith("or, spelled out: "))
+    recommended = next(line for line in summary if line.startswith("Run it: "))
+    texts = []
+    for line in (spelled_out, recommended):
+        command = line.partition(": ")[2].replace("python ", f"{sys.executable} ", 1) + " --max-new-tokens 12"
+        done = subprocess.run(command, shell=os.name != "nt", cwd=ROOT, capture_output=True, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] != ""
+    assert "recommended by " in done.stderr
+    program = "\n".join(line.strip() for line in summary if line.startswith("    "))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(texts[0])
+
+
+def test_the_budget_is_kept(tuned):
+    """What has begun is ended: a load, a run; and no machine is faster than its least comparison."""
+    assert tuned.seconds < 15 + 120
+    assert tuned.result["environment"]["command"].startswith("python scripts/tune.py")
+
+
+def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run):
+    found = useless.result["recommendation"]
+    assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
+    assert useless.result["summary"][0].startswith("Do not use this draft, because even at its best")
+    assert "accepted with probability 0.0" in found["reason"]
+
+    main, draft = useless.pair / "main", useless.pair / "draft"
+    done = run("samples/speculative_decoding_lm.py", main, draft, PROMPT, "--recommended")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "samples/greedy_causal_lm.py --recommended instead: Do not" in done.stderr
+    done = run("samples/greedy_causal_lm.py", main, PROMPT, "--recommended", "--max-new-tokens", 4)
+    assert done.returncode == 0 and f"recommended by {useless.pair / NAME}" in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize(("seen", "status_only"), [("f32 reference", True), ("round 1", False)])
+def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, status_only):
+    pair = copy_pair(tmp_path)
+    command = [sys.executable, "scripts/tune.py", pair / "main", pair / "draft", "--minutes", 0.5, *SHORT]
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as process:
+        said = ""
+        while seen not in said:
+            said += (piece := process.stderr.read(1))
+            assert piece, said
+        time.sleep(0 if status_only else 3)
+        process.send_signal(signal.SIGINT)
+        out, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, rest
+    assert "Traceback" not in said + rest
+    assert not (pair / NAME).exists()
+    if not status_only and out:
+        result = json.loads(out.splitlines()[-1])
+        assert "Interrupted" in result["summary"][-1] and result["recommendation"]["settings"]["alone"]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / NAME).mkdir()
+    arguments = SimpleNamespace(main=tmp_path / "main", out=None)
+    assert "was not written" in tune.write_recommendation(arguments, {}, tmp_path / "draft")
+    assert list(tmp_path.iterdir()) == [tmp_path / NAME]
+    assert "share no folder" in tune.write_recommendation(arguments, {}, tmp_path / "elsewhere/draft")
+    arguments.out = tmp_path / "mine.json"
+    assert tune.write_recommendation(arguments, {}, tmp_path / "elsewhere/draft") == f"Written to {arguments.out}."
+    assert json.loads(arguments.out.read_text(encoding="utf-8")) == {"format": recommendation.FORMAT}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no/such/folder", DRAFT], ["no/such/folder"]),
+        ([MAIN], ["draft"]),
+        ([MAIN, DRAFT, "--minutes", "0"], ["'0'", "minutes"]),
+        ([MAIN, DRAFT, "--minutes", "soon"], ["'soon'", "minutes"]),
+        ([MAIN, DRAFT, "--devices", "GPX"], ["'GPX'", "no device of OpenVINO"]),
+        ([MAIN, DRAFT, "--max-new-tokens", "2"], ["2", "8 or more"]),
+        ([MAIN, DRAFT, "--property", "fast"], ["'fast'", "KEY=VALUE"]),
+        ([MAIN, DRAFT, "--out", "no/such/folder/x.json"], ["no/such/folder"]),
+        ([MAIN, DRAFT, "--prompts", "README"], ["README"]),
+    ],
+)
+def test_bad_usage_is_status_2_and_names_the_value(run, arguments, words):
+    done = run("scripts/tune.py", *arguments)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert all(word in done.stderr.splitlines()[-1] for word in words) and "Traceback" not in done.stderr
+
+
+# ---- recommended.json and the samples -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recommended(tmp_path):
+    """A copy of the pair with a recommendation of its own; change and `write` it."""
+    pair = copy_pair(tmp_path)
+    alone = {"device": "CPU", "properties": {"EXECUTION_MODE_HINT": "ACCURACY"}}
+    drafting = {**alone, "draft_device": "HETERO:CPU", "draft_properties": {}, "assistant_confidence_threshold": 0.0}
+    content = {
+        "use_draft": True,
+        "best": "ours",
+        "reason": "Why: it was made up.",
+        "settings": {
+            "alone": alone,
+            "GenAI": {**drafting, "num_assistant_tokens": 2, "scheduler": {"cache_size": 1}},
+            "ours": {**drafting, "num_assistant_tokens": 0, "assistant_confidence_threshold": 0.25},
+        },
+        "main": {"folder": "main", "fingerprint": recommendation.fingerprint(pair / "main")},
+        "draft": {"folder": "draft", "fingerprint": recommendation.fingerprint(pair / "draft")},
+        "measured_on": {},
+    }
+    write = lambda: recommendation.write(pair / NAME, content)  # noqa: E731
+    write()
+    return SimpleNamespace(main=pair / "main", draft=pair / "draft", file=pair / NAME, content=content, write=write)
+
+
+def test_samples_start_from_the_recommendation_and_options_override_it(run, recommended):
+    main, draft, short = recommended.main, recommended.draft, ("--recommended", "--max-new-tokens", 12)
+    done = run("samples/speculative_decoding_lm.py", main, draft, PROMPT, *short)
+    assert done.returncode == 0, done.stderr
+    assert f"\nsettings             recommended by {recommended.file}\n" in done.stderr
+    assert "on HETERO:CPU" in done.stderr and "inference in f32" in done.stderr
+    drafted = int(re.search(r"of (\d+) draft tokens", done.stderr)[1])
+    inferences = int(re.search(r"(\d+) after the prompt's", done.stderr)[1])
+    assert inferences < drafted <= 2 * inferences  # K = 2
+
+    done = run("samples/speculative_decoding_lm.py", main, draft, PROMPT, *short, "-k", 1, "--draft-device", "CPU")
+    assert "but for --draft-device, --num-assistant-tokens" in done.stderr and "HETERO" not in done.stderr
+    alone = run("samples/greedy_causal_lm.py", main, PROMPT, *short)
+    assert alone.stdout == done.stdout and "recommended by" in alone.stderr
+    ours = run("samples/speculative_sampling_lm.py", main, draft, PROMPT, *short, "--temperature", 0)
+    assert ours.stdout == done.stdout and "until the draft is less sure than 0.25" in ours.stderr
+    ours = run("samples/speculative_sampling_lm.py", main, draft, PROMPT, *short, "--temperature", 0, "-k", "auto")
+    assert "less sure than" not in ours.stderr and "but for --num-assistant-tokens" in ours.stderr
+
+
+def test_other_weights_are_refused_in_one_sentence(run, recommended):
+    make_useless(recommended.draft)
+    sample = ("samples/speculative_decoding_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
+    done = run(*sample)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "measured with other weights" in done.stderr and str(recommended.draft) in done.stderr
+    with pytest.raises(ValueError, match="other weights than those of the draft model"):
+        recommendation.check(recommendation.read(recommended.file), recommended.main, recommended.draft)
+    done = run("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 2)
+    assert done.returncode == 0  # the main model's are the same
+
+
+def test_another_version_is_a_note(run, recommended):
+    recommended.content["measured_on"] = {"openvino_genai": "1999.1", "CPU": "Abacus", "GPU.7": "elsewhere"}
+    recommended.write()
+    done = run("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 2)
+    assert done.returncode == 0
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2 and "openvino_genai 1999.1, this is 20" in " ".join(notes) and "Abacus" in " ".join(notes)
+    notes = recommendation.check(recommended.content, recommended.main, None, {"openvino_genai": "2026.4"})
+    assert notes == ["the recommendation was measured with openvino_genai 1999.1, this is 2026.4"]
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 0}'])
+def test_no_or_a_broken_recommendation_names_the_file_and_the_command(run, recommended, content):
+    recommended.file.unlink()
+    if content:
+        recommended.file.write_text(content, encoding="utf-8")
+    done = run("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended")
+    assert done.returncode == (1 if content else 2) and done.stderr.count("\n") == 1
+    assert str(recommended.file) in done.stderr and "python scripts/tune.py MAIN DRAFT" in done.stderr
+    with pytest.raises(ValueError, match="python scripts"):
+        recommendation.read(recommended.file)
+
+
+def test_an_engine_that_gains_nothing_names_the_sample_that_does(run, recommended):
+    del recommended.content["settings"]["GenAI"]
+    recommended.write()
+    done = run("samples/speculative_decoding_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
+    assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
+
+
+def test_samples_and_library_know_weights_by_the_same_fingerprint():
+    sys.path.append(str(ROOT / "samples"))
+    import console
+
+    assert console.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
+    assert console.RECOMMENDED == recommendation.FILE
+    for sample in console.SAMPLE_OF.values():
+        assert (ROOT / "samples" / sample).exists()
+
+
+# ---- what a setting does to the text --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The main model in f32 and one text of it."""
+    model = cached_model.load(MAIN, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, 128)
+    return model, text_quality.reference_text(model, np.arange(40, 50), 24)
+
+
+def test_the_reference_against_itself_is_exact(exact):
+    model, reference = exact
+    quality = text_quality.judge(model, [reference])
+    assert (quality.grade, quality.agreement, quality.tokens) == ("exact", 1, 24)
+    assert quality.mean_kl < 1e-6
+    assert text_quality.first_difference(reference, reference.tokens.tolist()) is None
+
+
+def test_default_properties_fit_and_another_model_does_not(exact):
+    default = text_quality.judge(cached_model.load(MAIN, "CPU", {}, 128), [exact[1]])
+    other = text_quality.judge(cached_model.load(DRAFT, "CPU", {}, 128), [exact[1]])
+    assert default.fits() and 0 < default.mean_kl < text_quality.MOST_KL
+    assert other.grade == "loss" and not other.fits(default) and other.mean_kl > 10 * default.mean_kl
+    assert f"{len(other.margins)} of 24 tokens differ" in str(other)
+
+
+def test_a_near_tie_is_no_real_difference():
+    logits = np.array([[0, 1.0, 0.8, -3], [2.0, 0, 0, -3]])
+    reference = ReferenceText(np.array([7]), np.array([1, 0]), logits)
+    assert text_quality.first_difference(reference, [2, 0]) == (0, pytest.approx(0.2))
+    assert text_quality.first_difference(reference, [1, 2]) == (1, 2.0)
+    assert text_quality.first_difference(reference, [1]) is None
+    grades = [Quality(100, margins, 0.001).grade for margins in ([], [0.2], [2.0], [2.0, 3.0])]
+    assert grades == list(text_quality.GRADES)
+    assert Quality(100, [], 0.02).grade == "loss"
+    assert Quality(100, [2.0, 3.0], 0.02).fits(Quality(100, [2.0, 2.0], 0.02))  # no worse than the default
