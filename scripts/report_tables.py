@@ -90,9 +90,10 @@ def tables(result: dict) -> Markup | str:
 
 def way(row: dict) -> str:
     """The name of a row."""
-    length = row.get("draft_length", "")
-    named = f"{row['engine']}, " + (length if isinstance(length, str) else f"K = {length}" if length else "alone")
-    return row.get("name") or named
+    if row.get("name"):
+        return row["name"]
+    length = row["draft_length"]
+    return f"{row['engine']}, " + (length if isinstance(length, str) else f"K = {length}" if length else "alone")
 
 
 def candidate_name(number: int, candidate: dict) -> str:
@@ -121,8 +122,8 @@ def alignment(rows: list[dict], key: str) -> str | None:
 def cell_text(key: str, value: object) -> str:
     if isinstance(value, list):
         return " to ".join(cell_text(key, part) for part in value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return plain(value) if value is not None else ""
+    if isinstance(value, bool) or not finite(value):
+        return plain(value) if isinstance(value, (bool, str, dict)) else ""
     return COLUMNS[key][1].format(value * UNITS.get(key, 1))
 
 
@@ -196,7 +197,7 @@ def heat_table(caption: str, corner: str, columns: list[str], rows: list[tuple[s
 
 def heat(value: float, highest: float) -> str:
     """The style of a cell: full colour for the highest value."""
-    return f"--share: {max(0.0, min(1.0, value / highest)) * 0.85:.2f}"
+    return f"--share: {0.85 * value / highest if highest > 0 else 0:.2f}"
 
 
 def devices(result: dict) -> Markup | str:

@@ -13,6 +13,7 @@ from markup import Markup, join, tag
 WIDTH = 360
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 16, 42  # margins
 COLOURS = 6
+LONGEST_NAME = 48  # characters that fit above a bar
 MARKERS = {
     "circle": "M-3.5,0a3.5,3.5 0 1,0 7,0a3.5,3.5 0 1,0 -7,0",
     "square": "M-3.2,-3.2h6.4v6.4h-6.4z",
@@ -104,9 +105,11 @@ class Plot:
         self.parts.append(tag("path", tag("title", label), d=MARKERS[shape], transform=place, class_=f"marker {style}"))
 
     def note(self, x: float, y: float, words: str) -> None:
-        """Words above a point."""
-        place = {"x": number(self.at_x(x)), "y": number(self.at_y(y) - 9)}
-        self.parts.append(tag("text", words, **place, text_anchor="middle", class_="note-text"))
+        """Words above a point, within the picture."""
+        at = self.at_x(x)
+        anchor = "end" if at > WIDTH - 30 else "middle"
+        place = {"x": number(at), "y": number(self.at_y(y) - 9), "text_anchor": anchor}
+        self.parts.append(tag("text", words, **place, class_="note-text"))
 
     def svg(self) -> Markup:
         bottom, right = self.height - BOTTOM, WIDTH - RIGHT
@@ -148,7 +151,7 @@ def stacked_bars(
         drawn.append(tag("text", label, x=at, y=bottom + 14, text_anchor="middle" if value else "start"))
     for i, (name, values) in enumerate(rows):
         top, x = TOP + step * i, float(left)
-        drawn.append(tag("text", name, x=left, y=top + 7, class_="bar-name"))
+        drawn.append(tag("text", shortened(name), x=left, y=top + 7, class_="bar-name"))
         for part, what, value in zip(range(1, len(parts) + 1), parts, values, strict=True):
             width = value / scale.high * (right - left)
             box = {"x": number(x), "y": top + 11, "width": number(width), "height": 14}
@@ -157,6 +160,10 @@ def stacked_bars(
         drawn.append(tag("text", f"{sum(values):.1f} ms", x=number(x + 5), y=top + 22, class_="bar-total"))
     drawn.append(tag("text", unit, x=number((left + right) / 2), y=bottom + 32, text_anchor="middle", class_="axis"))
     return picture(title, description, bottom + 40, drawn)
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "\u2026"
 
 
 def picture(title: str, description: str, height: float, content: list[Markup]) -> Markup:

@@ -379,6 +379,32 @@ def test_a_benchmark_writes_a_page_of_its_own_figures(run, show, tmp_path):
         ]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"rows": [{**ROWS[1], "speedup": 0.0, "speedup_range": [0.0, 0.0], "position_acceptance": [0.0]}]},
+        {"rows": [{**ROWS[1], "speedup": None, "speedup_range": None, "throughput": float("nan")}]},
+        {"rows": [{**ROWS[3], "position_acceptance": [0.5] * 64}]},
+        {"rows": [{**ROWS[1], "draft_length": k, "speedup": 100.0 * k, "speedup_range": None} for k in range(1, 65)]},
+        {"iteration": [{"name": "x" * 200, "draft_ms": 0.0, "verify_ms": 0.0, "overhead_ms": 0.0}]},
+        {"candidates": [{**CANDIDATES[0], "settings": {}, "agreement": 1.0}]},
+        {"categories": [{"category": "", "name": "x", "speedup": 0.0, "acceptance_rate": None}]},
+        {"token_view": {"prompt": "", "steps": []}},
+        {"matrix": {"main_devices": ["CPU"], "draft_devices": ["none"], "cells": []}},
+    ],
+    ids=lambda part: next(iter(part)),
+)
+def test_the_least_and_the_most_of_everything_is_drawn(draw, show, part):
+    page = draw({**MINIMAL, **part})
+    shown = show(page, PHONE)
+    assert shown.evaluate(BEYOND) == [] and "nan" not in page.read_text(encoding="utf-8")
+    outside = """all => all.filter(one => {
+        const [a, b] = [one, one.closest('svg')].map(some => some.getBoundingClientRect());
+        return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+    }).map(one => one.outerHTML)"""
+    assert shown.eval_on_selector_all("svg[role=img] > :not(title, desc)", outside) == []
+
+
 # ---- the command, CSV and PNG: without a browser --------------------------------------------------------------------
 
 
