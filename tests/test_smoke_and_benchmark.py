@@ -1,11 +1,13 @@
-"""The smoke test and the benchmark as a user runs them, on the embedded pair. No test looks at a time."""
+"""The smoke test and the benchmark as a user runs them, on the embedded pair."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import DRAFT, MAIN, ROOT
@@ -69,32 +71,185 @@ def test_benchmark_names_what_is_wrong_with_a_prompts_file(run, tmp_path, conten
     assert "Traceback" not in process.stderr
 
 
-def test_benchmark_prints_a_table_and_one_json_line(run, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def area(width, height):"}\n{"prompt": "class Box:"}\n', encoding="utf-8")
-    process = run(
-        "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "-k", "2,4", "--max-new-tokens", "24",
-        "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY", "--paths", "genai,engine,sampled",
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """One benchmark of everything in exact arithmetic: the finished process, and the folder of what it wrote."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    prompts = [("def area(width, height):", "function"), ("class Box:", "class"), ("class Ball:", "class")]
+    lines = [json.dumps({"prompt": text, "category": category}) for text, category in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    files = [part for kind in ("json", "csv", "html") for part in (f"--{kind}", str(folder / f"result.{kind}"))]
+    command = [
+        sys.executable, "scripts/benchmark.py", str(MAIN), str(DRAFT), "--prompts", str(folder / "prompts.jsonl"),
+        "-k", "2,4", "--max-new-tokens", "24", "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY", *files,
+    ]  # fmt: skip
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
     assert process.returncode == 0, process.stderr
-    results = last_line(process)
-    rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in results["rows"]}
-    lengths = {"GenAI": [0, 2, 4], "ours": [0, 2, 4, "adaptive"]}
+    return process, folder
+
+
+def test_benchmark_measures_every_way(measured):
+    result = last_line(measured[0])
+    rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in result["rows"][2:]}
+    alone, draft_alone = result["rows"][:2]
+    assert (alone["name"], draft_alone["name"]) == ("GenAI, main alone", "GenAI, draft alone")
+    ours = [0, 2, 4, "adaptive"]
     assert set(rows) == {
-        (engine, sampled, k) for engine in lengths for sampled in (False, True) for k in lengths[engine]
-    } - {("GenAI", True, k) for k in (0, 2, 4)}
-    alone = rows["GenAI", False, 0]
+        *(("GenAI", False, k) for k in (2, 4, "lookup 5")),
+        *(("ours", False, k) for k in (*ours, "lookup 5")),
+        *(("ours", True, k) for k in ours),
+    }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
-    for (_, sampled, k), row in rows.items():
-        if k:
+    for (engine, sampled, k), row in rows.items():
+        if k and (engine, k) != ("GenAI", "lookup 5"):  # which GenAI does not tell
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
+            assert len(row["position_acceptance"]) >= 1 and all(0 <= x <= 1 for x in row["position_acceptance"])
         if k in (2, 4):
             assert row["block_efficiency"] <= k + 1 and row["mean_draft_length"] <= k
         if not sampled:  # exact arithmetic: the same tokens
-            assert row["output_sha256"] == alone["output_sha256"] and row["same_text"] == 2
-    assert "acceptance" in process.stdout.splitlines()[0]
-    asked = [comparison["what"] for comparison in results["comparisons"]]
+            assert row["output_sha256"] == alone["output_sha256"] and row["same_text"] == row["texts"] == 3
+    for row in result["rows"]:
+        assert 0 < row["tpot"] < row["ttft"] * 24 and row["gain_percent"] == pytest.approx(100 * row["speedup"] - 100)
+        new, inferences = 24 * 3, 23 * 3 / row["block_efficiency"] + 3
+        assert row["forward_speedup"] == pytest.approx(new / inferences)
+    assert draft_alone["throughput"] > alone["throughput"]  # sixteen times smaller
+
+
+def test_benchmark_tells_starts_categories_and_iterations(measured):
+    process, _ = measured
+    result = last_line(process)
+    assert [start["name"] for start in result["starts"]] == [
+        "GenAI, main alone", "GenAI with the draft", "ours with the draft"
+    ]  # fmt: skip
+    for start in result["starts"]:
+        assert min(start["first_seconds"], start["second_seconds"]) > 0
+        assert os.name == "posix" and 50e6 < start["peak_bytes"] < 5e9
+    counted = {(part["category"], part["prompts"]) for part in result["categories"]}
+    assert counted == {("function", 1), ("class", 2)}
+    drafting = {row["name"] for row in result["rows"] if row["draft_length"]}
+    assert {part["name"] for part in result["categories"]} == drafting
+    assert {part["name"] for part in result["iteration"]} == {name for name in drafting if name.startswith("ours")}
+    asked = [comparison["what"] for comparison in result["comparisons"]]
     assert "ours / GenAI, greedy, K = 4" in asked and any("adaptive / best fixed" in what for what in asked)
+    facts = result["environment"]
+    assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
+    assert facts["main_precision"].startswith("int8") and 0 <= facts["other_load"] <= 1
+    said = process.stdout.splitlines()
+    assert "acceptance" in said[0] and all(sentence in said for sentence in result["summary"])
+    assert ("Other programs took" in process.stdout) == (facts["other_load"] >= 0.1)
+
+
+def test_the_token_view_is_the_text(measured):
+    """Accepted pieces and the main model's own, one after another, are the greedy text; each step ends with its own."""
+    import openvino_genai
+
+    view = last_line(measured[0])["token_view"]
+    assert view["prompt"] == "def area(width, height):"
+    assert view["steps"][0]["accepted"] == view["steps"][0]["rejected"] == []  # the prompt's inference has no draft
+    pipe = openvino_genai.LLMPipeline(str(MAIN), "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    text = pipe.generate(view["prompt"], max_new_tokens=24, ignore_eos=True)
+    assert "".join("".join(step["accepted"]) + step["main"] for step in view["steps"]) == text
+    assert any(step["accepted"] for step in view["steps"]) and any(step["rejected"] for step in view["steps"])
+
+
+def test_benchmark_writes_the_files_it_was_asked_for(measured):
+    process, folder = measured
+    assert json.loads((folder / "result.json").read_text(encoding="utf-8")) == last_line(process)
+    assert len((folder / "result.csv").read_text(encoding="utf-8").splitlines()) > 10
+    assert "</html>" in (folder / "result.html").read_text(encoding="utf-8")
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_no_prompt_is_answered_from_a_cache():
+    """A prompt that came before is read again, by GenAI's pipeline and by our engine; kept caches would be noticed."""
+    import numpy as np
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from decoding_ways import genai_pipeline, genai_way, our_way
+
+    from speculative import decoder
+
+    ids = np.arange(900) * 7919 % 4000
+    engine = decoder.load(MAIN, draft=DRAFT)
+    read: list[int] = []
+    backend_run = engine.main.backend.run
+    engine.main.backend.run = lambda start, tokens, last: (read.append(len(tokens)), backend_run(start, tokens, last))[
+        1
+    ]
+    for keep, expected in ((False, 900), (True, 1)):
+        one = our_way("ours", engine, [], 4, 0.0, 8, keep)
+        one.decode(ids)
+        read.clear()
+        one.decode(ids)
+        assert read[0] == expected
+    seconds = {}
+    for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
+        one = genai_way("GenAI", genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", keep_caches=keep), 4, 8)
+        seconds[keep] = min([one.decode(ids).seconds_to_first for _ in range(4)][1:])
+    assert seconds[False] > 3 * seconds[True]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a device of Linux")
+def test_a_full_disk_loses_nothing(run, tmp_path):
+    process = run(
+        "scripts/benchmark.py", MAIN, DRAFT, "--paths", "draft", "--max-prompts", "1", "--max-new-tokens", "8",
+        "--rounds", "1", "--json", "/dev/full", "--csv", tmp_path / "rows.csv",
+    )  # fmt: skip
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].endswith(
+        "error: /dev/full was not written: No space left on device; the last line of the output has it all"
+    )
+    assert last_line(process)["program"] == "benchmark" and (tmp_path / "rows.csv").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_keeps_the_full_rounds(tmp_path):
+    arguments = [
+        "--paths",
+        "genai,engine",
+        "-k",
+        "2",
+        "--max-prompts",
+        "2",
+        "--max-new-tokens",
+        "16",
+        "--rounds",
+        "500",
+    ]
+    command = [sys.executable, "scripts/benchmark.py", str(MAIN), str(DRAFT), *arguments]
+    progress = tmp_path / "progress"
+    with progress.open("wb") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8")
+    runs_a_round = 2 * 5
+    for _ in range(1800):  # until the warm-up and one round are full and the next has begun
+        done = re.findall(r" (\d+)/\d+ ", progress.read_text(encoding="utf-8", errors="replace"))
+        if process.poll() is not None or (done and int(done[-1]) > 2 * runs_a_round):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
+    result = json.loads(out.splitlines()[-1])
+    kept = result["environment"]["rounds"]
+    assert 1 <= kept < 500 and all(len(row["throughputs"]) == kept for row in result["rows"])
+    assert any(sentence.startswith(f"Interrupted: {kept} of 500 rounds") for sentence in result["summary"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--paths", "genai,magic"], "magic"),
+        (["--temperature", "0"], "'0'"),
+        (["--csv", "no/such/folder/rows.csv"], "no/such/folder"),
+        (["--html", MAIN], "is a folder"),
+        (["--prompts", "scripts/prompts/long.jsonl"], "context of 1,024"),
+        (["--context", "1000"], "context of 1,024"),
+    ],
+)
+def test_benchmark_refuses_before_it_measures(run, arguments, word):
+    process = run("scripts/benchmark.py", MAIN, DRAFT, *arguments)
+    assert process.returncode == 2 and word in process.stderr and process.stdout == ""
+    assert "Traceback" not in process.stderr
 
 
 def test_benchmark_behind_other_text(run, tmp_path):
@@ -105,7 +260,9 @@ def test_benchmark_behind_other_text(run, tmp_path):
         "--rounds", "1", "--paths", "engine", "--context", "300",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert last_line(process)["environment"]["context"] == 300
+    result = last_line(process)
+    assert result["environment"]["context"] == 300
+    assert all(row["ttft"] is None for row in result["rows"])  # the caches are kept
     process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "--max-new-tokens", "1")
     assert process.returncode == 2 and "2 or more" in process.stderr
 
