@@ -36,12 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import measuring  # noqa: E402
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
-import openvino_genai  # noqa: E402
 import text_quality  # noqa: E402
 import tune_verdict  # noqa: E402
-from arguments import key_value, refuse_unsound, whole  # noqa: E402
+from arguments import PROMPTS, key_value, refuse_unsound, whole  # noqa: E402
 from measuring import Way  # noqa: E402
-from prompt_files import read_prompts  # noqa: E402
+from prompt_files import read_prompts, token_ids  # noqa: E402
 from text_quality import Quality  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from tune_settings import (  # noqa: E402
@@ -57,14 +56,15 @@ from tune_settings import (  # noqa: E402
     property_values,
 )
 
-from speculative import costs, device_facts, genai_runs, metrics, recommendation  # noqa: E402
+from speculative import costs, device_facts, metrics, recommendation  # noqa: E402
 from speculative.draft_length import LONGEST  # noqa: E402
 
-PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
 NOISE = 1.02  # gain below which a property is left at its default
 SAMPLE_K = 5  # of samples/speculative_decoding_lm.py with its defaults
 THRESHOLDS = (0.3, 0.5, 0.7)  # of the draft's confidence
 FIRST_TOKENS = 24  # of a run in the first round of halving; doubled from round to round
+MOST_REFERENCES = 8  # texts in f32
+LEAST_SETS = 2  # property sets that have more time: the default one and the most promising
 LEAST_RUN = 2  # prompts of a round of halving, at least
 ROUNDS = 6  # of the last ones, if the budget allows
 # Shares of the budget by whose end each stage is over.
@@ -137,6 +137,7 @@ class Tuning:
         self.ways: dict[Setting, Way] = {}  # of the last stage, with their rounds
         self.decoded_prompts: list[np.ndarray] = []  # by them
         self.failed: dict[str, str] = {}
+        self.k = 0  # a first guess of the best draft length
         self.note = ""  # what the budget left no time for
 
     def run(self) -> None:
@@ -187,7 +188,8 @@ class Tuning:
             tokens = min(64, self.arguments.max_new_tokens)
             self.references.append(text_quality.reference_text(main, ids, tokens))
             self.clock.tick()
-            if self.clock.until(REFERENCE_BY) < 0 and len(self.references) >= LEAST_RUN:
+            enough = len(self.references) >= MOST_REFERENCES or self.clock.until(REFERENCE_BY) < 0
+            if enough and len(self.references) >= LEAST_RUN:
                 break
 
     # ---- stage 1: devices and properties, by the time of one iteration
@@ -244,7 +246,7 @@ class Tuning:
             self.sets += [found.with_properties(value) for value in property_values(found.device, core)]
         self.sets = list(dict.fromkeys(self.sets))
 
-        repeats, round_ = 3, 0
+        repeats, round_ = 5, 0
         while True:
             round_ += 1
             self.time_sets(self.sets, repeats)
@@ -296,7 +298,8 @@ class Tuning:
             self.models.keep(group, [draft])
             here = []
             for models in group:
-                out_of_time = self.clock.until(PROPERTIES_BY) < 0 and models != self.default
+                allowed = LENGTHS_BY if models in sets[:LEAST_SETS] else PROPERTIES_BY
+                out_of_time = self.clock.until(allowed) < 0 and models != self.default
                 if out_of_time and not self.models.is_loaded(models, [draft]):
                     self.note = "the budget had no time for all properties: give more --minutes"
                 elif str(models) not in self.failed and self.loads(models, [draft]):
@@ -415,7 +418,8 @@ class Tuning:
     def decode_round(self, settings: list[Setting], tokens: int, start: int, seconds: float) -> list[Setting]:
         """Decode with all settings in turns, each prompt once, as many prompts as `seconds` allow. Those that ran."""
         ran = []
-        groups = self.models.groups([self.baseline], settings)
+        by_models = sorted(settings, key=lambda one: (str(one.models), one.engine, str(one.draft), one.scheduler))
+        groups = self.models.groups([self.baseline], by_models)
         for group in groups:
             self.models.keep(group, [])
             here = [one for one in group if str(one) not in self.failed and self.loads(one)]
@@ -433,14 +437,14 @@ class Tuning:
                     gained[one] += len(run.tokens) - 1
                     spent[one] += run.decode_seconds
                     self.clock.tick()
+                for one in here:
+                    candidate = self.candidates.setdefault(one, Candidate(one))
+                    candidate.throughput = gained[one] / spent[one]
+                    candidate.speedup = candidate.throughput * spent[self.baseline] / gained[self.baseline]
                 prompts += 1
-                if prompts and self.clock.until(1) < 0:
+                if self.clock.until(1) < 0:
                     break
-            for one in here:
-                candidate = self.candidates.setdefault(one, Candidate(one))
-                candidate.throughput = gained[one] / spent[one]
-                candidate.speedup = candidate.throughput * spent[self.baseline] / gained[self.baseline]
-                ran.append(one)
+            ran += here
         return list(dict.fromkeys(ran))
 
     # ---- stage 3: the last ones, against the main model alone
@@ -510,14 +514,19 @@ def minutes(text: str) -> float:
 
 
 def devices(text: str) -> list[str]:
-    """CPU,GPU,NPU; or one that names others itself, like HETERO:GPU,CPU."""
-    first = text.partition(":")[0]
-    names = [text] if first in device_facts.VIRTUAL else [name.strip() for name in text.split(",")]
+    """CPU,GPU,NPU; as in OpenVINO, the names behind AUTO: or HETERO: belong to it."""
+    names: list[str] = []
+    for part in text.split(","):
+        name = part.strip()
+        if ":" not in name and names and ":" in names[-1]:
+            names[-1] += f",{name}"
+        else:
+            names.append(name)
     for name in names:
         for fact in device_facts.look_up(name):
-            if fact.missing and kind(name) != "NPU":  # which NPUW_DEVICES=CPU stands in for
-                raise argparse.ArgumentTypeError(f"there is no {name!r}: {fact.missing}")
-    return names
+            if fact.missing and kind(fact.name) != "NPU":  # which NPUW_DEVICES=CPU stands in for
+                raise argparse.ArgumentTypeError(f"there is no {fact.name!r}: {fact.missing}")
+    return list(dict.fromkeys(names))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -529,7 +538,14 @@ def parse_arguments() -> argparse.Namespace:
         "--devices", type=devices, metavar="CPU,GPU", help="for main and draft (default: those of CPU, GPU, NPU here)"
     )
     parser.add_argument(
-        "--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt", or one prompt a line (default: code)'
+        "--prompts",
+        default=str(PROMPTS),
+        metavar="FILE",
+        help='JSON lines with "prompt", text with one prompt a line, or a Hugging Face data set as '
+        "NAME[@SUBSET][:COLUMN[:SPLIT]] (default: code prompts)",
+    )
+    parser.add_argument(
+        "--max-prompts", type=whole, default=40, metavar="N", help="prompts to take, evenly from all (default: 40)"
     )
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens of the longest runs (default: 100)"
@@ -559,11 +575,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments.device = arguments.draft_device = arguments.devices[0]  # for the environment
     arguments.draft = arguments.drafts[0]
     return arguments
-
-
-def encode(arguments: argparse.Namespace) -> list[np.ndarray]:
-    tokenizer = openvino_genai.Tokenizer(str(arguments.main))
-    return [genai_runs.encode(tokenizer, one.text).input_ids.data[0] for one in read_prompts(arguments.prompts)]
 
 
 @contextmanager
@@ -598,13 +609,14 @@ def main() -> int:
     for draft in arguments.drafts:
         refuse_unsound(arguments.main, draft)
     try:
-        prompts = encode(arguments)
+        chosen = read_prompts(arguments.prompts, arguments.max_prompts)
+        prompts = token_ids(chosen, arguments.main, arguments.max_new_tokens)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
+        tuning = Tuning(arguments, prompts)
         with measuring.OtherLoad() as load, nothing_lost() as interrupted:
-            tuning = Tuning(arguments, prompts)
             try:
                 tuning.run()
             finally:
@@ -614,27 +626,26 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
     verdict = tune_verdict.judge(tuning)
-    if not verdict:
-        print("error: nothing was decoded yet, so there is nothing to recommend", file=sys.stderr)
-        return 130 if interrupted else 1
-    print(tune_verdict.table(tuning))
-    print()
-    print("\n".join(verdict.sentences))
-    if load.sentence:
-        print(load.sentence)
-    if interrupted:
-        written = "Interrupted: recommended.json is only written at the end."
+    if verdict:
+        sentences = verdict.sentences
+    elif interrupted:
+        sentences = ["Nothing was decoded with the draft yet, so there is nothing to recommend."]
     else:
-        written = write_recommendation(arguments, verdict.as_dict(), verdict.draft)
-    print(written)
-    print()
+        print(f"error: nothing could be decoded: {'; '.join(tuning.failed.values())}", file=sys.stderr)
+        return 1
+    sentences = [*sentences, *([load.sentence] if load.sentence else [])]
+    if interrupted:
+        sentences.append("Interrupted: recommended.json is only written at the end.")
+    else:
+        sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
+    print(tune_verdict.table(tuning), "", *sentences, "", sep="\n")
     result = {
         "program": "tune",
-        "summary": [*verdict.sentences, *([load.sentence] if load.sentence else []), written],
+        "summary": sentences,
         "environment": measuring.environment(arguments, load),
         "rows": tune_verdict.rows(tuning),
         "candidates": tune_verdict.candidates(tuning),
-        "recommendation": verdict.as_dict(),
+        "recommendation": verdict.as_dict() if verdict else None,
     }
     measuring.write_outputs(arguments, result)
     return 130 if interrupted else 0

@@ -321,9 +321,10 @@ def _command(tuning, setting: Setting) -> list[str]:
         options += ["-k", "auto" if setting.draft_length == "adaptive" else f"{setting.draft_length:g}"]
     for name, value in setting.scheduler:
         options += ["--scheduler", f"{name}={value}"]
+    kept_beside = recommendation.place(tuning.arguments.main, tuning.drafts) and not tuning.arguments.out
     return [
-        f"Run it: {shlex.join([*begin, '--recommended'])}",
-        f"or, spelled out: {shlex.join([*begin, *options])}",
+        *([f"Run it: {shlex.join([*begin, '--recommended'])}"] if kept_beside else []),
+        f"{'or' if kept_beside else 'Run it'}, spelled out: {shlex.join([*begin, *options])}",
         "In Python:",
         *("    " + line for line in _python(main, setting)),
     ]
