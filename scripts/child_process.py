@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 LOOK = 0.05  # seconds between two looks at the child
 SHOWN = 200  # characters of what it said last
@@ -33,15 +34,30 @@ def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], Non
     own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}  # a new group
     quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group)
+        child = None
         try:
-            with contextlib.suppress(OSError):  # it may have ended already
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group)
+            with _no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
                 child.stdin.write(json.dumps(job).encode() + b"\n")
                 child.stdin.flush()
             _wait(child, timeout, waiting)
         finally:
-            _end(child)
+            if child:  # interrupted while it starts, it reads an empty standard input
+                _end(child)
         return _answer(child.returncode, _last_line(out), _last_line(said))
+
+
+@contextlib.contextmanager
+def _no_sigpipe() -> Iterator[None]:
+    """Writing to a process that is gone raises BrokenPipeError, also where the signal would end this program."""
+    if os.name == "nt" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPIPE, usual)
 
 
 def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) -> None:
@@ -66,7 +82,7 @@ def _end(child: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says it otherwise
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    with contextlib.suppress(OSError):
+    with _no_sigpipe(), contextlib.suppress(OSError):  # closing writes what is still in the buffer
         child.stdin.close()
 
 

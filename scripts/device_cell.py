@@ -120,7 +120,10 @@ def _end_with(stream) -> None:
 
 def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8")
-    job = json.loads(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit("no job on standard input: device_swap.py gives it")
+    job = json.loads(line)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     try:
         answer = look_up(job["look_up"]) if "look_up" in job else measure(job)

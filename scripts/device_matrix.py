@@ -43,7 +43,7 @@ class Cell:
     measured: str = ""  # when, UTC
     timeout: float = 0.0
     answer: dict = field(default_factory=dict)  # device_cell's
-    alone: float = 0.0  # tokens/s of main alone on this main device, over all cells with it
+    alone: list[float] = field(default_factory=list)  # tokens/s of main alone on this device, in each cell with it
     difference: dict | None = None  # from the first cell's text
 
     @property
@@ -71,7 +71,12 @@ class Cell:
     @property
     def throughput(self) -> float:
         """Comparable between cells, between which minutes pass: the speedup times main alone over all of them."""
-        return self.alone * self.row["speedup"]
+        return statistics.median(self.alone) * self.row["speedup"]
+
+    @property
+    def throughput_range(self) -> tuple[float, float]:
+        low, high = self.row["speedup_range"]
+        return min(self.alone) * low, max(self.alone) * high
 
     @property
     def draft_length(self) -> str:
@@ -104,7 +109,7 @@ def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokeniz
     measured = [cell for cell in cells if cell.has_figures]
     for cell in measured:
         alike = [other for other in measured if other.main == cell.main]
-        cell.alone = statistics.median(other.answer["rows"][0]["throughput"] for other in alike)
+        cell.alone = [other.answer["rows"][0]["throughput"] for other in alike]
         cell.difference = _difference(measured[0], cell, ids, tokenizer)
 
 
@@ -147,7 +152,7 @@ def described(cell: Cell) -> dict:
     }
     if cell.has_figures:
         names = ("draft_length", "throughputs", "speedup", "speedup_range", "acceptance_rate", "block_efficiency")
-        one["throughput"] = cell.throughput
+        one["throughput"], one["throughput_range"] = cell.throughput, cell.throughput_range
         one |= {name: cell.row[name] for name in (*names, "ttft", "tpot", "repetition")}
         one |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
         one["same_text"] = cell.difference is None
@@ -214,11 +219,10 @@ def _fastest(real: list[Cell]) -> list[str]:
     lines = [f"{line}."]
     if not best.draft and any(cell.draft for cell in real):
         lines.append("No draft on any device makes it faster: use the main model alone.")
-    reached = best.alone * best.row["speedup_range"][0]
-    near = [cell for cell in real if cell is not best and cell.alone * cell.row["speedup_range"][1] >= reached]
+    near = [cell for cell in real if cell is not best and cell.throughput_range[1] >= best.throughput_range[0]]
     if near:
         names = "; ".join(f"{cell.name}{cell.draft_length}" for cell in near)
-        lines.append(f"Not told apart from it, as their rounds overlap: {names}.")
+        lines.append(f"Not told apart from it, as what was seen of them overlaps: {names}.")
     return lines
 
 

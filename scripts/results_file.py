@@ -62,11 +62,11 @@ class ResultsFile:
         """Add a result. Where that fails nothing of it is left in the file, and `problem` says why."""
         self.lines[key] = result
         try:
-            with self.path.open("ab") as file:
-                before = file.tell()
+            with self.path.open("ab", buffering=0) as file:  # a buffer would try again when it is closed
+                before, rest = file.tell(), _line(key, result)
                 try:
-                    file.write(_line(key, result))
-                    file.flush()
+                    while rest:
+                        rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
                 except OSError:
                     with contextlib.suppress(OSError):  # a device cannot be cut

@@ -1,0 +1,338 @@
+"""device_swap.py as its user runs it, on this machine's CPU under really different device strings.
+
+The embedded draft plays both models: it is quick. No test looks at a speed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from child_process import how_it_ended
+from device_swap import device_list
+from results_file import ResultsFile
+
+PROGRAM = "scripts/device_swap.py"
+QUICK = ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
+EMULATED = ["--devices", "CPU,GPU,NPU", "--emulate-npu", "--k", "9", "--property", "NPU:MAX_PROMPT_LEN=128", *QUICK]
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+
+
+def result_of(stdout):
+    return json.loads(stdout.splitlines()[-1])
+
+
+def cells_of(result):
+    return {(cell["main_device"], cell["draft_device"]): cell for cell in result["matrix"]["cells"]}
+
+
+def start(results, *arguments):
+    command = [sys.executable, PROGRAM, DRAFT, DRAFT, "--results", results, *QUICK, *arguments]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def wait_for(what, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+def second_cell(process, results):
+    """The process of the second cell: the first has left its line."""
+    wait_for(lambda: results.exists() and results.read_bytes().count(b"\n") == 1)
+    return wait_for(psutil.Process(process.pid).children)[0]
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    """The results file, the finished process and what it wrote, of a matrix with an emulated NPU and an absent GPU."""
+    folder = tmp_path_factory.mktemp("swap")
+    files = ["--json", folder / "a.json", "--csv", folder / "a.csv", "--html", folder / "a.html"]
+    process = subprocess.run(
+        [sys.executable, PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", folder / "cells.jsonl", *files],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return folder, process
+
+
+def test_every_cell_is_measured_compared_and_labelled(swapped):
+    _, process = swapped
+    result = result_of(process.stdout)
+    emulated = "NPU (emulated)"
+    assert result["program"] == "device_swap"
+    assert result["matrix"]["main_devices"] == ["CPU", "GPU", emulated]
+    assert result["matrix"]["draft_devices"] == ["none", "CPU", "GPU", emulated]
+    cells = cells_of(result)
+    assert len(cells) == 12
+    for (main, draft), cell in cells.items():
+        if "GPU" in (main, draft):
+            assert cell["status"] == "absent" and "no GPU" in cell["reason"] and "throughput" not in cell
+            continue
+        assert cell["status"] == ("emulated" if emulated in (main, draft) else "ok"), cell["reason"]
+        assert cell["same_text"] and cell["first_difference"] is None  # exact arithmetic
+        assert cell["throughput"] > 0 and cell["speedup"] > 0
+        assert cell["draft_length"] == (0 if draft == "none" else 7 if main == emulated else 9)
+        if cell["status"] == "emulated":
+            assert "says nothing about an NPU" in cell["reason"]
+        if draft == "none":
+            assert cell["speedup"] == 1
+        if draft != "none" and cell["status"] == "ok":  # the draft is the main model
+            assert cell["acceptance_rate"] == 1 and cell["block_efficiency"] > 5
+        if draft == emulated:
+            assert cell["properties"]["draft"]["NPUW_DEVICES"] == "CPU"
+            assert cell["properties"]["draft"]["MAX_PROMPT_LEN"] == 128
+        assert "MAX_PROMPT_LEN" not in (cell["properties"]["main"] if main != emulated else {})
+    assert len([row for row in result["rows"] if row["draft_device"] == "none"]) == 2
+    said = " ".join(result["summary"])
+    assert said.startswith("Fastest here: main on CPU") and "(emulated)" not in result["summary"][0]
+    assert "same in all cells" in said and "GPU is absent" in said and "says nothing about an NPU" in said
+
+
+def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
+    folder, process = swapped
+    lines = process.stdout.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("main \\ draft"))
+    assert lines[head].split("   ")[1].strip() == "none"
+    assert [line.split("  ")[0] for line in lines[head + 1 : head + 3]] == ["CPU", "NPU (emulated)"]
+    assert json.loads((folder / "a.json").read_text(encoding="utf-8")) == result_of(process.stdout)
+    assert "NPU (emulated)" in (folder / "a.csv").read_text(encoding="utf-8")
+    assert "NPU (emulated)" in (folder / "a.html").read_text(encoding="utf-8")
+    assert len((folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == 6
+
+
+def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swapped, run, tmp_path):
+    """One token in a kept cell is another: as if that device had chosen it."""
+    folder, _ = swapped
+    changed = "NPU (emulated)", "CPU"
+    kept = [json.loads(line) for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in kept:
+        if (line["result"]["main_device"], line["result"]["draft_device"]) == changed:
+            line["result"]["answer"]["tokens"][1][1][4] = 300
+    results = tmp_path / "cells.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    process = run(PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", results)
+    assert process.returncode == 0 and "6 of 6 cells" in process.stderr
+    result = result_of(process.stdout)
+    cells = cells_of(result)
+    flagged = cells[changed]
+    assert flagged["same_text"] is False and flagged["first_difference"] == 5
+    assert [key for key, cell in cells.items() if cell.get("same_text") is False] == [changed]
+    found = flagged["difference"]
+    assert found["different_texts"] == 1 and found["texts"] == 2 and not found["already_alone"]
+    assert found["expected"] != found["seen"]
+    assert found["expected_continuation"].startswith(found["expected"])
+    assert found["continuation"].startswith(found["seen"])
+    said = "The greedy text is not that of main on CPU, alone in: main on NPU (emulated), draft on CPU."
+    assert said in result["summary"]
+    assert f"{found['seen']!r} instead of {found['expected']!r}" in process.stdout and " !" in process.stdout
+
+
+@posix
+def test_an_interrupted_run_goes_on_and_fresh_starts_over(tmp_path):
+    results = tmp_path / "cells.jsonl"
+    process = start(results, "--devices", "AUTO:CPU")
+    child = second_cell(process, results)
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert psutil.wait_procs([child], timeout=20)[1] == []
+    first = cells_of(result_of(out))
+    assert first["AUTO:CPU", "none"]["status"] == "ok" and first["AUTO:CPU", "AUTO:CPU"]["status"] == "not run"
+    assert "1 cells are not measured yet" in out and "main \\ draft" in out
+
+    process = start(results, "--devices", "AUTO:CPU")
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "1 of 2 cells are in" in said
+    second = cells_of(result_of(out))
+    assert second["AUTO:CPU", "none"]["measured"] == first["AUTO:CPU", "none"]["measured"]
+    assert second["AUTO:CPU", "AUTO:CPU"]["measured"] > first["AUTO:CPU", "none"]["measured"]
+
+    process = start(results, "--devices", "AUTO:CPU", "--fresh")
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    newest = max(cell["measured"] for cell in second.values())
+    assert all(cell["measured"] > newest for cell in cells_of(result_of(out)).values())
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 2
+
+
+@posix
+def test_a_crash_costs_one_cell(tmp_path):
+    results = tmp_path / "cells.jsonl"
+    process = start(results, "--devices", "HETERO:CPU")
+    second_cell(process, results).send_signal(signal.SIGSEGV)
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    cells = cells_of(result_of(out))
+    assert cells["HETERO:CPU", "none"]["status"] == "ok"
+    assert (
+        cells["HETERO:CPU", "HETERO:CPU"]["status"] == "failed"
+        and "SIGSEGV" in cells["HETERO:CPU", "HETERO:CPU"]["reason"]
+    )
+    assert (
+        "main on HETERO:CPU, draft on HETERO:CPU: failed, its process was killed by SIGSEGV" in out
+        and "Traceback" not in said
+    )
+
+    kept, _ = start(results, "--devices", "HETERO:CPU").communicate(timeout=120)
+    assert cells_of(result_of(kept)) == cells
+    again, _ = start(results, "--devices", "HETERO:CPU", "--retry").communicate(timeout=120)
+    assert cells_of(result_of(again))["HETERO:CPU", "HETERO:CPU"]["status"] == "ok"
+    assert cells_of(result_of(again))["HETERO:CPU", "none"]["measured"] == cells["HETERO:CPU", "none"]["measured"]
+
+
+@posix
+def test_a_cell_ends_when_the_program_is_killed(tmp_path):
+    results = tmp_path / "cells.jsonl"
+    process = start(results, "--devices", "CPU", "--max-new-tokens", "900")
+    child = second_cell(process, results)
+    process.kill()
+    process.communicate(timeout=30)
+    assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run, tmp_path):
+    common = [DRAFT, DRAFT, "--devices", "CPU", "--engine", "ours", "--results", tmp_path / "cells.jsonl", *QUICK]
+    process = run(PROGRAM, *common, "--timeout", "0.3", "--k", "adaptive")
+    assert process.returncode == 1, process.stderr
+    result = result_of(process.stdout)
+    assert {cell["status"] for cell in result["matrix"]["cells"]} == {"timeout"}
+    assert "not done after 0.3 seconds" in result["matrix"]["cells"][0]["reason"]
+    assert "Nothing was measured." in result["summary"]
+
+    process = run(PROGRAM, *common, "--timeout", "100", "--k", "adaptive")
+    assert process.returncode == 0, process.stderr
+    cells = cells_of(result_of(process.stdout))
+    assert {cell["status"] for cell in cells.values()} == {"ok"}
+    assert cells["CPU", "CPU"]["draft_length"] == "adaptive"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_said_and_loses_no_table(run):
+    process = run(PROGRAM, DRAFT, DRAFT, "--devices", "CPU", "--results", "/dev/full", *QUICK)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].startswith("error: /dev/full was not written: No space left on device")
+    assert {cell["status"] for cell in result_of(process.stdout)["matrix"]["cells"]} == {"ok"}
+
+
+@posix
+def test_a_line_is_written_whole_or_not_at_all(tmp_path):
+    """In a process of its own, whose files have a limit: writing fails as on a disk that becomes full."""
+    program = """
+import resource, signal, sys
+from pathlib import Path
+from results_file import ResultsFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+kept = ResultsFile(Path(sys.argv[1]))
+kept.append("short", {"text": "x" * 1000})
+assert not kept.problem
+kept.append("long", {"text": "x" * 5000})
+print(kept.problem)
+"""
+    path = tmp_path / "cells.jsonl"
+    process = subprocess.run(
+        [sys.executable, "-c", program, path], cwd=ROOT / "scripts", capture_output=True, encoding="utf-8", timeout=60
+    )
+    assert process.stdout == "File too large\n", process.stderr
+    assert list(ResultsFile(path).lines) == ["short"] and path.read_bytes().endswith(b"}\n")
+
+
+def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    ResultsFile(path).append("a", {"status": "ok"})
+    with path.open("ab") as file:
+        file.write(b'{"key": "b", "resu')
+    kept = ResultsFile(path)
+    kept.append("c", {"status": "failed"})
+    assert ResultsFile(path).lines == {"a": {"status": "ok"}, "c": {"status": "failed"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--devices", "CPU,GPX"], "'GPX'"),
+        (["--devices", ""], "''"),
+        (["--k", "adaptive"], "--engine ours"),
+        (["--k", "0"], "'0'"),
+        (["--emulate-npu", "--devices", "CPU"], "add it to --devices"),
+        (["--timeout", "0"], "'0'"),
+        (["--timeout", "soon"], "'soon'"),
+        (["--property", "KEY"], "'KEY'"),
+        (["--devices", "CPU", "--property", "NPU:KEY=1"], "'NPU'"),
+        (["--prompts", "no/such/file.jsonl"], "no/such/file.jsonl"),
+        (["--max-new-tokens", "5000"], "context"),
+        (["--results", "LICENSE"], "line 1 of LICENSE"),
+        (["--results", "tests"], "tests cannot be written"),
+        (["--results", "no/such/folder/a.jsonl"], "No such file"),
+        (["--html", "tests"], "'tests'"),
+    ],
+)
+def test_bad_usage_is_one_sentence(run, tmp_path, arguments, word):
+    before = (ROOT / "LICENSE").read_bytes()
+    process = run(PROGRAM, DRAFT, DRAFT, "--results", tmp_path / "cells.jsonl", *arguments)
+    assert process.returncode == 2, process.stderr
+    assert word in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr and process.stdout == ""
+    assert (ROOT / "LICENSE").read_bytes() == before and not (tmp_path / "cells.jsonl").exists()
+
+
+def test_a_missing_model_and_a_broken_prompts_file_are_named(run, tmp_path):
+    process = run(PROGRAM, "no/such/folder", DRAFT)
+    assert process.returncode == 2 and "no/such/folder" in process.stderr and "Traceback" not in process.stderr
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f():"}\n{"prompt"\n', encoding="utf-8")
+    process = run(PROGRAM, MAIN, DRAFT, "--prompts", prompts, "--results", tmp_path / "cells.jsonl")
+    assert process.returncode == 2 and "line 2" in process.stderr and not (tmp_path / "cells.jsonl").exists()
+
+
+def test_where_nothing_is_here_the_reasons_are_listed(run, tmp_path):
+    process = run(PROGRAM, DRAFT, DRAFT, "--devices", "GPU,HETERO:GPU,CPU", "--results", tmp_path / "cells.jsonl")
+    if process.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert process.returncode == 1
+    summary = result_of(process.stdout)["summary"]
+    assert summary[0] == "Nothing was measured." and not (tmp_path / "cells.jsonl").exists()
+    assert any(line.startswith("HETERO:GPU,CPU is absent: there is no GPU") for line in summary)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("CPU", ["CPU"]),
+        ("CPU, GPU.1,NPU", ["CPU", "GPU.1", "NPU"]),
+        ("CPU,GPU,AUTO:GPU,CPU,HETERO:GPU,CPU", ["CPU", "GPU", "AUTO:GPU,CPU", "HETERO:GPU,CPU"]),
+        ("AUTO:-CPU,AUTO,CPU,CPU", ["AUTO:-CPU", "AUTO", "CPU"]),
+    ],
+)
+def test_what_stands_behind_auto_belongs_to_it(text, devices):
+    assert device_list(text) == devices
+
+
+def test_how_a_process_ended_in_words():
+    assert "SIGSEGV" in how_it_ended(-signal.SIGSEGV)
+    assert "0xC0000005" in how_it_ended(0xC0000005)
+    assert "status 3" in how_it_ended(3)
+    assert "memory" in how_it_ended(-9)
