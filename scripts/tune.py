@@ -428,7 +428,7 @@ class Tuning:
                 self.clock.tick()
             gained, spent = dict.fromkeys(here, 0), dict.fromkeys(here, 0.0)
             begin, prompts = time.perf_counter(), 0
-            while prompts < LEAST_RUN or time.perf_counter() - begin < seconds / len(groups):
+            while prompts < min(LEAST_RUN, len(self.prompts)) or time.perf_counter() - begin < seconds / len(groups):
                 if prompts == len(self.prompts):
                     break
                 ids = self.prompts[(start + prompts) % len(self.prompts)]

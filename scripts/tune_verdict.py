@@ -18,6 +18,7 @@ from speculative.draft_length import LONGEST, Costs
 WORTH_IT = 1.05  # speedup over the main model's best settings from which on a draft is recommended
 AS_GOOD = 0.99  # of the fastest: there the fewest properties are preferred
 MEMORY_BOUND = 1.25  # verify ratio up to which the weights' way from memory is what an inference waits for
+UNLIKELY = 1.15  # speedup over block efficiency, beyond what two engines differ by
 PROMPT = "def fib(n):"  # of the commands
 
 
@@ -167,6 +168,12 @@ def _sentences(tuning, found, best, best_alone, gains, reason) -> list[str]:
         lines.append(
             f"Over samples/speculative_decoding_lm.py with its defaults (K = 5) it is {statistics.median(ratios):.2f}x "
             f"({min(ratios):.2f}-{max(ratios):.2f}){_steps(by_setting, usual, best)}."
+        )
+    tau = _tokens_each(tuning, best)
+    if best.speedup > UNLIKELY * tau:
+        lines.append(
+            f"That is more than {tau:.1f} tokens an inference of the main model can explain: the machine's speed "
+            "changed while this was measured; tune again when it is quiet, or with more --minutes."
         )
     return [*lines, reason]
 
