@@ -43,6 +43,12 @@ from speculative.pair_check import check_pair  # noqa: E402
 CONFIG_SCHEMA = Path(__file__).with_name("model_server_config.json")
 IMAGE = f"openvino/model_server:{SERVER}"
 DRAFT_LENGTH = 5  # GenAI's own
+REQUESTS = 256  # at the same time; the server's own
+UNLIMITED = 2**31  # tokens of a step
+SPLIT_PROMPTS = (
+    "With dynamic_split_fuse and a draft, GenAI 2026.4.1 gives other greedy texts than the main model alone where it "
+    "splits a prompt while it serves several requests."
+)
 THRESHOLD = "assistant_confidence_threshold"
 
 
@@ -163,16 +169,21 @@ def export(options: argparse.Namespace) -> None:
     """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
     main, draft = options.pair / "main", options.pair / "draft"
     refuse_occupied(options.out, options.overwrite)
-    for folder in (main, draft):
-        if not model_facts.is_ir(folder):
-            raise ConvertError(
-                f"there is no OpenVINO model in {folder}; make the pair first: python convert/export_pair.py MAIN DRAFT "
-                f"{options.pair}",
-                2,
-            )
+    if not main.is_dir() or not draft.is_dir():
+        raise ConvertError(
+            f"{options.pair} has no folders main and draft; make it: python convert/export_pair.py MAIN DRAFT "
+            f"{options.pair}",
+            2,
+        )
+    try:
+        for folder in (main, draft):
+            model_facts.require_ir(folder)
+    except model_facts.UnusableFolder as error:
+        raise ConvertError(str(error), 2) from None
     serving = settings(options, main, draft)
-    graph = graph_text(graph_fields(serving), options.set)
-    read_graph(graph)
+    graph = graph_text(graph_fields(serving, model_facts.config_facts(main).context_length), options.set)
+    if read_graph(graph).dynamic_split_fuse and serving.drafting:
+        serving.notes.append(SPLIT_PROMPTS)
     check = check_pair(main, draft, npu=serving.stateful)
     if not check.sound:
         reasons = "; ".join(f"{found.what}: {found.message}" for found in check.findings if found.level == "error")
@@ -288,7 +299,7 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
     )
 
 
-def graph_fields(serving: Serving) -> dict[str, object]:
+def graph_fields(serving: Serving, context_length: int | None) -> dict[str, object]:
     """Fields of LLMCalculatorOptions. Paths are relative to graph.pbtxt."""
     fields: dict[str, object] = {"models_path": "./main", "device": serving.device}
     if serving.properties:
@@ -297,15 +308,19 @@ def graph_fields(serving: Serving) -> dict[str, object]:
         fields |= {"draft_models_path": "./draft", "draft_device": serving.draft_device}
     if serving.stateful:
         return fields | {"pipeline_type": 0}  # LM; the fields below mean nothing to it
-    fields |= {
-        "cache_size": 0,  # grows as needed
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 256,
-        "dynamic_split_fuse": True,
-        # With a draft, a prefix cache and a sampled request the engine fails (openvino.genai#4190).
-        "enable_prefix_caching": not serving.drafting,
+    fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # a cache that grows as needed
+    if not serving.drafting:
+        return fields | {"enable_prefix_caching": True} | serving.scheduler
+    # With a draft: a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
+    # over steps beside other requests makes it go wrong. Unsplit, each prompt must fit a step, and so must all drafts.
+    drafted = REQUESTS * ((serving.draft_length or DRAFT_LENGTH) + 1)
+    return {
+        **fields,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": max(context_length or UNLIMITED, drafted),
+        **serving.scheduler,
+        "dynamic_split_fuse": False,
     }
-    return fields | serving.scheduler
 
 
 def config_text(name: str) -> str:
@@ -328,9 +343,7 @@ def greedy_by_default(file: Path, serving: Serving) -> None:
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         config = {**config, "do_sample": False, "temperature": 0.0, **serving.drafting}
     except (ValueError, TypeError) as error:
-        raise ConvertError(
-            f"{file.name} of the main model is no JSON object ({error}); export the pair again"
-        ) from None
+        raise ConvertError(f"the main model's {file.name} is no JSON object ({error}); export it again") from None
     if THRESHOLD in serving.drafting:
         config["logprobs"] = 1  # without them the engine's greedy draft has no confidence, and drafts one token
     write(file, json.dumps(config, indent=2, ensure_ascii=False) + "\n")

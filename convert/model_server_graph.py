@@ -64,17 +64,16 @@ def read_graph(text: str):
     required one.
     """
     text_format, pool, message = _protobuf()
+    from google.protobuf.message import EncodeError
+
     graph, options = message("mediapipe.CalculatorGraphConfig"), message(OPTIONS)
     try:
         text_format.Parse(text, graph, descriptor_pool=pool)
-    except text_format.ParseError as error:
+    except (text_format.ParseError, EncodeError) as error:  # EncodeError: a required field is missing
         raise ConvertError(f"graph.pbtxt does not agree with the published schema ({error})") from None
     packed = [one for node in graph.node for one in node.node_options if one.Unpack(options)]
     if len(packed) != 1:
         raise ConvertError(f"graph.pbtxt has {len(packed)} nodes with {OPTIONS} where the server expects one")
-    missing = options.FindInitializationErrors()
-    if missing:
-        raise ConvertError(f"graph.pbtxt does not agree with the published schema: {', '.join(missing)} is missing")
     lost = [found.name for found, _ in options.ListFields() if found.name.startswith("draft_")]
     if lost and not options.draft_models_path:
         raise ConvertError(f"the server refuses {', '.join(lost)} where it serves no draft; leave it out", 2)

@@ -1,0 +1,570 @@
+"""Model repositories for OpenVINO Model Server: what is in them, that they agree with the server's published schema and
+with the engine the server runs (GenAI), and how the program ends when something is wrong. The server itself is not run.
+"""
+
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jsonschema
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+from tiny_checkpoints import save_ir, train_tokenizer
+
+from convert import export_model_server, model_server_folder, model_server_graph
+from convert.errors import ConvertError
+from convert.model_server_graph import read_graph
+from speculative import recommendation
+
+PROGRAM = "convert/export_model_server.py"
+PROMPT = "def read_file(path):"
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """A copy of the embedded pair, named `embedded`."""
+    folder = tmp_path_factory.mktemp("pairs") / "embedded"
+    for half in (MAIN, DRAFT):
+        shutil.copytree(half, folder / half.name)
+    return folder
+
+
+@pytest.fixture
+def pair(embedded, tmp_path):
+    """The same for one test: files are hard links, so replace them, never write into them."""
+    return shutil.copytree(embedded, tmp_path / "embedded", copy_function=os.link)
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "served"
+
+
+@pytest.fixture
+def export(capsys):
+    """Call the program, which must do its job; return what it printed."""
+
+    def export(*arguments):
+        assert export_model_server.main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return export
+
+
+@pytest.fixture
+def refuses(capsys):
+    """Call the program with arguments it must refuse with this status; return its one sentence."""
+
+    def refuses(status, *arguments):
+        try:
+            returned = export_model_server.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            returned = stop.code
+        error = capsys.readouterr().err
+        assert returned == status, error
+        assert "Traceback" not in error
+        lines = [line for line in error.splitlines() if line.startswith("export_model_server")]
+        assert len(lines) == 1, error
+        return lines[0]
+
+    return refuses
+
+
+def options_in(repository):
+    """LLMCalculatorOptions as the server reads them."""
+    return read_graph(Path(repository, "embedded", "graph.pbtxt").read_text(encoding="utf-8"))
+
+
+def everything_in(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def recommend(pair, best="GenAI", **settings):
+    """Write a recommended.json for the pair, as scripts/tune.py does; return its settings."""
+    alone = {"device": "CPU", "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 64}, "throughput": 300.0}
+    drafting = {
+        "device": "CPU",
+        "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128},
+        "draft_device": "CPU",
+        "draft_properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128},
+        "num_assistant_tokens": 7,
+        "assistant_confidence_threshold": 0.0,
+        "throughput": 700.0,
+    }
+    every = {"alone": alone, "GenAI": {**drafting, **settings}}
+    content = {
+        "use_draft": best != "alone",
+        "best": best,
+        "reason": "It decodes 2.3x as fast.",
+        "sentences": [],
+        "settings": every if best != "alone" else {"alone": alone},
+        "main": {"folder": "main", "fingerprint": recommendation.fingerprint(pair / "main")},
+        "draft": {"folder": "draft", "fingerprint": recommendation.fingerprint(pair / "draft")},
+        "measured_on": {},
+    }
+    recommendation.write(pair / recommendation.FILE, content)
+    return every
+
+
+# --- what it makes ---
+
+
+def test_a_pair_becomes_a_repository(run, pair, out):
+    before = everything_in(pair)
+    finished = run(PROGRAM, pair, out)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "config.json", "embedded"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]  # no leftovers beside it
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["mediapipe_config_list"] == [{"name": "embedded", "base_path": "embedded"}]
+    options = options_in(out)
+    for half, path in (("main", options.models_path), ("draft", options.draft_models_path)):
+        served = out / "embedded" / path  # relative to graph.pbtxt
+        names = {path.name for path in (pair / half).iterdir()}
+        assert {path.name for path in served.iterdir()} == names
+        assert (served / "openvino_model.bin").samefile(pair / half / "openvino_model.bin")  # no second copy
+        assert not (served / "config.json").samefile(pair / half / "config.json")
+    assert (options.device, options.draft_device, options.plugin_config) == ("CPU", "CPU", "")
+    assert not options.dynamic_split_fuse and not options.enable_prefix_caching
+    assert options.max_num_batched_tokens == 256 * 6  # more than the context of 1,024 tokens
+    assert everything_in(pair) == before
+
+    for text in (finished.stdout, (out / "README.md").read_text(encoding="utf-8")):
+        assert "untested" in text
+        assert "Only greedy requests" in text and "scripts/verify_lossless.py" in text
+        assert f"-p 127.0.0.1:8000:8000 -v {out}:/models:ro openvino/model_server:" in text
+        assert f"ovms --config_path {out}/config.json --rest_port 8000 --rest_bind_address 127.0.0.1" in text
+        assert "/v3/chat/completions" in text
+
+
+def test_a_request_that_says_nothing_is_greedy_and_drafts(pair, out, export):
+    """As the server does it: GenAI reads generation_config.json, and a temperature above 0 means sampling."""
+    file = pair / "main" / "generation_config.json"
+    original = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    file.write_text(json.dumps({**original, "do_sample": True, "temperature": 0.6, "top_p": 0.9}), encoding="utf-8")
+    export(pair, out, "-k", 3)
+    config = openvino_genai.GenerationConfig(str(out / "embedded/main/generation_config.json"))
+    assert config.temperature == 0 and not config.do_sample
+    assert config.num_assistant_tokens == 3
+    assert config.eos_token_id == original["eos_token_id"]
+    assert json.loads(file.read_text(encoding="utf-8"))["temperature"] == 0.6  # the pair keeps its own
+
+
+def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, export):
+    """GenAI set up from graph.pbtxt as the server's sources do it, with several requests at once, long ones among them.
+
+    With the server's own defaults it goes wrong (the day it does not, dynamic_split_fuse may be left on): a prompt that
+    is split over steps, beside other requests and with a draft, gets another text.
+    """
+    exact = ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
+    export(pair, out, *exact, "-k", 4)
+    defaults = ["--set", "dynamic_split_fuse=true", "--set", "max_num_batched_tokens=256"]
+    assert "gives other greedy texts" in export(pair, out.with_name("defaults"), *exact, "-k", 4, *defaults)
+
+    code = (ROOT / "speculative/metrics.py").read_text(encoding="utf-8")
+    prompts = ["class Stack:\n" * 20, code[:2500], PROMPT]  # 80, 937 and 7 tokens
+    alone = openvino_genai.LLMPipeline(str(MAIN), "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    plain = openvino_genai.GenerationConfig(max_new_tokens=24, apply_chat_template=False)
+    expected = [str(alone.generate(text, plain)) for text in prompts]
+    assert served_texts(out, prompts) == expected
+    assert served_texts(out.with_name("defaults"), prompts) != expected
+
+
+def served_texts(repository, prompts):
+    """What the server's engine makes of these prompts, as requests that name a length and nothing else."""
+    folder, options = repository / "embedded", options_in(repository)
+
+    def scheduler():
+        config = openvino_genai.SchedulerConfig()
+        names = ("max_num_batched_tokens", "cache_size", "dynamic_split_fuse", "max_num_seqs", "enable_prefix_caching")
+        for name in names:
+            setattr(config, name, getattr(options, name))
+        return config
+
+    draft_folder = str(folder / options.draft_models_path)
+    draft = openvino_genai.draft_model(draft_folder, options.draft_device, scheduler_config=scheduler())
+    properties = {**json.loads(options.plugin_config), "draft_model": draft}
+    main_folder = str(folder / options.models_path)
+    pipeline = openvino_genai.ContinuousBatchingPipeline(main_folder, scheduler(), options.device, properties)
+    request = openvino_genai.GenerationConfig(f"{main_folder}/generation_config.json")
+    request.max_new_tokens, request.apply_chat_template = 24, False
+    return [result.m_generation_ids[0] for result in pipeline.generate(prompts, [request] * len(prompts))]
+
+
+def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
+    given = ["--device", "GPU.1", "--draft-device", "CPU", "--property", "KV_CACHE_PRECISION=u8", "--property", "N=8"]
+    fields = {
+        "cache_size": 4,
+        "draft_cache_size": 1,
+        "max_tokens_limit": 500,
+        "tool_parser": "hermes3",
+        "dynamic_split_fuse": "true",
+        "chat_template_mode": "JINJA",
+        "cache_eviction_config": "{start_size: 32 recent_size: 128 max_cache_size: 672}",
+    }
+    sets = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    said = export(pair, out, *given, *sets, "--name", "embedded", "--bind", "10.0.0.7", "--port", 9000)
+    options = options_in(out)
+    assert (options.device, options.draft_device) == ("GPU.1", "CPU")
+    assert json.loads(options.plugin_config) == {"KV_CACHE_PRECISION": "u8", "N": 8}
+    assert (options.cache_size, options.draft_cache_size, options.max_tokens_limit) == (4, 1, 500)
+    assert options.tool_parser == "hermes3" and options.dynamic_split_fuse and options.chat_template_mode == 1
+    assert options.cache_eviction_config.recent_size == 128
+    assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, as the main model does" in said
+    assert "On 10.0.0.7 the server asks nobody for a key" in said
+    assert "-p 10.0.0.7:9000:9000" in said and "--rest_port 9000 --rest_bind_address 10.0.0.7" in said
+    assert "--device /dev/dri" in said and "model_server:2026.4.1-gpu" in said
+
+
+@pytest.mark.parametrize("devices", [["NPU", "NPU"], ["CPU", "NPU"], ["NPU", "CPU"]])
+def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
+    said = export(pair, out, "--device", devices[0], "--draft-device", devices[1])
+    options = options_in(out)
+    assert options.HasField("pipeline_type") and options.pipeline_type == 0  # LM: stateful
+    assert not options.HasField("max_num_seqs")
+    assert "one request at a time" in said and "--device /dev/accel" in said
+
+
+# --- the recommendation ---
+
+
+def test_the_recommendation_is_taken(pair, out, export):
+    recommend(pair, scheduler={"cache_size": 1, "max_num_batched_tokens": 2**31})
+    said = export(pair, out)
+    options = options_in(out)
+    assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}
+    assert (options.cache_size, options.max_num_batched_tokens) == (1, 2**31)
+    assert '"num_assistant_tokens": 7' in said and "It decodes 2.3x as fast." in said
+    assert "in place of" not in said
+
+    export(
+        pair, out, "--overwrite", "-k", 2, "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=32", "--set", "cache_size=3"
+    )
+    options = options_in(out)
+    assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 32}
+    assert options.cache_size == 3
+    assert json.loads((out / "embedded/main/generation_config.json").read_text("utf-8"))["num_assistant_tokens"] == 2
+
+    said = export(pair, out, "--overwrite", "--ignore-recommendation")
+    assert options_in(out).plugin_config == "" and '"num_assistant_tokens": 5' in said
+
+
+def test_a_confidence_threshold_comes_with_the_log_probabilities_it_needs(pair, out, export):
+    recommend(pair, num_assistant_tokens=0, assistant_confidence_threshold=0.4)
+    said = export(pair, out)
+    config = openvino_genai.GenerationConfig(str(out / "embedded/main/generation_config.json"))
+    assert config.assistant_confidence_threshold == pytest.approx(0.4)
+    assert config.logprobs == 1 and config.num_assistant_tokens is None  # they exclude each other
+    assert '"assistant_confidence_threshold": 0.4' in said and "num_assistant_tokens" not in said
+
+
+def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
+    recommend(pair, best="alone")
+    said = export(pair, out)
+    options = options_in(out)
+    assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 64}
+    assert not options.draft_models_path and options.enable_prefix_caching
+    assert not (out / "embedded/draft").exists()
+    generation_config = "embedded/main/generation_config.json"
+    assert (out / generation_config).read_bytes() == (MAIN / "generation_config.json").read_bytes()
+    assert "the main model alone" in said and "Only greedy" not in said and "num_assistant_tokens" not in said
+
+    assert "says to serve the main model alone" in refuses(2, pair, out, "--overwrite", "-k", 4)
+    assert "draft_cache_size" in refuses(2, pair, out, "--overwrite", "--set", "draft_cache_size=1")
+    assert "Only greedy" in export(pair, out, "--overwrite", "--ignore-recommendation")
+
+
+def test_what_the_server_cannot_do_of_a_recommendation_is_said(pair, out, export):
+    recommend(pair, best="ours", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    said = export(pair, out)
+    assert "this project's own engine, which this server does not run" in said
+    assert "in place of INFERENCE_PRECISION_HINT=f32" in said
+
+
+def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
+    recommend(pair)
+    file = pair / recommendation.FILE
+    good = json.loads(file.read_text(encoding="utf-8"))
+    for change, words in (
+        ({"main": {"fingerprint": "0" * 32}}, "other weights than those of the main model"),
+        ({"settings": {}}, "'alone' is missing"),
+        ({"settings": [1]}, "is not what scripts/tune.py writes"),
+        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "device": None, "properties": 3}}}, "tune.py"),
+        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "scheduler": {"no_such": 1}}}}, "no_such"),
+        ({"format": 99}, "not of format 1"),
+    ):
+        file.write_text(json.dumps({**good, **change}), encoding="utf-8")
+        assert words in refuses(1, pair, out), change
+    assert not out.exists()
+
+
+# --- the schema ---
+
+
+def test_the_graph_that_the_server_documents_is_read_alike(pair, out, export):
+    """The documented graph of a text generation server, with its own spacing, quotes and commas."""
+    documented = """
+        input_stream: "HTTP_REQUEST_PAYLOAD:input"
+        output_stream: "HTTP_RESPONSE_PAYLOAD:output"
+        node: {
+          name: "LLMExecutor"
+          calculator: "HttpLLMCalculator"
+          input_stream: "LOOPBACK:loopback"
+          input_stream: "HTTP_REQUEST_PAYLOAD:input"
+          input_side_packet: "LLM_NODE_RESOURCES:llm"
+          output_stream: "LOOPBACK:loopback"
+          output_stream: "HTTP_RESPONSE_PAYLOAD:output"
+          input_stream_info: { tag_index: 'LOOPBACK:0', back_edge: true }
+          node_options: { [type.googleapis.com / mediapipe.LLMCalculatorOptions]: { OPTIONS } }
+          input_stream_handler {
+            input_stream_handler: "SyncSetInputStreamHandler",
+            options { [mediapipe.SyncSetInputStreamHandlerOptions.ext] { sync_set { tag_index: "LOOPBACK:0" } } }
+          }
+        }"""
+    fields = """models_path: "./main", device: "CPU", draft_models_path: "./draft", draft_device: "CPU", cache_size: 0,
+        max_num_batched_tokens: 1536, max_num_seqs: 256, dynamic_split_fuse: false, enable_prefix_caching: false,
+        plugin_config: '{"KV_CACHE_PRECISION": "u8"}'"""
+    export(pair, out, "--property", "KV_CACHE_PRECISION=u8")
+    text_format, pool, message = model_server_graph._protobuf()
+    graphs = []
+    for text in (documented.replace("OPTIONS", fields), (out / "embedded/graph.pbtxt").read_text(encoding="utf-8")):
+        graphs.append(text_format.Parse(text, message("mediapipe.CalculatorGraphConfig"), descriptor_pool=pool))
+    assert graphs[0] == graphs[1]
+
+    for wrong, words in (
+        (fields + ", draft_length: 5", "no field named"),
+        (fields.replace("1536", "-1"), "out of range"),
+        (fields.replace("false", '"maybe"', 1), "true"),
+        (fields.replace('models_path: "./main",', "", 1), "models_path"),
+        (fields.replace('draft_models_path: "./draft",', ""), "draft_device"),
+    ):
+        with pytest.raises(ConvertError, match=words):
+            read_graph(documented.replace("OPTIONS", wrong))
+    with pytest.raises(ConvertError, match="0 nodes"):
+        read_graph("")
+
+
+def test_the_schema_of_the_configuration_refuses_what_the_server_refuses():
+    schema = json.loads(export_model_server.CONFIG_SCHEMA.read_text(encoding="utf-8"))
+    good = {"model_config_list": [], "mediapipe_config_list": [{"name": "a", "base_path": "a"}]}
+    jsonschema.validate(good, schema)
+    for wrong in (
+        {"mediapipe_config_list": good["mediapipe_config_list"]},
+        {**good, "mediapipe_config_list": [{"base_path": "a"}]},
+        {**good, "mediapipe_config_list": [{"name": "a", "device": "CPU"}]},
+        {**good, "servables": []},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("cache_sise=1", "no such field; it has cache_size"),
+        ("xyz=1", "it has best_of_limit"),
+        ("cache_size", "is not FIELD=VALUE"),
+        ("cache_size= ", "is not FIELD=VALUE"),
+        ("cache_size=-1", "does not take this value"),
+        ("cache_size=many", "does not take this value"),
+        ("cache_size=1 max_num_seqs: 2", "more than one field"),
+        ("dynamic_split_fuse=perhaps", "does not take this value"),
+        ("pipeline_type=FASTEST", "does not take this value"),
+        ("cache_eviction_config={start_size: 1}", "recent_size"),
+        ("device=GPU", "give --device"),
+        ("draft_device=GPU", "give --draft-device"),
+        ("plugin_config={}", "give --property"),
+        ("models_path=/", "this program sets it"),
+    ],
+)
+def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pair, out, refuses):
+    assert words in refuses(2, pair, out, "--set", assignment)
+    assert not out.exists()
+
+
+# --- bad input, and disks ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--name", "a/b"], "is no name for a served model"),
+        (["--name", ".."], "is no name for a served model"),
+        (["--name", "config.json"], "is no name for a served model"),
+        (["-k", "0"], "-k 0 drafts nothing"),
+        (["-k", "two"], "invalid int value: 'two'"),
+        (["--property", "FAST"], "--property FAST is not KEY=VALUE"),
+        (["--bind", "everywhere"], "'everywhere' is not an IPv4 address"),
+        (["--port", "70000"], "'70000' is not a port"),
+        (["--port", "-1"], "'-1' is not a port"),
+    ],
+)
+def test_bad_options_are_named(arguments, words, pair, out, refuses):
+    assert words in refuses(2, pair, out, *arguments)
+    assert not out.exists()
+
+
+def test_what_is_no_pair_is_refused(tmp_path, pair, out, other_tokenizer, refuses):
+    assert "has no folders main and draft; make it: python convert/export_pair.py" in refuses(2, tmp_path / "no", out)
+    assert "has no folders main and draft" in refuses(2, MAIN, out)
+    for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin"):
+        (pair / "draft" / name).unlink()
+        shutil.copy(other_tokenizer / name, pair / "draft")
+    assert "not a sound pair: " in refuses(1, pair, out)
+    (pair / "draft" / "openvino_model.bin").unlink()
+    assert "has no openvino_model.bin" in refuses(2, pair, out)
+    (pair / "draft" / "openvino_model.xml").unlink()
+    assert "has no openvino_model.xml" in refuses(2, pair, out)
+    assert not out.exists()
+
+
+def test_a_generation_config_that_is_no_json_is_named(pair, out, refuses):
+    file = pair / "main" / "generation_config.json"
+    for content in ("{", "[1]"):
+        file.unlink()
+        file.write_text(content, encoding="utf-8")
+        assert "generation_config.json is no JSON object" in refuses(1, pair, out)
+    assert [path.name for path in out.parent.iterdir()] == ["embedded"]
+
+
+def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
+    out.mkdir()
+    export(pair, out)  # an empty folder is as good as none
+    assert "--overwrite makes it again" in refuses(2, pair, out)
+    export(pair, out, "--overwrite", "--set", "cache_size=2")
+    assert options_in(out).cache_size == 2
+
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
+    before = everything_in(out)
+    for arguments in ([], ["--overwrite"]):
+        assert "holds other things" in refuses(2, pair, out, *arguments)
+    assert "holds other things" in refuses(2, pair, pair, "--overwrite")
+    assert "holds other things" in refuses(2, pair, out / "notes.txt", "--overwrite")
+    assert everything_in(out) == before
+
+
+@pytest.mark.parametrize("step", ["write", "install", "interrupt"])
+def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, export, monkeypatch, capsys):
+    export(pair, out)
+    before = everything_in(out)
+    with monkeypatch.context() as patch:
+        if step == "install":  # the second rename, when the old repository is out of the way
+            original = Path.rename
+
+            def rename(self, target):
+                if self.name == "new":
+                    raise OSError(errno.EACCES, "Permission denied")
+                return original(self, target)
+
+            patch.setattr(Path, "rename", rename)
+        else:
+            error = KeyboardInterrupt() if step == "interrupt" else OSError(errno.ENOSPC, "No space left on device")
+            patch.setattr(export_model_server, "greedy_by_default", lambda *_: (_ for _ in ()).throw(error))
+        status = export_model_server.main([str(pair), str(out), "--overwrite", "--set", "cache_size=9"])
+    assert status == (130 if step == "interrupt" else 1)
+    words = {"write": "No space left", "install": "Permission denied", "interrupt": "nothing was left behind"}
+    assert words[step] in capsys.readouterr().err
+    assert everything_in(out) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+
+
+def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair, out, export, monkeypatch, refuses):
+    weights = "main/openvino_model.bin"
+
+    def no_link(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    assert "copied, because" not in export(pair, out, "--copy")
+    assert not (out / "embedded" / weights).samefile(pair / weights)
+    monkeypatch.setattr(os, "link", no_link)
+    said = export(pair, out, "--overwrite")
+    assert "were copied, because they cannot be linked" in said and "cross-device" in said
+    assert (out / "embedded" / weights).read_bytes() == (pair / weights).read_bytes()
+
+    usage = shutil.disk_usage(out)._replace(free=1000)
+    monkeypatch.setattr(model_server_folder.shutil, "disk_usage", lambda _: usage)
+    assert "the disk has 0.0 GB free" in refuses(1, pair, out, "--overwrite")
+
+
+def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path, out, export):
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = None
+    for half in ("main", "draft"):
+        save_ir(tokenizer, tmp_path / "embedded" / half)
+    said = export(tmp_path / "embedded", out)
+    assert "has no chat template" in said
+    assert "/v3/completions" in said and '"prompt": ' in said and "chat/completions" not in said
+
+
+def test_missing_packages_are_said(pair, out, monkeypatch, refuses):
+    model_server_graph._protobuf.cache_clear()
+    for package in ("jsonschema", "google.protobuf"):
+        monkeypatch.setitem(sys.modules, package, None)
+        model_server_graph._protobuf.cache_clear()
+        assert f"{package.split('.')[-1]} is not installed; install it: pip install -r" in refuses(1, pair, out)
+
+
+# --- the example requests ---
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Notes each request's path and body; answers one chunk of a chat as a server does."""
+
+    requests: list
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append((self.path, body))
+        chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
+        chunk["choices"] = [{"index": 0, "delta": {"content": "café"}, "finish_reason": None}]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def recorder():
+    requests = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OwnRecorder", (Recorder,), {"requests": requests}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port, requests
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_example_requests_are_what_the_server_documents(pair, out, export, recorder):
+    """Draft length and temperature reach the server by curl, and by the real openai client where it is installed."""
+    port, requests = recorder
+    export(pair, out, "-k", 4, "--port", port)
+    guide = (out / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"^curl http.*/v3/.*$", guide, re.MULTILINE)[0]
+    words = shlex.split(line)
+    sent = json.loads(words[words.index("-d") + 1])
+    assert (sent["model"], sent["temperature"], sent["num_assistant_tokens"]) == ("embedded", 0, 4)
+    if shutil.which("curl"):
+        subprocess.run(words, check=True, capture_output=True, timeout=60)
+        assert requests.pop() == ("/v3/chat/completions", sent)
+
+    pytest.importorskip("openai")
+    code = re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1]
+    finished = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", code], capture_output=True, encoding="utf-8", timeout=60, cwd=ROOT
+    )
+    assert finished.stdout == "café", finished.stderr
+    assert requests == [("/v3/chat/completions", {**sent, "stream": True})]
