@@ -1,6 +1,5 @@
 """What the tests share: where things are, and how to run a program of this project as its user does."""
 
-import functools
 import json
 import os
 import shutil
@@ -54,14 +53,20 @@ def run():
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory):
-    """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first."""
+    """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first.
+
+    Test processes that run beside each other share them.
+    """
+    from filelock import FileLock  # the hub's client has it
     from tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
 
     from convert import export_pair, optimum_cli
 
-    @functools.cache
-    def tiny_pair(architecture: str) -> Path:
-        folder = tmp_path_factory.mktemp(architecture)
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "tiny_pairs"
+    shared.mkdir(exist_ok=True)
+
+    def export(architecture: str, folder: Path) -> None:
         tokenizer = train_tokenizer()
         for role in ("main", "draft"):
             save_checkpoint(architecture, role, tokenizer, folder / "checkpoints" / role)
@@ -70,7 +75,13 @@ def tiny_pair(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(optimum_cli, "run", run_optimum_here)
             assert export_pair.main([*sources, str(folder / "pair"), *precision]) == 0
-        return folder / "pair"
+
+    def tiny_pair(architecture: str) -> Path:
+        with FileLock(shared / f"{architecture}.lock"):
+            if not (shared / architecture).exists():
+                export(architecture, shared / f"{architecture}.partial")
+                (shared / f"{architecture}.partial").rename(shared / architecture)
+        return shared / architecture / "pair"
 
     return tiny_pair
 
