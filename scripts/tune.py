@@ -108,6 +108,8 @@ class Clock:
         spent = min(time.perf_counter() - self.begin, self.seconds)
         self.bar.set_postfix_str(f"{self.seconds - spent:.0f} s left", refresh=False)
         self.bar.update(spent - self.bar.n)
+        if stage:
+            self.bar.refresh()
 
     def until(self, share: float) -> float:
         """Seconds left until this share of the budget is spent."""
