@@ -32,6 +32,7 @@ TITLES = {
     "device_swap": "Devices for main model and draft",
     "tune": "The best settings",
 }
+INDENT = "    "  # of a sentence that is a line of a program
 ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded, nothing is run
 
 
@@ -54,15 +55,24 @@ def html_text(result: dict) -> str:
     return f"<!DOCTYPE html>\n{page}\n"
 
 
+def commands_apart(sentences: list[str]):
+    """The sentences; a command at the end of one stands on an indented line of its own."""
+    for sentence in sentences:
+        words, found, command = sentence.partition(": python ")
+        yield words + ":" if found else sentence
+        if found:
+            yield f"{INDENT}python {command}"
+
+
 def summary(result: dict, title: str) -> Markup:
     """The sentences, the first one large; those that are indented are lines of a program."""
     facts = result.get("environment", {})
     about = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
     first, *others = result["summary"] or ["Nothing was measured."]
     content = [tag("h1", f"{title}: {' with '.join(about)}" if about else title), tag("p", first, class_="answer")]
-    for is_code, lines in groupby(others, key=lambda line: line.startswith("    ")):
+    for is_code, lines in groupby(commands_apart(others), key=lambda line: line.startswith(INDENT)):
         if is_code:
-            content.append(tag("pre", tag("code", "\n".join(line[4:] for line in lines)), tabindex=0))
+            content.append(tag("pre", tag("code", "\n".join(line.removeprefix(INDENT) for line in lines)), tabindex=0))
         else:
             content += [tag("p", line) for line in lines]
     return tag("header", *content, id="summary", class_="card")

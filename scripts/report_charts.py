@@ -5,6 +5,7 @@ from report_tables import candidate_name, finite, how, section, way
 from svg_charts import Axis, Plot, axis, colour, legend, part_swatch, shape, stacked_bars, swatch, whole_axis
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the way to decode
+FIGURES = ("throughput", "speedup", "speedup_range")  # of a recommendation, beside its settings
 
 # ---- speedup against draft length -----------------------------------------------------------------------------------
 
@@ -162,12 +163,12 @@ def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -
     x = percent_axis("agreement with f32 greedy (% of tokens)", min(agreement), max(agreement))
     plot = Plot("Speed against agreement", said, x, axis("throughput (tokens/s)", 0, max(speed)))
     for i, one in shown:
-        dropped = one.get("dropped_in_round") is not None
-        mark, style = ("star", "c2") if one is recommended else ("circle", "c1 open" if dropped else "c1")
+        to_the_end = one.get("spread") is not None and not one.get("dropped_in_round")
+        mark, style = ("star", "c2") if one is recommended else ("circle", "c1" if to_the_end else "c1 open")
         said = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
         plot.marker(one["agreement"], one["throughput"], mark, style, said)
     entries = [("measured to the end", swatch("c1", "circle", line=False))]
-    entries.append(("dropped on the way", swatch("c1 open", "circle", line=False)))
+    entries.append(("dropped, or measured briefly only", swatch("c1 open", "circle", line=False)))
     for i, one in shown:
         if one is recommended:
             plot.note(one["agreement"], one["throughput"], str(i))
@@ -178,13 +179,12 @@ def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -
 def chosen(result: dict) -> dict | None:
     """The candidate with the recommended settings."""
     found = result.get("recommendation") or {}
-    best = found.get("settings", {}).get(found.get("best")) or {}
-    for one in result["candidates"]:
-        settings = {**one.get("settings", {})}
-        engine = settings.pop("engine", found.get("best"))
-        if settings and engine == found.get("best") and settings.items() <= best.items():
-            return one
-    return None
+    best = found.get("settings", {}).get(found.get("best"))
+    engine = "GenAI" if found.get("best") == "alone" else found.get("best")
+    if best is None:
+        return None
+    wanted = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
+    return next((one for one in result["candidates"] if one.get("settings") == wanted), None)
 
 
 def percent_axis(title: str, low: float, high: float) -> Axis:

@@ -17,20 +17,20 @@ COLUMNS = {
     "engine": ("engine", PLAIN),
     "throughput": ("tokens/s", RATE),
     "speedup": ("speedup", TIMES),
-    "speedup_range": ("range", TIMES),
-    "spread": ("range", TIMES),
+    "speedup_range": ("range", SHARE),
+    "spread": ("range", SHARE),
+    "repetition": ("repetition", SHARE),
     "predicted": ("predicted", TIMES),
     "forward_speedup": ("speedup in main inferences", TIMES),
     "acceptance_rate": ("acceptance rate", SHARE),
     "block_efficiency": ("block efficiency", SHARE),
-    "mean_draft_length": ("mean draft length", SHARE),
     "ttft": ("TTFT (ms)", RATE),
     "tpot": ("TPOT (ms)", RATE),
+    "mean_draft_length": ("mean draft length", SHARE),
     "draft_ms": ("draft (ms)", SHARE),
     "verify_ms": ("verify (ms)", SHARE),
     "overhead_ms": ("overhead (ms)", SHARE),
     "outside": ("outside the models", "{:.1%}"),
-    "repetition": ("repetition", SHARE),
     "same_text": ("same text as alone", PLAIN),
     "agreement": ("agreement with f32", "{:.1%}"),
     "mean_kl": ("mean KL (nats)", "{:.2g}"),
@@ -42,6 +42,11 @@ COLUMNS = {
     "what": ("compared", PLAIN),
     "ratio": ("ratio", SHARE),
     "range": ("range", SHARE),
+}
+CAPTIONS = {
+    "Ways to decode": "Medians over the rounds and their range; tokens/s while decoding, the prompt excluded",
+    "Draft lengths": "Speedup in time, predicted, and in main inferences; the best draft length in bold",
+    "Loading": "Load time and memory of a process of its own",
 }
 UNITS = {"ttft": 1e3, "tpot": 1e3, "peak_bytes": 1e-6}  # of the columns over those of the result
 
@@ -82,7 +87,7 @@ def tables(result: dict) -> Markup | str:
     named = {name: rows for name, rows in named.items() if rows}
     drawn = []
     for name, rows in named.items():
-        table = tag("summary", name), data_table(name, rows)
+        table = tag("summary", name), data_table(CAPTIONS.get(name, name), rows)
         drawn.append(tag("details", *table, open=None if drawn else ""))  # the first one is open
     keys = {key for rows in named.values() for row in rows for key in row}
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
@@ -104,7 +109,8 @@ def candidate_name(number: int, candidate: dict) -> str:
 def data_table(caption: str, rows: list[dict]) -> Markup:
     """The columns that are known and that a row fills."""
     used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    used = [key for key in used if not (key == "engine" and "name" in used)]
+    told = {"engine", "temperature", "k"} if "name" in used else set()  # by the name
+    used = [key for key in used if key not in told]
     head = tag("tr", *(tag("th", COLUMNS[key][0], scope="col", class_=alignment(rows, key)) for key in used))
     body = []
     for row in rows:
@@ -170,14 +176,15 @@ def words(key: str) -> str:
 def fact(value: object) -> object:
     """A dict of dicts one by one, the rest in words."""
     if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
-        return join(tag("p", f"{words(key)}: {plain(part)}") for key, part in value.items())
+        return join(tag("p", f"{key}: {plain(part)}") for key, part in value.items())
     return plain(value)
 
 
 def plain(value: object) -> str:
     """A value in words."""
     if isinstance(value, dict):
-        return ", ".join(f"{words(str(key))} {plain(part)}" for key, part in value.items()) or "none"
+        parts = (f"({plain(part)})" if isinstance(part, dict) and part else plain(part) for part in value.values())
+        return ", ".join(f"{key} = {part}" for key, part in zip(value, parts, strict=True)) or "none"
     if isinstance(value, list):
         return ", ".join(plain(part) for part in value) or "none"
     if isinstance(value, bool) or value is None:
@@ -232,7 +239,7 @@ def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> M
         return tag("td", tag("b", status + mark), class_="none")
     lines = []
     if finite(cell.get("speedup")) and cell["draft_device"] != "none":
-        lines.append(f"{cell['speedup']:.2f}x" + (", slower than alone" if cell["speedup"] < 1 else ""))
+        lines.append(f"{cell['speedup']:.2f}x" + (", slower than alone" if cell["speedup"] < 0.995 else ""))
     if cell.get("same_text") is False:
         first = cell.get("first_difference")
         lines.append("\u2260 other text" + (f" from token {first} on" if first is not None else ""))

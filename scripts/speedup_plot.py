@@ -20,6 +20,7 @@ def png(points: list[dict]) -> bytes:
     temperatures = list(dict.fromkeys(point["temperature"] for point in points))
     figure = Figure(figsize=(SIZE[0], SIZE[1]) if len(temperatures) < 3 else (1.4 * SIZE[0], SIZE[1]), dpi=DOTS)
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    highest = max(value for p in points for value in (1, p["speedup"], *(p.get("speedup_range") or [])))
     engines = list(dict.fromkeys(point["engine"] for point in points))
     for panel, t in zip(panels, temperatures, strict=True):
         panel.axhline(1, color="0.4", linewidth=1)
@@ -27,7 +28,9 @@ def png(points: list[dict]) -> bytes:
             line = [p for p in points if (p["temperature"], p["engine"]) == (t, engine)]
             if line:
                 draw_engine(panel, engine, sorted(line, key=lambda p: p["k"]), i, 0.14 * (i - (len(engines) - 1) / 2))
-        panel.set(title=f"temperature {t:g}" if t else "greedy", xlabel="draft length K (tokens)", ylim=(0, None))
+        panel.set(
+            title=f"temperature {t:g}" if t else "greedy", xlabel="draft length K (tokens)", ylim=(0, 1.12 * highest)
+        )
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(axis="y", color="0.88")
         panel.set_axisbelow(True)

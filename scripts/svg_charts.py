@@ -142,7 +142,7 @@ def stacked_bars(
 ) -> Markup:
     """One bar for each (name, values of the parts), its name above it and its total beside it."""
     scale = axis(unit, 0, max([sum(values) for _, values in rows] + [1e-9]))
-    left, right, step = 4, WIDTH - 52, 34
+    left, right, step = 4, WIDTH - 52, 30
     bottom = TOP + step * len(rows) + 2
     drawn = []
     for value, label in zip(scale.ticks, scale.labels, strict=True):
@@ -151,13 +151,13 @@ def stacked_bars(
         drawn.append(tag("text", label, x=at, y=bottom + 14, text_anchor="middle" if value else "start"))
     for i, (name, values) in enumerate(rows):
         top, x = TOP + step * i, float(left)
-        drawn.append(tag("text", shortened(name), x=left, y=top + 7, class_="bar-name"))
+        drawn.append(tag("text", shortened(name), x=left, y=top + 6, class_="bar-name"))
         for part, what, value in zip(range(1, len(parts) + 1), parts, values, strict=True):
             width = value / scale.high * (right - left)
-            box = {"x": number(x), "y": top + 11, "width": number(width), "height": 14}
+            box = {"x": number(x), "y": top + 10, "width": number(width), "height": 12}
             drawn.append(tag("rect", tag("title", f"{name}: {what} {value:.2f} ms"), **box, class_=f"part part{part}"))
             x += width
-        drawn.append(tag("text", f"{sum(values):.1f} ms", x=number(x + 5), y=top + 22, class_="bar-total"))
+        drawn.append(tag("text", f"{sum(values):.1f} ms", x=number(x + 5), y=top + 20, class_="bar-total"))
     drawn.append(tag("text", unit, x=number((left + right) / 2), y=bottom + 32, text_anchor="middle", class_="axis"))
     return picture(title, description, bottom + 40, drawn)
 

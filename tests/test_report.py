@@ -80,7 +80,7 @@ PARTS = {
     "matrix": {"main_devices": ["CPU", "GPU"], "draft_devices": ["none", "CPU", "GPU"], "cells": CELLS},
     "token_view": TOKENS,
     "candidates": CANDIDATES,
-    "recommendation": {"best": "ours", "settings": {"ours": {"draft_length": 4, "device": "CPU"}}, "sentences": ["no"]},
+    "recommendation": {"best": "ours", "settings": {"ours": {"draft_length": 4, "speedup": 2.0}}, "sentences": ["no"]},
 }
 SHOWN = {
     "rows": {"speedup", "acceptance", "tables"},
@@ -218,10 +218,13 @@ def test_the_answer_comes_first(draw, show):
 
 
 def test_lines_of_a_program_in_the_summary_are_code(draw, show):
-    result = {**MINIMAL, "summary": ["Use it.", "In Python:", "    import a", "    if a:", "        b()", "Note: c."]}
+    result = {
+        **MINIMAL,
+        "summary": ["Use it.", "Run it: python a b", "In Python:", "    import a", "    if a:", "        b()"],
+    }
     shown = show(draw(result))
-    assert shown.inner_text("#summary pre") == "import a\nif a:\n    b()"
-    assert shown.locator("#summary p").all_inner_texts() == ["Use it.", "In Python:", "Note: c."]
+    assert shown.locator("#summary pre").all_inner_texts() == ["python a b", "import a\nif a:\n    b()"]
+    assert shown.locator("#summary p").all_inner_texts() == ["Use it.", "Run it:", "In Python:"]
 
 
 @pytest.mark.parametrize("key", PARTS)
@@ -361,7 +364,7 @@ def test_who_cannot_see_is_told(draw, show):
 def test_a_benchmark_writes_a_page_of_its_own_figures(run, show, tmp_path):
     page, saved, rows = (tmp_path / name for name in ("page.html", "result.json", "rows.csv"))
     process = run(
-        "scripts/benchmark.py", MAIN, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1",
+        "scripts/benchmark.py", MAIN, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1", "--paths", "engine",
         "--max-new-tokens", "12", "--html", page, "--json", saved, "--csv", rows,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
