@@ -37,9 +37,9 @@ class BlockPool:
         """Room for a sequence of up to `tokens` tokens. Raises NoRoom."""
         if not self.has_room(tokens):
             raise NoRoom(
-                f"a text of up to {tokens} tokens needs {self.needed(tokens)} cache blocks of {self.block_size} tokens and "
-                f"{self.blocks - self.promised} of {self.blocks} are to be had: wait for other texts to end, ask for "
-                "fewer tokens, or load the models with a larger cache"
+                f"a text of up to {tokens} tokens needs {self.needed(tokens)} blocks of {self.block_size} tokens of "
+                f"the cache, and {self.blocks - self.promised} of {self.blocks} are to be had: wait for other texts to "
+                "end, ask for fewer tokens, or load the models with a larger cache"
             )
         self.promised += self.needed(tokens)
         return Lease(self, self.needed(tokens))

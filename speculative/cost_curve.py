@@ -18,15 +18,17 @@ class CostCurve:
 
     CLOCK = 0.1  # weight of the newest time
     CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
+    FADE = 0.002  # of a slowness that others had and this one has not: so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
         """`measured`: seconds by tokens, for some numbers from 1 on. Beyond them a straight line."""
         n = sorted(measured)
         seconds = [measured[i] for i in n]
-        self._seconds = np.interp(KNOTS, n, seconds)
+        self._measured = np.interp(KNOTS, n, seconds)
         if len(n) > 1:
             slope = max(seconds[-1] - seconds[-2], 0) / (n[-1] - n[-2])
-            self._seconds += slope * np.maximum(KNOTS - n[-1], 0)
+            self._measured += slope * np.maximum(KNOTS - n[-1], 0)
+        self._change = np.ones(len(KNOTS))  # as learnt / as measured
         self._of = self._table()
 
     def __call__(self, n: np.ndarray | int) -> np.ndarray:
@@ -37,8 +39,9 @@ class CostCurve:
         """An inference on n tokens took so long. A hiccup counts as twice as long, not more."""
         expected = self(n)
         if expected > 0:
+            self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
             weight = np.maximum(self.CLOCK * 0.25 ** np.abs(np.log2(KNOTS / n)), self.CLOCK_OTHERS)
-            self._seconds *= 1 + weight * (min(max(seconds / expected, 0.5), 2.0) - 1)
+            self._change *= 1 + weight * (min(max(seconds / expected, 0.5), 2.0) - 1)
             self._of = self._table()
 
     def most(self, seconds: float, beside: int) -> int:
@@ -47,7 +50,7 @@ class CostCurve:
 
     def _table(self) -> np.ndarray:
         """Seconds of inferences on 0, 1, ... tokens."""
-        return np.concatenate(([0.0], np.interp(np.arange(1, KNOTS[-1] + 1), KNOTS, self._seconds)))
+        return np.concatenate(([0.0], np.interp(np.arange(1, KNOTS[-1] + 1), KNOTS, self._measured * self._change)))
 
 
 def measure(models: list[BatchModel]) -> list[CostCurve]:

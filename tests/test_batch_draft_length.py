@@ -1,0 +1,172 @@
+"""The batch's draft length against a model of the costs: what it decides, not what a machine's clock says."""
+
+import numpy as np
+import pytest
+
+from speculative.batch_draft_length import BatchDraftLength
+from speculative.cost_curve import KNOTS, CostCurve
+from speculative.draft_length import LONGEST, AdaptiveDraftLength, Costs
+
+
+def large(n):
+    """A 1.1 B model on two cores, in ms: weights are read once for 6 tokens or so, then every token costs."""
+    return np.maximum(30 + 0.5 * n, 12 + 4.5 * n) * (np.asarray(n) > 0)
+
+
+def slow(n):
+    """Every token costs as much as the first: nothing can be gained."""
+    return 40.0 * np.asarray(n)
+
+
+def small(n):
+    """Its draft model."""
+    return (1.8 + 0.2 * n) * (np.asarray(n) > 0)
+
+
+def curve(cost):
+    return CostCurve({int(n): float(cost(n)) for n in KNOTS})
+
+
+class Text:
+    def __init__(self, rule, chances):
+        self.history, self.chances = rule.history(), chances
+
+
+def decode(rule, texts, iterations, random, main=large, draft=small, prompts=0):
+    """Tokens a second, and the tokens drafted, by iteration. The draft is as sure of a token as it should be."""
+    gained = seconds = 0
+    drafted = []
+    for _ in range(iterations):
+        for text in texts:
+            text.history.begin()
+        rule.begin([text.history for text in texts], len(texts))
+        accepted, right = [0] * len(texts), [True] * len(texts)
+        tokens = len(texts)
+        spent = 0.0
+        while True:
+            able = [i for i, text in enumerate(texts) if text.history.drafted < LONGEST]
+            chosen = [able[j] for j in rule.choose([texts[i].history for i in able], tokens + prompts, 0)]
+            if not chosen:
+                break
+            for i in chosen:
+                chance = texts[i].chances[int(random.random() * len(texts[i].chances))]
+                right[i] = right[i] and random.random() < chance
+                accepted[i] += right[i]
+                texts[i].history.draft(chance)
+            took = float(draft(len(chosen))) * random.normal(1, 0.1)
+            rule.learn_draft(len(chosen), took)
+            tokens, spent = tokens + len(chosen), spent + took
+        took = float(main(tokens + prompts)) * random.normal(1, 0.05)
+        rule.learn_main(tokens, prompts, sum(accepted) + len(texts), took)
+        for text, n in zip(texts, accepted, strict=True):
+            text.history.learn(n)
+        gained, seconds = gained + sum(accepted) + len(texts), seconds + spent + took
+        drafted.append(tokens - len(texts))
+    return gained / seconds, drafted
+
+
+def best_alike(chances, texts, main=large, draft=small):
+    """Tokens a second of the best draft length that is the same for all texts, in all iterations."""
+    K = np.arange(LONGEST + 1)
+    tau = np.cumsum(np.mean(chances) ** K)
+    return (texts * tau / (main(texts * (K + 1)) + K * draft(texts * (K > 0)))).max()
+
+
+@pytest.mark.parametrize("texts", [1, 3, 12])
+@pytest.mark.parametrize("chances", [[0.0], [0.6], [0.95], [0.2, 0.95]], ids=str)
+def test_as_fast_as_the_best_length_for_all(texts, chances):
+    rule = BatchDraftLength(curve(large), curve(small))
+    rate, _ = decode(rule, [Text(rule, chances) for _ in range(texts)], 500, np.random.default_rng(0))
+    assert rate > 0.95 * best_alike(chances, texts)
+
+
+def test_faster_than_any_length_for_all_where_texts_differ():
+    rule = BatchDraftLength(curve(large), curve(small))
+    texts = [Text(rule, [chance]) for chance in (0.05, 0.05, 0.95, 0.95)]
+    rate, _ = decode(rule, texts, 500, np.random.default_rng(1))
+    K = np.arange(LONGEST + 1)
+    tau = 2 * np.cumsum(0.05**K) + 2 * np.cumsum(0.95**K)
+    alike = (tau / (large(4 * (K + 1)) + K * small(4))).max()
+    assert rate > 1.1 * alike
+
+
+def test_drafting_shrinks_under_load_and_comes_back():
+    """From one text to many and back; the histories of the texts go on."""
+    random = np.random.default_rng(2)
+    rule = BatchDraftLength(curve(large), curve(small))
+    texts = [Text(rule, [0.8]) for _ in range(24)]
+    by_load = {}
+    for n in (1, 4, 24, 4, 1):
+        _, drafted = decode(rule, texts[:n], 200, random)
+        by_load.setdefault(n, []).append(np.mean(drafted[50:]) / n)
+    assert by_load[1][0] > 2.5 > by_load[4][0] > 0.1 > by_load[24][0]
+    assert by_load[1][1] == pytest.approx(by_load[1][0], abs=1)
+    assert by_load[4][1] == pytest.approx(by_load[4][0], abs=0.4)
+
+
+def test_one_text_is_drafted_for_as_by_the_rule_for_one():
+    random = np.random.default_rng(3)
+    rule = BatchDraftLength(curve(large), curve(small))
+    _, drafted = decode(rule, [Text(rule, [0.7])], 1000, random)
+    single = AdaptiveDraftLength(Costs(float(small(1)), {n: float(large(n)) for n in range(1, LONGEST + 2)}))
+    lengths = []
+    for _ in range(1000):
+        n = accepted = 0
+        while single.more(n, lambda: 0.7):
+            accepted += accepted == n and random.random() < 0.7
+            n += 1
+        single.learn(n, accepted, n * float(small(1)), float(large(n + 1)))
+        lengths.append(n)
+    assert np.mean(drafted[200:]) == pytest.approx(np.mean(lengths[200:]), abs=0.7)
+
+
+def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
+    random = np.random.default_rng(4)
+    rule = BatchDraftLength(curve(large), curve(small))
+    texts = [Text(rule, [0.0]) for _ in range(2)]
+    decode(rule, texts, 300, random)
+    rate, drafted = decode(rule, texts, 700, random)
+    assert rate > 0.98 * 2 / large(2) and 0 < sum(drafted) < 40
+    texts[0].chances = texts[1].chances = [0.95]
+    _, drafted = decode(rule, texts, 300, random)
+    assert np.mean(drafted[-50:]) > 4
+
+
+def test_while_prompts_fill_the_inference_drafts_are_shorter():
+    rule = BatchDraftLength(curve(large), curve(small))
+    texts = [Text(rule, [0.65])]
+    _, alone = decode(rule, texts, 200, np.random.default_rng(5))
+    _, beside = decode(rule, texts, 200, np.random.default_rng(5), prompts=64)
+    assert np.mean(beside[20:]) < np.mean(alone[20:]) - 0.5
+
+
+def test_costs_that_were_wrong_are_learnt_from_the_clock():
+    """A main model that is far slower at many tokens than was measured; then the machine is itself again."""
+    random = np.random.default_rng(6)
+    rule = BatchDraftLength(curve(large), curve(small))
+    texts = [Text(rule, [0.8]) for _ in range(2)]
+    _, before = decode(rule, texts, 300, random)
+    _, drafted = decode(rule, texts, 800, random, main=slow)
+    assert np.mean(drafted[-300:]) < 0.6
+    _, drafted = decode(rule, texts, 2000, random)
+    assert np.mean(drafted[-100:]) > 0.6 * np.mean(before[50:])
+
+
+def test_a_draft_thought_too_slow_is_asked_again():
+    """Its costs were measured while something else ran, at twenty times what they are."""
+    random = np.random.default_rng(7)
+    rule = BatchDraftLength(curve(large), curve(lambda n: 20 * small(n)))
+    texts = [Text(rule, [0.9])]
+    _, first = decode(rule, texts, 50, random)
+    assert not any(first)
+    _, drafted = decode(rule, texts, 3000, random)
+    assert np.mean(drafted[-100:]) > 2
+
+
+def test_the_costs_of_tokens_never_seen_are_a_straight_line():
+    costs = CostCurve({1: 10.0, 2: 11.0, 4: 13.0})
+    assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
+    assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
+    for _ in range(100):
+        costs.learn(2, 22.0)
+    assert costs(2) == pytest.approx(22, rel=0.05)
