@@ -40,7 +40,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None
     parser.add_argument(
         "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens a run (default: 100)"
     )
-    parser.add_argument("--rounds", type=whole, default=3, help="interleaved rounds after the warm-up (default: 3)")
+    parser.add_argument(
+        "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
+    )
 
 
 def whole(text: str) -> int:

@@ -43,7 +43,7 @@ from measuring import (  # noqa: E402
     time_in,
     write_outputs,
 )
-from prompt_files import Prompt, read_prompts, token_ids  # noqa: E402
+from prompt_files import Prompt, read_prompts, shown_name, token_ids  # noqa: E402
 from start_cost import start_costs  # noqa: E402
 from token_view import token_view  # noqa: E402
 
@@ -235,7 +235,9 @@ def fastest(rows: list[dict], sampled: bool) -> dict | None:
     return max(drafted, key=lambda row: row["speedup"], default=None)
 
 
-def summary(rows: list[dict], costs: list[dict], load: OtherLoad, asked_rounds: int) -> list[str]:
+def summary(
+    rows: list[dict], categories: list[dict], costs: list[dict], load: OtherLoad, asked_rounds: int
+) -> list[str]:
     """The answer in words."""
     lines, n = [], len(rows[0]["throughputs"])
     for sampled, kind in ((False, "greedy"), (True, "sampled")):
@@ -262,6 +264,13 @@ def summary(rows: list[dict], costs: list[dict], load: OtherLoad, asked_rounds: 
                 "acceptance and speedup look better than they are."
             )
     main, best = rows[0], fastest(rows, False)
+    chosen = [part for part in categories if best and part["name"] == best["name"]]
+    if chosen:
+        low, *_, high = sorted(chosen, key=lambda part: part["speedup"])
+        lines.append(
+            f"By category {best['name']} reaches from {low['speedup']:.2f}x ({low['category']}) to "
+            f"{high['speedup']:.2f}x ({high['category']})."
+        )
     if best and best["ttft"]:
         lines.append(
             f"The first token comes after {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
@@ -353,6 +362,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    ks = arguments.num_assistant_tokens
     room = arguments.max_new_tokens + (arguments.context or 0)
     try:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
@@ -366,7 +376,8 @@ def main() -> int:
         with OtherLoad() as other:
             complete = interleave(ways, ids, arguments.rounds)
         rows = summarise(ways, keeps_caches=bool(arguments.context))
-        best = fastest([one for one in rows if one["engine"] == "ours" and one["acceptance_rate"] is not None], False)
+        drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]
+        best = fastest(drafting, sampled=False)
         view = token_view(ours, ids[0], best["draft_length"], arguments.max_new_tokens) if complete and best else None
     except KeyboardInterrupt:
         return 130
@@ -375,18 +386,19 @@ def main() -> int:
         return 1
     facts = {
         **environment(arguments, other),
-        "prompts": f"{len(prompts)} of {Path(arguments.prompts).name}",
+        "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),
     }
+    categories = by_category(ways, prompts)
     result = {
         "program": "benchmark",
-        "summary": summary(rows, costs, other, arguments.rounds),
+        "summary": summary(rows, categories, costs, other, arguments.rounds),
         "environment": facts,
         "rows": rows,
-        "categories": by_category(ways, prompts),
+        "categories": categories,
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
         "starts": costs,
         "comparisons": compare(rows),

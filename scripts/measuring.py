@@ -320,12 +320,11 @@ def output_file(text: str) -> Path:
 
 
 def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
-    """Print `result` as the last line of standard output and write it to the files that were asked for.
+    """Write `result` to the files that were asked for and print it as the last line of standard output.
 
-    Where a file cannot be written, the other files are, and the program ends with status 1.
+    Where a file cannot be written, all else is, and the program ends with status 1. Files first: `| head` ends it.
     """
     line = json.dumps(result, ensure_ascii=False)
-    print(line, flush=True)  # first, so that a full disk loses nothing
     failed = False
     for path, text in _outputs(arguments, result, line):
         try:
@@ -334,6 +333,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
             reason = error.strerror or type(error).__name__
             print(f"error: {path} was not written: {reason}; the last line of the output has it all", file=sys.stderr)
             failed = True
+    print(line, flush=True)
     if failed:
         sys.exit(1)
 

@@ -56,6 +56,11 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
     return [prompts[i * len(prompts) // taken] for i in range(taken)]
 
 
+def shown_name(source: str) -> str:
+    """Without the folder of a file."""
+    return Path(source).name if Path(source).is_file() else source
+
+
 def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarray]:
     """The prompts as the main model's token ids [n], through its chat template if it has one.
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import psutil
+from measuring import ctrl_c_raises
 from openvino_genai import GenerationConfig
 
 from speculative import decoder, genai_runs
@@ -29,7 +30,7 @@ def start_costs(
     """Two starts that share a model cache (CACHE_DIR), which is empty at the first. Raises RuntimeError, with what went
     wrong, where one fails."""
     found = []
-    with tempfile.TemporaryDirectory() as folder:
+    with ctrl_c_raises(), tempfile.TemporaryDirectory() as folder:  # which Ctrl-C must not leave behind
         asked = {
             "engine": engine,
             "main": str(main),

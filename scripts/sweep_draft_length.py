@@ -45,7 +45,7 @@ from measuring import (  # noqa: E402
     time_in,
     write_outputs,
 )
-from prompt_files import read_prompts, token_ids  # noqa: E402
+from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
 from whole_file import write_whole  # noqa: E402
 
 from speculative import decoder, metrics  # noqa: E402
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--temperature", type=temperatures, default="0", metavar="T", help="0 is greedy; 0,0.7,1 (default: 0)"
     )
-    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="(default: ours)")
+    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="whose decoding (default: ours)")
     add_output_arguments(parser)
     parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
     arguments = parser.parse_args()
@@ -318,7 +318,7 @@ def main() -> int:
     points = sweep(ways, rows, costs)
     facts = {
         **environment(arguments, other),
-        "prompts": f"{len(prompts)} of {Path(arguments.prompts).name}",
+        "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),
     }
