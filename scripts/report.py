@@ -13,6 +13,7 @@ import argparse
 import csv
 import io
 import json
+import signal
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -162,10 +163,18 @@ def main() -> int:
         except OSError as error:
             print(f"error: {path} was not written: {error.strerror or error}", file=sys.stderr)
             return 1
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            print(f"error: the result cannot be drawn as {path}: {type(error).__name__}: {error}", file=sys.stderr)
+        except ValueError as error:
+            print(f"error: {path} cannot be drawn: {error}", file=sys.stderr)
             return 1
-        print(path)
+        except (KeyError, TypeError, AttributeError) as error:
+            reason = f"the result is not of the form that the scripts print ({type(error).__name__}: {error})"
+            print(f"error: {path} cannot be drawn: {reason}; give what --json wrote", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:  # what is half-written is gone
+            return 130
+    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(*arguments.files, sep="\n")
     return 0
 
 

@@ -115,10 +115,15 @@ def data_table(caption: str, rows: list[dict]) -> Markup:
     body = []
     for row in rows:
         first, *others = [tag("td", cell_text(key, row.get(key)), class_=alignment(rows, key)) for key in used]
-        first = tag("th", cell_text(used[0], row.get(used[0])), scope="row")
+        first = tag("th", unbroken(cell_text(used[0], row.get(used[0]))), scope="row")
         body.append(tag("tr", first, *others, class_="best" if row.get("best") else None))
     table = tag("table", tag("caption", tag("span", caption)), tag("thead", head), tag("tbody", *body))
     return scroll(table, caption)
+
+
+def unbroken(name: str) -> str:
+    """No new line within "K = 4"."""
+    return name.replace(" = ", "\u00a0=\u00a0")
 
 
 def alignment(rows: list[dict], key: str) -> str | None:
@@ -197,7 +202,7 @@ def plain(value: object) -> str:
 
 def heat_table(caption: str, corner: str, columns: list[str], rows: list[tuple[str, list[Markup]]]) -> Markup:
     head = tag("tr", tag("th", corner, scope="col"), *(tag("th", name, scope="col") for name in columns))
-    body = (tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows)
+    body = (tag("tr", tag("th", unbroken(name), scope="row"), *cells) for name, cells in rows)
     table = tag("table", tag("caption", tag("span", caption)), tag("thead", head), tag("tbody", *body), class_="heat")
     return scroll(table, caption)
 
