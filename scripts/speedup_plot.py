@@ -12,7 +12,9 @@ def png(points: list[dict]) -> bytes:
     Raises ValueError where there are no points.
     """
     if not points:
-        raise ValueError("the result has no speedup at a draft length; give one of sweep_draft_length.py or benchmark.py")
+        raise ValueError(
+            "the result has no speedup at a draft length; give one of sweep_draft_length.py or benchmark.py"
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
