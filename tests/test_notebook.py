@@ -205,10 +205,10 @@ def test_nothing_is_installed_that_is_there(in_folder, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: installed.append(command))
     variables(in_folder, "install")
     assert installed == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "openvino_genai" else True)
-    variables(in_folder, "install")
-    (command,) = installed
-    assert command[:4] == [sys.executable, "-m", "pip", "install"] and "requirements-run.txt" in command
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name not in ("openvino_genai", "optimum") or None)
+    variables(in_folder, "install", HUB_PAIR="phi-3-mini")
+    assert [command[-1] for command in installed] == ["requirements-run.txt", "requirements-export.txt"]
+    assert all(command[:4] == [sys.executable, "-m", "pip", "install"] for command in installed)
 
 
 def test_it_is_committed_without_outputs_and_in_the_standard_form():
