@@ -147,3 +147,14 @@ def wait_for_runs(progress, process, runs):
         if process.poll() is not None or (done and int(done[-1]) >= runs):
             return
         time.sleep(0.1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX pipe")
+def test_a_pipe_that_closes_loses_no_file(tmp_path):
+    arguments = ["--k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
+    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    _, said = process.communicate(timeout=120)
+    assert b"Traceback" not in said and b"error" not in said
+    assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))["program"] == "sweep_draft_length"
