@@ -93,7 +93,7 @@ def _copy(pairs: list[tuple[Path, Path]]) -> None:
             f"a copy of the weights takes {needed / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB free; make room, "
             "or choose an OUT on the disk of the pair, where they are linked"
         )
-    with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, delay=1) as bar:
+    with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, disable=None) as bar:
         for source, place in pairs:
             with source.open("rb") as read, place.open("wb") as write:
                 while piece := read.read(PIECE):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from convert.optimum_cli import shown
 
-SERVER = "2026.4.1"  # the release whose documentation and sources were read
+SERVER = "2026.4.1"  # the newest release; sources from about its time were read
 UNTESTED = (
     f"This project never ran the server itself: what OpenVINO Model Server {SERVER} does with this folder is untested."
 )

@@ -1,0 +1,165 @@
+"""How a pair is to be served: what scripts/tune.py found, what the options say, and what the server needs for it."""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from convert.errors import ConvertError
+from convert.model_server_guide import GREEDY_ONLY
+from speculative import recommendation
+
+DRAFT_LENGTH = 5  # GenAI's own
+REQUESTS = 256  # at the same time; the server's own
+UNLIMITED = 2**31  # tokens of a step
+SPLIT_PROMPTS = (
+    "With dynamic_split_fuse and a draft, GenAI 2026.4.1 gives other greedy texts than the main model alone where it "
+    "splits a prompt while it serves several requests."
+)
+THRESHOLD = "assistant_confidence_threshold"
+
+
+@dataclass
+class Serving:
+    """How the pair is to be served. With neither a draft length nor a confidence threshold, the main model alone."""
+
+    device: str = "CPU"
+    properties: dict[str, object] = field(default_factory=dict)
+    draft_device: str = ""
+    draft_properties: dict[str, object] | None = None  # as recommended; the server has no place for them
+    draft_length: int = 0
+    confidence_threshold: float = 0.0
+    scheduler: dict[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def drafting(self) -> dict[str, object]:
+        """The fields of a generation config or request that say how long to draft."""
+        if self.confidence_threshold:
+            return {THRESHOLD: self.confidence_threshold}
+        return {"num_assistant_tokens": self.draft_length} if self.draft_length else {}
+
+    @property
+    def stateful(self) -> bool:
+        """An NPU takes no paged attention: the server then runs another pipeline, one request at a time."""
+        return any("NPU" in device for device in (self.device, self.draft_device))
+
+
+def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
+    """What recommended.json says, if it is there, then what the options say."""
+    file = options.pair / recommendation.FILE
+    found = file.exists() and not options.ignore_recommendation
+    serving = recommended(file, main, draft) if found else Serving(draft_length=DRAFT_LENGTH)
+    if not serving.drafting and (options.draft_length or options.draft_device):
+        raise ConvertError(
+            f"{file} says to serve the main model alone, so -k and --draft-device would do nothing; "
+            "--ignore-recommendation serves the draft all the same",
+            2,
+        )
+    serving.device = options.device or serving.device
+    for given in options.property:
+        key, _, value = given.partition("=")
+        serving.properties[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
+    if not serving.drafting:
+        return serving
+
+    serving.draft_device = options.draft_device or serving.draft_device or serving.device
+    if options.draft_length:
+        serving.draft_length, serving.confidence_threshold = options.draft_length, 0.0
+    serving.notes.insert(0, GREEDY_ONLY)
+    expected = serving.draft_properties
+    if expected is None or options.property:
+        expected = serving.properties if serving.draft_device == serving.device else {}
+    if serving.properties != expected:
+        serving.notes.append(
+            f"The server has no properties for the draft alone: on {serving.draft_device} it gets "
+            f"{shown(serving.properties)}, as the main model does, in place of {shown(expected)}."
+        )
+    if serving.stateful:
+        serving.notes.append("With an NPU the server takes one request at a time and adapts the draft length itself.")
+    return serving
+
+
+def shown(properties: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in properties.items()) or "the defaults"
+
+
+def recommended(file: Path, main: Path, draft: Path) -> Serving:
+    """What scripts/tune.py found best of what this server can do: GenAI with the draft, or the main model alone."""
+    try:
+        content = recommendation.read(file)
+        recommendation.check(content, main, draft)
+        chosen = content["settings"].get("GenAI")
+        notes = [f"Settings are those of {file.name}: {str(content['reason']).rstrip('.')}."]
+        if content["best"] == "ours":
+            notes.append("The fastest way it found is this project's own engine, which this server does not run.")
+        if not chosen:
+            notes.append("By it, this server runs the main model alone; --ignore-recommendation serves the draft too.")
+            alone = content["settings"]["alone"]
+            return Serving(
+                device=str(alone["device"]),
+                properties=dict(alone["properties"]),
+                scheduler=dict(alone.get("scheduler", {})),
+                notes=notes,
+            )
+        threshold = float(chosen.get(THRESHOLD, 0))
+        return Serving(
+            device=str(chosen["device"]),
+            properties=dict(chosen["properties"]),
+            draft_device=str(chosen["draft_device"]),
+            draft_properties=dict(chosen["draft_properties"]),
+            draft_length=0 if threshold else int(chosen["num_assistant_tokens"]) or DRAFT_LENGTH,
+            confidence_threshold=threshold,
+            scheduler=dict(chosen.get("scheduler", {})),
+            notes=notes,
+        )
+    except KeyError as error:
+        what = f"{error} is missing"
+    except (TypeError, AttributeError) as error:
+        what = str(error)
+    except ValueError as error:
+        raise ConvertError(f"{error}, or leave it unread with --ignore-recommendation") from None
+    raise ConvertError(
+        f"{file} is not what scripts/tune.py writes ({what}); make it anew, or leave it unread with "
+        "--ignore-recommendation"
+    )
+
+
+def graph_fields(serving: Serving, context_length: int | None) -> dict[str, object]:
+    """Fields of LLMCalculatorOptions. Paths are relative to graph.pbtxt."""
+    fields: dict[str, object] = {"models_path": "./main", "device": serving.device}
+    if serving.properties:
+        fields["plugin_config"] = json.dumps(serving.properties, ensure_ascii=False)
+    if serving.drafting:
+        fields |= {"draft_models_path": "./draft", "draft_device": serving.draft_device}
+    if serving.stateful:
+        return fields | {"pipeline_type": 0}  # LM; the fields below mean nothing to it
+    fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # a cache that grows as needed
+    if not serving.drafting:
+        return fields | {"enable_prefix_caching": True} | serving.scheduler
+    # With a draft: a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
+    # over steps beside other requests makes it go wrong. Unsplit, each prompt must fit a step, and so must all drafts.
+    drafted = REQUESTS * ((serving.draft_length or DRAFT_LENGTH) + 1)
+    return {
+        **fields,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": max(context_length or UNLIMITED, drafted),
+        **serving.scheduler,
+        "dynamic_split_fuse": False,
+    }
+
+
+def greedy_by_default(file: Path, serving: Serving) -> None:
+    """Write into the main model's generation_config.json what a request means that says nothing: greedy, this draft.
+
+    The server takes each parameter from the request, else from this file, else from GenAI, whose temperature is 1.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        config = {**config, "do_sample": False, "temperature": 0.0, **serving.drafting}
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"the main model's {file.name} is no JSON object ({error}); export it again") from None
+    if THRESHOLD in serving.drafting:
+        config["logprobs"] = 1  # without them the engine's greedy draft has no confidence, and drafts one token
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
