@@ -404,8 +404,7 @@ def main() -> int:
         "comparisons": compare(rows),
         **({"token_view": view} if view else {}),
     }
-    print(table(rows, result))
-    write_outputs(arguments, result)
+    write_outputs(arguments, result, table(rows, result))
     return 0 if complete else 130
 
 

@@ -319,8 +319,8 @@ def output_file(text: str) -> Path:
     return path
 
 
-def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
-    """Write `result` to the files that were asked for and print it as the last line of standard output.
+def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") -> None:
+    """Write `result` to the files that were asked for; print `table`, for people, and `result` as the last line.
 
     Where a file cannot be written, all else is, and the program ends with status 1. Files first: `| head` ends it.
     """
@@ -333,7 +333,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict) -> None:
             reason = error.strerror or type(error).__name__
             print(f"error: {path} was not written: {reason}; the last line of the output has it all", file=sys.stderr)
             failed = True
-    print(line, flush=True)
+    print(*([table] if table else []), line, sep="\n", flush=True)
     if failed:
         sys.exit(1)
 

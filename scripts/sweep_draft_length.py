@@ -331,7 +331,6 @@ def main() -> int:
         "prediction_error": mean_error(points),
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
     }
-    print("\n".join([table(points), "", *result["summary"]]))
     failed = False
     if arguments.png:
         import speedup_plot
@@ -341,7 +340,7 @@ def main() -> int:
         except OSError as error:
             print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
             failed = True
-    write_outputs(arguments, result)
+    write_outputs(arguments, result, "\n".join([table(points), "", *result["summary"]]))
     return 1 if failed else 0 if complete else 130
 
 
