@@ -230,19 +230,25 @@ def _why(tuning, best: Figures) -> str:
 
 
 def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> str:
-    spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
-    said = (
-        f"Do not use this draft, because even at its best ({best.setting}) it is "
-        f"{statistics.median(gains):.2f}x{spread} the main model alone ({best_alone.setting.models}, "
-        f"{statistics.median(best_alone.throughputs):.1f} tokens/s)"
-    )
-    alpha = tuning.alpha[best.setting.draft]
+    """What was measured, and what its acceptance and costs make of it."""
     measured: Costs = tuning.models.costs[tuning.default, best.setting.draft]
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
-    needed = v + c - 1  # of K = 1: (1 + alpha) / (v + c) > 1
+    alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
+    spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
+    seen = (
+        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} of the main model alone "
+        f"({best_alone.setting.models}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
+    )
+    costs = f"a draft step costs {c:.2f} of a main step and checking two tokens {v:.2f} of one"
+    if tau < WORTH_IT:
+        return (
+            f"Do not use this draft, because hardly any of its tokens is accepted (probability {alpha:.2f}): "
+            f"an inference of the main model yields {tau:.2f} tokens, and no speedup can be larger. "
+            f"Measured: {seen}; {costs}."
+        )
     return (
-        f"{said}: a draft token is accepted with probability {alpha:.2f}, a draft step costs {c:.2f} of a main step "
-        f"and checking two tokens {v:.2f} of one, so that it would pay from about {max(needed, 0):.2f} on."
+        f"Do not use this draft, because even at its best it gains too little: {seen}. A draft token is accepted with "
+        f"probability {alpha:.2f}, {costs}, so that it pays above a probability of {max(v + c - 1, 0):.2f}."
     )
 
 
