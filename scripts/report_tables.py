@@ -260,13 +260,13 @@ def categories(result: dict) -> Markup | str:
     if not found:
         return ""
     cells = {(row["name"], row["category"]): row for row in found}
-    prompts = {row["category"]: row.get("prompts") for row in found}
+    prompts = {row["category"]: row.get("prompts", 0) for row in found}
     highest = max(row["speedup"] for row in found)
     rows = [
         (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
         for name in dict.fromkeys(row["name"] for row in found)
     ]
-    columns = [f"{name or 'no category'}, {n} prompts" if n else name for name, n in prompts.items()]
+    columns = [f"{name or 'no category'} ({n or 'no'} prompt{'' if n == 1 else 's'})" for name, n in prompts.items()]
     words = "Speedup over the main model alone: the stronger the colour the faster. Below: the acceptance rate."
     table = heat_table("Speedup by way and category of prompt", "way", columns, rows)
     return section("categories", "By category of prompt", how(words), table)
