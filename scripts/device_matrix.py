@@ -1,5 +1,6 @@
 """Main device x draft device: what a cell is, and what the cells together say - compared, in words, as a table."""
 
+import argparse
 import hashlib
 import json
 import statistics
@@ -8,6 +9,9 @@ from dataclasses import dataclass, field
 import openvino_genai
 from measuring import OtherLoad
 
+from speculative.device_facts import VIRTUAL
+
+KINDS = ("CPU", "GPU", "NPU", *VIRTUAL)
 ALONE = "none"  # the draft device of the main model alone
 MEASURED = ("ok", "emulated")
 SHOWN = 12  # tokens of a text that goes on differently
@@ -29,6 +33,24 @@ class Device:
     @property
     def is_npu(self) -> bool:
         return self.name.partition(".")[0] == "NPU"
+
+
+def device_list(text: str) -> list[str]:
+    """An argparse type. As in OpenVINO, the names behind AUTO: or HETERO: belong to it: CPU,GPU,AUTO:GPU,CPU is CPU,
+    GPU and AUTO:GPU,CPU."""
+    devices: list[str] = []
+    for part in text.split(","):
+        name = part.strip()
+        kind = name.lstrip("-").partition(":")[0].partition(".")[0].partition("(")[0]
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} in {text!r} is no device: take a list of CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU"
+            )
+        if ":" not in name and kind not in VIRTUAL and devices and ":" in devices[-1]:
+            devices[-1] += f",{name}"
+        else:
+            devices.append(name)
+    return list(dict.fromkeys(devices))
 
 
 @dataclass
@@ -201,7 +223,7 @@ def summary(cells: list[Cell]) -> list[str]:
         lines.append(f"{waiting} cells are not measured yet: the same command goes on with them.")
     load = OtherLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
-    return [*lines, *([load.sentence] if load.sentence else [])]
+    return [*lines, *([f"{load.sentence} With --fresh it is measured anew."] if load.sentence else [])]
 
 
 def _fastest(real: list[Cell]) -> list[str]:
@@ -217,13 +239,22 @@ def _fastest(real: list[Cell]) -> list[str]:
             ratio = best.throughput / alone.throughput
             line += f" and {ratio:.2f}x the fastest main model alone, on {alone.main.label}"
     lines = [f"{line}."]
+    near = [cell for cell in real if cell is not best and _may_be_as_fast(cell, best)]
     if not best.draft and any(cell.draft for cell in real):
-        lines.append("No draft on any device makes it faster: use the main model alone.")
-    near = [cell for cell in real if cell is not best and cell.throughput_range[1] >= best.throughput_range[0]]
+        perhaps = any(cell.draft for cell in near)
+        seen = "No draft on any device was faster, but some may be" if perhaps else "No draft on any device is faster"
+        lines.append(f"{seen}: {'see the next line' if perhaps else 'use the main model alone'}.")
     if near:
         names = "; ".join(f"{cell.name}{cell.draft_length}" for cell in near)
         lines.append(f"Not told apart from it, as what was seen of them overlaps: {names}.")
     return lines
+
+
+def _may_be_as_fast(cell: Cell, best: Cell) -> bool:
+    """Whether what was seen overlaps: speedups over the same, or tokens/s where the main devices differ."""
+    if cell.main == best.main:
+        return cell.row["speedup_range"][1] >= best.row["speedup_range"][0]
+    return cell.throughput_range[1] >= best.throughput_range[0]
 
 
 def main_devices(cells: list[Cell]) -> list[Device]:

@@ -38,38 +38,19 @@ import measuring  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
 from child_process import Failed, OutOfTime  # noqa: E402
-from device_matrix import ALONE, MEASURED, Cell, Device  # noqa: E402
+from device_matrix import ALONE, MEASURED, Cell, Device, device_list  # noqa: E402
 from prompt_files import read_prompts, token_ids  # noqa: E402
 from results_file import ResultsFile  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import device_facts, npu_model  # noqa: E402
+from speculative import npu_model  # noqa: E402
 
-KINDS = ("CPU", "GPU", "NPU", *device_facts.VIRTUAL)
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
 LOOK_UP_SECONDS = 60
 CELL_PROGRAM = [sys.executable, str(Path(__file__).with_name("device_cell.py"))]
 
 
 # ---- devices and cells ----------------------------------------------------------------------------------------------
-
-
-def device_list(text: str) -> list[str]:
-    """An argparse type. As in OpenVINO, the names behind AUTO: or HETERO: belong to it: CPU,GPU,AUTO:GPU,CPU is CPU,
-    GPU and AUTO:GPU,CPU."""
-    devices: list[str] = []
-    for part in text.split(","):
-        name = part.strip()
-        kind = name.lstrip("-").partition(":")[0].partition(".")[0].partition("(")[0]
-        if kind not in KINDS:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} in {text!r} is no device: take a list of CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU"
-            )
-        if ":" not in name and kind not in device_facts.VIRTUAL and devices and ":" in devices[-1]:
-            devices[-1] += f",{name}"
-        else:
-            devices.append(name)
-    return list(dict.fromkeys(devices))
 
 
 def device_property(text: str) -> tuple[str, str, str | int]:

@@ -17,8 +17,9 @@ from conftest import DRAFT, MAIN, ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import device_matrix
 from child_process import how_it_ended
-from device_swap import device_list
+from device_matrix import Cell, Device, device_list
 from results_file import ResultsFile
 
 PROGRAM = "scripts/device_swap.py"
@@ -329,6 +330,45 @@ def test_where_nothing_is_here_the_reasons_are_listed(run, tmp_path):
 )
 def test_what_stands_behind_auto_belongs_to_it(text, devices):
     assert device_list(text) == devices
+
+
+def cell(device, draft_device, alone, speedup, low, high):
+    rows = [{"throughput": alone, "speedup": 1.0, "speedup_range": [1.0, 1.0], "draft_length": 0}]
+    if draft_device:
+        one = {"throughput": alone * speedup, "speedup": speedup, "speedup_range": [low, high], "draft_length": 4}
+        rows.append(one)
+    answer = {"rows": rows, "tokens": [[[1, 2]]] * len(rows), "other_load": 0.0}
+    draft = Device(draft_device) if draft_device else None
+    return Cell(Device(device), draft, status="ok", answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "low", "high", "words"),
+    [
+        (2.0, 1.9, 2.1, ["Fastest here: main on CPU, draft on GPU with K = 4, 20.0 tokens/s, 2.00x (1.90-2.10)"]),
+        (0.5, 0.4, 0.6, ["Fastest here: main on CPU, alone", "No draft on any device is faster: use the main model"]),
+        (0.9, 0.8, 1.1, ["Fastest here: main on CPU, alone", "some may be", "overlaps: main on CPU, draft on GPU"]),
+    ],
+)
+def test_the_answer_says_how_sure_it_is(speedup, low, high, words):
+    cells = [cell("CPU", None, 10.0, 1.0, 1.0, 1.0), cell("CPU", "GPU", 10.0, speedup, low, high)]
+    device_matrix.compare(cells, ["1"], tokenizer=None)
+    lines = device_matrix.summary(cells)
+    for word, line in zip(words, lines, strict=False):
+        assert word in line
+
+
+def test_minutes_between_cells_do_not_choose_the_device():
+    """The machine was three times as fast while the second cell was measured: its speedup is lower all the same."""
+    cells = [
+        cell("CPU", None, 10.0, 1.0, 1.0, 1.0),
+        cell("CPU", "NPU", 30.0, 1.5, 1.5, 1.5),
+        cell("CPU", "GPU", 10.0, 2.0, 2.0, 2.0),
+    ]
+    device_matrix.compare(cells, ["1"], tokenizer=None)
+    assert cells[2].throughput > cells[1].throughput
+    lines = device_matrix.summary(cells)
+    assert "draft on GPU" in lines[0] and not any("Not told apart" in line for line in lines)
 
 
 def test_how_a_process_ended_in_words():
