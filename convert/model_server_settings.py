@@ -30,7 +30,6 @@ class Serving:
     draft_properties: dict[str, object] | None = None  # as recommended; the server has no place for them
     draft_length: int = 0
     confidence_threshold: float = 0.0
-    scheduler: dict[str, object] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -87,42 +86,48 @@ def shown(properties: dict[str, object]) -> str:
 
 def recommended(file: Path, main: Path, draft: Path) -> Serving:
     """What scripts/tune.py found best of what this server can do: GenAI with the draft, or the main model alone."""
+    instead = "or leave it unread with --ignore-recommendation"
     try:
         content = recommendation.read(file)
-        recommendation.check(content, main, draft)
-        chosen = content["settings"].get("GenAI")
-        notes = [f"Settings are those of {file.name}: {str(content['reason']).rstrip('.')}."]
-        if content["best"] == "ours":
-            notes.append("The fastest way it found is this project's own engine, which this server does not run.")
-        if not chosen:
-            notes.append("By it, this server runs the main model alone; --ignore-recommendation serves the draft too.")
-            alone = content["settings"]["alone"]
-            return Serving(
-                device=str(alone["device"]),
-                properties=dict(alone["properties"]),
-                scheduler=dict(alone.get("scheduler", {})),
-                notes=notes,
-            )
-        threshold = float(chosen.get(THRESHOLD, 0))
-        return Serving(
-            device=str(chosen["device"]),
-            properties=dict(chosen["properties"]),
-            draft_device=str(chosen["draft_device"]),
-            draft_properties=dict(chosen["draft_properties"]),
-            draft_length=0 if threshold else int(chosen["num_assistant_tokens"]) or DRAFT_LENGTH,
-            confidence_threshold=threshold,
-            scheduler=dict(chosen.get("scheduler", {})),
-            notes=notes,
-        )
-    except KeyError as error:
-        what = f"{error} is missing"
-    except (TypeError, AttributeError) as error:
-        what = str(error)
     except ValueError as error:
-        raise ConvertError(f"{error}, or leave it unread with --ignore-recommendation") from None
-    raise ConvertError(
-        f"{file} is not what scripts/tune.py writes ({what}); make it anew, or leave it unread with "
-        "--ignore-recommendation"
+        raise ConvertError(f"{error}, {instead}") from None
+    try:
+        fingerprints = {half: content[half]["fingerprint"] for half in ("main", "draft")}
+        serving = _as_found(content, file.name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConvertError(f"{file} is not what scripts/tune.py writes ({what}); make it anew, {instead}") from None
+    for half, folder in (("main", main), ("draft", draft)):
+        if recommendation.fingerprint(folder) != fingerprints[half]:
+            raise ConvertError(
+                f"{file} was measured with other weights than those in {folder}; tune again with "
+                f"`python scripts/tune.py {main} {draft}`, {instead}"
+            )
+    return serving
+
+
+def _as_found(content: dict, name: str) -> Serving:
+    """What the content of a recommendation says for this server."""
+    chosen = content["settings"].get("GenAI")
+    if not chosen:
+        alone = content["settings"]["alone"]
+        note = f"By {name} the main model is served alone ({str(content['reason']).rstrip('.')})."
+        return Serving(device=str(alone["device"]), properties=dict(alone["properties"]), notes=[note])
+    notes = [
+        f"Devices, properties and draft length are those of {name}, measured with one request at a time: "
+        f"{float(chosen['speedup']):.2f}x the main model alone."
+    ]
+    if content["best"] == "ours":
+        notes.append(f"The fastest way in {name} is this project's own engine, which this server does not run.")
+    threshold = float(chosen[THRESHOLD])
+    return Serving(
+        device=str(chosen["device"]),
+        properties=dict(chosen["properties"]),
+        draft_device=str(chosen["draft_device"]),
+        draft_properties=dict(chosen["draft_properties"]),
+        draft_length=0 if threshold else int(chosen["num_assistant_tokens"]) or DRAFT_LENGTH,
+        confidence_threshold=threshold,
+        notes=notes,
     )
 
 
@@ -137,16 +142,15 @@ def graph_fields(serving: Serving, context_length: int | None) -> dict[str, obje
         return fields | {"pipeline_type": 0}  # LM; the fields below mean nothing to it
     fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # a cache that grows as needed
     if not serving.drafting:
-        return fields | {"enable_prefix_caching": True} | serving.scheduler
+        return fields | {"enable_prefix_caching": True}
     # With a draft: a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
     # over steps beside other requests makes it go wrong. Unsplit, each prompt must fit a step, and so must all drafts.
     drafted = REQUESTS * ((serving.draft_length or DRAFT_LENGTH) + 1)
     return {
         **fields,
         "enable_prefix_caching": False,
-        "max_num_batched_tokens": max(context_length or UNLIMITED, drafted),
-        **serving.scheduler,
         "dynamic_split_fuse": False,
+        "max_num_batched_tokens": max(context_length or UNLIMITED, drafted),
     }
 
 

@@ -98,13 +98,15 @@ def recommend(pair, best="GenAI", **settings):
         "draft_properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128},
         "num_assistant_tokens": 7,
         "assistant_confidence_threshold": 0.0,
+        "scheduler": {"cache_size": 1, "max_num_batched_tokens": 2**31},
         "throughput": 700.0,
+        "speedup": 2.3333,
     }
     every = {"alone": alone, "GenAI": {**drafting, **settings}}
     content = {
         "use_draft": best != "alone",
         "best": best,
-        "reason": "It decodes 2.3x as fast.",
+        "reason": "The draft is slow.",
         "sentences": [],
         "settings": every if best != "alone" else {"alone": alone},
         "main": {"folder": "main", "fingerprint": recommendation.fingerprint(pair / "main")},
@@ -241,12 +243,12 @@ def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
 
 
 def test_the_recommendation_is_taken(pair, out, export):
-    recommend(pair, scheduler={"cache_size": 1, "max_num_batched_tokens": 2**31})
+    recommend(pair)
     said = export(pair, out)
     options = options_in(out)
     assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}
-    assert (options.cache_size, options.max_num_batched_tokens) == (1, 2**31)
-    assert '"num_assistant_tokens": 7' in said and "It decodes 2.3x as fast." in said
+    assert (options.cache_size, options.max_num_batched_tokens) == (0, 256 * 8)  # a scheduler for one request is not
+    assert '"num_assistant_tokens": 7' in said and "2.33x the main model alone" in said
     assert "in place of" not in said
 
     export(
@@ -279,7 +281,11 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
     assert not (out / "embedded/draft").exists()
     generation_config = "embedded/main/generation_config.json"
     assert (out / generation_config).read_bytes() == (MAIN / "generation_config.json").read_bytes()
-    assert "the main model alone" in said and "Only greedy" not in said and "num_assistant_tokens" not in said
+    assert (
+        "the main model is served alone (The draft is slow)" in said
+        and "Only greedy" not in said
+        and "num_assistant_tokens" not in said
+    )
 
     assert "says to serve the main model alone" in refuses(2, pair, out, "--overwrite", "-k", 4)
     assert "draft_cache_size" in refuses(2, pair, out, "--overwrite", "--set", "draft_cache_size=1")
@@ -298,11 +304,12 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
     file = pair / recommendation.FILE
     good = json.loads(file.read_text(encoding="utf-8"))
     for change, words in (
-        ({"main": {"fingerprint": "0" * 32}}, "other weights than those of the main model"),
+        ({"draft": {"fingerprint": "0" * 32}}, "measured with other weights than those in"),
+        ({"main": {}}, "'fingerprint' is missing"),
         ({"settings": {}}, "'alone' is missing"),
         ({"settings": [1]}, "is not what scripts/tune.py writes"),
         ({"settings": {"GenAI": {**good["settings"]["GenAI"], "device": None, "properties": 3}}}, "tune.py"),
-        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "scheduler": {"no_such": 1}}}}, "no_such"),
+        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "num_assistant_tokens": "many"}}}, "'many'"),
         ({"format": 99}, "not of format 1"),
     ):
         file.write_text(json.dumps({**good, **change}), encoding="utf-8")
