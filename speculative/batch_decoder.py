@@ -219,11 +219,10 @@ class BatchDecoder:
     def _choose(self, running: list[Request], read: int) -> list[Request]:
         """The requests that draft one more token."""
         able = [request for request in running if request.text.can_draft and not request.idle and not request.error]
-        own = [
-            request
-            for request in able
-            if not request.follows_batch and request.rule.more(request.text.drafted, request.confidence)
-        ]
+        own = [request for request in able if not request.follows_batch]
+        for request in own:  # not to be asked again: confidence lasts until the next inference
+            request.idle = not request.rule.more(request.text.drafted, request.confidence)
+        own = [request for request in own if not request.idle]
         others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
         tokens = read + sum(request.text.rows for request in running)
         places = self.draft_length.choose([request.rule for request in others], tokens, len(own))

@@ -86,6 +86,8 @@ class PagedModel:
         Returns logits float32 [sum of last, V], one after the other: a view that the next run overwrites. `run` has the
         first blocks of the table for its sequence: who calls both must not mind.
         """
+        if any(len(run.blocks) * self.block_size < run.start + len(run.tokens) for run in runs):
+            raise ValueError("a sequence is longer than its blocks")  # OpenVINO would go beyond their memory
         counts = np.array([len(run.tokens) for run in runs])
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]

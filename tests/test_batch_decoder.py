@@ -1,0 +1,525 @@
+"""Several texts in one inference are each what they would be alone: tokens, ends, distributions; and every block comes
+back. The same checks find the bugs planted in the engine.
+
+On real models in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties flip.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+from openvino_genai import GenerationConfig
+from tiny_llama import save_tiny_llama
+
+from speculative import batch_decoder, cached_model, growing_text
+from speculative.batch_decoder import BatchDecoder
+from speculative.batch_draft_length import BatchDraftLength
+from speculative.batch_model import BatchModel, Slot
+from speculative.block_pool import BlockPool, NoRoom
+from speculative.cost_curve import CostCurve
+from speculative.decoder import Decoder
+from speculative.draft_source import ModelDraft, PromptLookup
+from speculative.lossless_check import compare, exact_joint, main_alone
+from speculative.paged_model import PagedModel
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
+TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+CODE = ROOT / "scripts/prompts/embedded_code.jsonl"
+PROMPTS = [json.loads(line)["prompt"] for line in CODE.read_text(encoding="utf-8").splitlines()]
+FALSE_ALARM = 2e-8  # the chance that a right engine fails one comparison
+RULES = ({"num_assistant_tokens": 1}, {"num_assistant_tokens": 7}, {"assistant_confidence_threshold": 0.5}, {})
+
+
+def costs():
+    """At which most drafts pay."""
+    return BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.1, 64: 0.2}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return openvino_genai.Tokenizer(str(MAIN))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The embedded pair, with room for four or five texts of 100 tokens."""
+    main = cached_model.load(MAIN, "CPU", EXACT, capacity=640)
+    return main, cached_model.load(DRAFT, "CPU", EXACT, capacity=640)
+
+
+@pytest.fixture
+def make(models, tokenizer):
+    main, draft = models
+
+    def make(source="model", context=None):
+        chosen = {
+            "model": lambda: BatchModel(draft, context),
+            "lookup": lambda: PromptLookup(main.width),
+            None: lambda: None,
+        }
+        return BatchDecoder(BatchModel(main, context), chosen[source](), costs(), tokenizer, frozenset({0}))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(tokenizer):
+    """Generations of the main model alone, by the decoder of one text."""
+    decoder, known = (
+        Decoder(cached_model.load(MAIN, "CPU", EXACT), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
+        {},
+    )
+
+    def alone(prompt, tokens):
+        if (prompt, tokens) not in known:
+            config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
+            known[prompt, tokens] = decoder.generate(prompt, config).tokens
+        return known[prompt, tokens]
+
+    return alone
+
+
+def greedy(tokens, **options):
+    return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
+
+
+def finish(decoder):
+    gains = []
+    while decoder.busy:
+        gains += decoder.step()
+    return gains
+
+
+def blocks_are_back(decoder):
+    pools = [model.pool for model in (decoder.main, decoder.draft) if isinstance(model, BatchModel)]
+    return all(pool.free == pool.blocks and pool.promised == 0 for pool in pools)
+
+
+@pytest.mark.parametrize("source", ["model", "lookup", None])
+def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
+    """Requests with different lengths and draft length rules join when there is room, and some leave early."""
+    monkeypatch.setattr(batch_decoder, "CHUNK", 24)  # so that prompts come in pieces
+    random = np.random.default_rng(0)
+    decoder = make(source)
+    wanted = [(prompt, int(random.integers(1, 60)), RULES[i % 4]) for i, prompt in enumerate(PROMPTS[:12])]
+    texts, together = [], 0
+    while wanted or decoder.busy:
+        if wanted and random.random() < 0.4:
+            prompt, tokens, rule = wanted[0]
+            if decoder.has_room(len(decoder.encode(prompt)) + tokens):
+                texts.append((decoder.add(prompt, greedy(tokens, **rule)), prompt, tokens))
+                wanted.pop(0)
+        gains = decoder.step()
+        together = max(together, len(gains))
+        going = [request for request, *_ in texts if not request.finished]
+        if going and random.random() < 0.03:
+            decoder.cancel(going[0])
+    assert together >= 3 and len(texts) == 12
+    for request, prompt, tokens in texts:
+        got = request.generation.tokens
+        assert request.error is None and request.finished
+        assert got == alone(prompt, 60)[: len(got)]
+        assert len(got) == tokens or request.generation.finish_reason == "cancelled"
+    assert sum(request.generation.finish_reason == "cancelled" for request, *_ in texts) < 6
+    assert blocks_are_back(decoder)
+    drafted = sum(sum(request.generation.proposed) for request, *_ in texts)
+    assert (drafted > 50) == (source is not None)
+
+
+def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, tokenizer):
+    config = greedy(40, num_assistant_tokens=3)
+    one = Decoder(cached_model.load(MAIN, "CPU", EXACT), ModelDraft(models[1], models[0].width), None, tokenizer)
+    expected = one.generate(PROMPTS[0], config)
+    models[1].forget()
+    decoder = make()
+    requests = [decoder.add(prompt, config) for prompt in PROMPTS[:3]]
+    gains = [gain for gain in finish(decoder) if gain.request is requests[0]]
+    got = requests[0].generation
+    for name in ("tokens", "from_draft", "text", "finish_reason", "proposed", "accepted", "gained", "draft_length"):
+        assert getattr(got, name) == getattr(expected, name)
+    assert list(itertools.chain(*(gain.step.tokens for gain in gains))) == expected.tokens
+    assert 0 < got.seconds_to_first < got.seconds
+
+
+def test_texts_end_where_they_would_alone(make, models, tokenizer):
+    """Stop tokens, stop strings, max_length and the context's end, all in one batch; streamed text is the text."""
+    decoder = make(context=200)
+    whole = decoder.add(PROMPTS[0], greedy(60))
+    finish(decoder)
+    text, tokens = whole.generation.text, whole.generation.tokens
+    n_prompt = len(decoder.encode(PROMPTS[0]))
+    configs = {
+        "token": GenerationConfig(max_new_tokens=60, stop_token_ids={tokens[9]}),
+        "string": greedy(60, stop_strings={text[33:40], "never said"}),
+        "inside": greedy(60, stop_strings={text[50]}, include_stop_str_in_output=True),
+        "length": GenerationConfig(max_length=n_prompt + 20, ignore_eos=True),
+        "whole": greedy(60),
+    }
+    requests = {name: decoder.add(PROMPTS[0], config, stream=True) for name, config in configs.items()}
+    said = dict.fromkeys(requests, "")
+    for gain in finish(decoder):
+        name = next(name for name, request in requests.items() if request is gain.request)
+        said[name] += gain.text
+    got = {name: request.generation for name, request in requests.items()}
+    assert {name: one.text for name, one in got.items()} == said
+    assert got["token"].tokens == tokens[: tokens.index(tokens[9]) + 1]
+    assert said["string"] == text[: text.index(text[33:40])]
+    assert said["inside"] == text[: text.index(text[50]) + 1]
+    assert got["length"].tokens == tokens[:20] and said["whole"] == text
+    ends = {name: one.finish_reason for name, one in got.items()}
+    assert ends == {"token": "stop", "string": "stop", "inside": "stop", "length": "length", "whole": "length"}
+
+    prompt = (np.arange(190) * 7 + 3) % 4096
+    longest = [decoder.add(prompt, greedy(100)), decoder.add(prompt, greedy(100, num_assistant_tokens=16))]
+    finish(decoder)
+    assert [len(request.generation.tokens) for request in longest] == [10, 10]
+    assert blocks_are_back(decoder)
+
+
+def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alone, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "CHUNK", 32)
+    decoder = make()
+    running = decoder.add(PROMPTS[0], greedy(100, num_assistant_tokens=1))
+    while not running.generation.tokens:
+        decoder.step()
+    long = decoder.add((np.arange(300) * 7 + 3) % 4096, greedy(5))
+    iterations = 0
+    while not long.generation.tokens:
+        assert running in [gain.request for gain in decoder.step()]
+        iterations += 1
+    assert iterations == -(-300 // 32)
+    finish(decoder)
+    assert running.generation.tokens[:60] == alone(PROMPTS[0], 60)
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(make):
+    config = greedy(40, do_sample=True, temperature=1.1, num_assistant_tokens=3)
+    decoder = make()
+    quiet = decoder.add(PROMPTS[0], config, seed=7)
+    finish(decoder)
+    others = [decoder.add(prompt, greedy(30, do_sample=True), seed=i) for i, prompt in enumerate(PROMPTS[1:3])]
+    decoder.step()
+    decoder.step()
+    crowded = decoder.add(PROMPTS[0], config, seed=7)
+    other_seed = decoder.add(PROMPTS[0], config, seed=8)
+    for _ in range(5):
+        decoder.step()
+    decoder.cancel(others[0])
+    finish(decoder)
+    assert crowded.generation.tokens == quiet.generation.tokens != other_seed.generation.tokens
+    assert crowded.generation.proposed == quiet.generation.proposed
+
+
+def test_a_full_cache_is_told_before_a_request_starts(make):
+    decoder = make()
+    room = decoder.main.pool.blocks * 32
+    assert decoder.has_room(room)
+    config = greedy(room - 40)
+    first = decoder.add(list(range(1, 41)), config)
+    assert not decoder.has_room(1)
+    with pytest.raises(
+        NoRoom, match=r"^a text of up to 6 tokens needs 1 blocks of 32 tokens of the cache, and 0 of 20 "
+    ):
+        decoder.add([5], greedy(5))
+    decoder.step()
+    decoder.cancel(first)
+    (last,) = decoder.step()
+    assert last.request is first and last.step.tokens == [] and first.generation.finish_reason == "cancelled"
+    assert blocks_are_back(decoder) and not decoder.busy
+    decoder.add([5], greedy(5))
+    finish(decoder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "word"),
+    [
+        ([], greedy(5), "no tokens"),
+        (list(range(1, 700)), greedy(5), "699 tokens"),
+        ([5], greedy(5, num_beams=4), "num_beams"),
+        ([5], greedy(5, do_sample=True, temperature=-1.0), "temperature"),
+        ([5000], greedy(5), "5000"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):
+    decoder = make()
+    with pytest.raises(ValueError, match=word) as error:
+        decoder.add(prompt, config)
+    assert "\n" not in str(error.value) and not decoder.busy and blocks_are_back(decoder)
+
+
+def test_a_model_without_a_paged_cache_is_refused():
+    with pytest.raises(ValueError, match="need a paged cache, and this model has one of the kind 'stateful'"):
+        BatchModel(cached_model.load(DRAFT, "CPU", EXACT, stateful=True))
+
+
+def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
+    """Logits that are no numbers, for one text; an inference that fails, for all, and can be tried again."""
+    decoder = make()
+    good, bad = decoder.add(PROMPTS[0], greedy(30)), decoder.add(PROMPTS[1], greedy(30))
+    for _ in range(3):
+        decoder.step()
+    transform = bad.text._transform
+    monkeypatch.setattr(bad.text, "_transform", lambda logits, *text: transform(logits * np.nan, *text))
+    (last,) = (gain for gain in decoder.step() if gain.request is bad)
+    assert bad.finished and last.step.tokens == [] and "highest logit is nan" in str(bad.error)
+
+    run_together = PagedModel.run_together
+    monkeypatch.setattr(PagedModel, "run_together", lambda self, runs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decoder.step()
+    monkeypatch.setattr(PagedModel, "run_together", run_together)
+    finish(decoder)
+    assert good.generation.tokens == alone(PROMPTS[0], 60)[:30] and blocks_are_back(decoder)
+
+
+def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, alone):
+    main, draft = models
+    decoder = BatchDecoder(BatchModel(main), BatchModel(draft, 60), costs(), tokenizer)
+    requests = [decoder.add(prompt, greedy(60, num_assistant_tokens=4)) for prompt in PROMPTS[:2]]
+    finish(decoder)
+    for request, prompt in zip(requests, PROMPTS, strict=False):
+        assert request.generation.tokens == alone(prompt, 60)
+        assert request.generation.proposed[0] == 4 and request.generation.proposed[-2] == 0
+    assert blocks_are_back(decoder)
+
+
+def test_load_measures_and_serves():
+    decoder = batch_decoder.load(MAIN, "CPU", DRAFT, cache_tokens=2048)
+    assert decoder.main.context == 1024 and decoder.cache_bytes > 0
+    requests = [decoder.add(prompt, greedy(20)) for prompt in PROMPTS[:4]]
+    finish(decoder)
+    assert [len(request.generation.tokens) for request in requests] == [20] * 4
+    assert "draft tokens as pay in the batch" in requests[0].generation.draft_length and blocks_are_back(decoder)
+
+
+def test_blocks_are_taken_as_texts_grow_and_never_twice():
+    pool, random = BlockPool(50, 4), np.random.default_rng(0)
+    leases = {}
+    for _ in range(2000):
+        if random.random() < 0.3 and pool.has_room(tokens := int(random.integers(1, 60))):
+            leases[pool.promise(tokens)] = tokens
+        elif leases:
+            lease = list(leases)[random.integers(len(leases))]
+            if random.random() < 0.1:
+                lease.give_back()
+                del leases[lease]
+            else:
+                before = lease.blocks(1).copy()
+                assert (
+                    lease.blocks(int(random.integers(1, leases[lease] + 1)))[: len(before)].tolist() == before.tolist()
+                )
+        taken = [block for lease in leases for block in lease._blocks[: lease._taken].tolist()]
+        assert len(set(taken)) == len(taken) == pool.blocks - pool.free <= pool.promised <= pool.blocks
+    with pytest.raises(NoRoom):
+        pool.promise(4 * 50 + 1)
+
+
+# ---- many texts at a time, exactly, and planted bugs ----------------------------------------------------------------
+
+TEXTS = {(1, 5, 2, 7, 3, 0): {}, (4, 4, 6) * 13: {"top_p": 0.8}, (2, 3, 1, 7): {"repetition_penalty": 1.3, "top_k": 6}}
+LENGTH = 3  # tokens compared
+MAIN_ROOM, DRAFT_ROOM = 2048, 2080  # tokens; different, so that a bug can be planted in one of them
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return save_tiny_llama(folder / "main", seed=1), save_tiny_llama(folder / "good", seed=1, noise=0.2)
+
+
+@pytest.fixture(scope="module")
+def tiny(folders):
+    rooms = MAIN_ROOM, DRAFT_ROOM
+    return [cached_model.load(folder, "CPU", TINY, room) for folder, room in zip(folders, rooms, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def cells(folders):
+    """The exact distribution of the first tokens of each text, by the main model alone."""
+    main, exact = cached_model.load(folders[0], "CPU", TINY, capacity=64), {}
+    for prompt, options in TEXTS.items():
+        config = GenerationConfig(do_sample=True, max_new_tokens=9, **options)
+        exact[prompt] = exact_joint(main_alone(main, np.array(prompt), config), LENGTH)
+    return exact
+
+
+def crowd(tiny, requests):
+    """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave."""
+    random = np.random.default_rng(0)
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
+    waiting, going, most = list(reversed(requests)), 0, 0
+    added = []
+    while waiting or decoder.busy:
+        while waiting and going < 24 and random.random() < 0.9:
+            prompt, config, seed = waiting.pop()
+            added.append(decoder.add(list(prompt), config, seed))
+            going += 1
+        going -= sum(gain.request.finished for gain in decoder.step())
+        most = max(most, going)
+    assert most > 12 and blocks_are_back(decoder) and not any(request.error for request in added)
+    return [request.generation for request in added]
+
+
+def p_value(tiny, cells, rule, draws):
+    """How well the first tokens of many concurrent texts go with their exact distributions: the smallest p-value."""
+    random = np.random.default_rng(1)
+    prompts = [prompt for prompt in TEXTS for _ in range(draws)]
+    random.shuffle(prompts)
+    requests = []
+    for prompt in map(tuple, prompts):
+        length = LENGTH + 1 + int(random.integers(4))  # no rule drafts more than it can use, and K would be 1
+        config = GenerationConfig(do_sample=True, ignore_eos=True, max_new_tokens=length, **TEXTS[prompt], **rule)
+        requests.append((prompt, config, int(random.integers(2**60))))
+    drawn = {prompt: [] for prompt in TEXTS}
+    for (prompt, *_), generation in zip(requests, crowd(tiny, requests), strict=True):
+        drawn[prompt].append(generation.tokens[:LENGTH])
+    return min(compare(drawn[prompt], cells[prompt]).p_value for prompt in TEXTS)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_concurrent_draws_have_the_exact_joint_distribution(rule, tiny, cells):
+    assert p_value(tiny, cells, rule, draws=800) > FALSE_ALARM
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(folders):
+    """Requests of all kinds, and what the decoder of one text makes of each."""
+    main, draft = (cached_model.load(folder, "CPU", TINY, capacity=64) for folder in folders)
+    decoder, random = Decoder(main, ModelDraft(draft, main.width)), np.random.default_rng(2)
+    requests = []
+    for seed in range(60):
+        rule = RULES[seed % 3]  # what the batch's own rule drafts depends on the batch
+        config = greedy(int(random.integers(2, 20)), do_sample=seed % 2 == 0, **rule)
+        requests.append((random.integers(0, 8, random.integers(1, 42)), config, seed))
+    return requests, [decoder.generate(*request[:2], seed=request[2]) for request in requests]
+
+
+def share_that_differs(tiny, one_at_a_time):
+    """Of texts in a crowd: whose tokens are not those they have alone, or whose draft proposed something else."""
+    requests, alone = one_at_a_time
+    names = ("tokens", "proposed", "accepted", "gained", "from_draft", "finish_reason", "draft_length")
+    pairs = zip(crowd(tiny, requests), alone, strict=True)
+    return np.mean([any(getattr(a, name) != getattr(b, name) for name in names) for a, b in pairs])
+
+
+def test_texts_in_a_crowd_are_what_they_are_alone(tiny, one_at_a_time):
+    """Tokens, and what was drafted, accepted and when, greedy and sampled."""
+    assert share_that_differs(tiny, one_at_a_time) == 0
+
+
+def blocks_of_another_text(patch):
+    """Of one that has as many."""
+    blocks, last = Slot.blocks, {}
+
+    def wrong(self, tokens):
+        own = blocks(self, tokens)
+        key = self._lease._pool, len(own)
+        other = last.get(key, own)
+        last[key] = own
+        return other
+
+    patch.setattr(Slot, "blocks", wrong)
+
+
+def blocks_in_the_wrong_order(patch):
+    blocks = Slot.blocks
+    patch.setattr(Slot, "blocks", lambda self, tokens: blocks(self, tokens)[::-1].copy())
+
+
+def rows_swapped_between_texts(patch):
+    logits = BatchModel.logits
+
+    def swapped(self, parts):
+        rows = logits(self, parts)
+        same = [i for i in range(len(rows)) if len(rows[i]) == len(rows[-1])]
+        rows[same[0]], rows[-1] = rows[-1], rows[same[0]]
+        return rows
+
+    patch.setattr(BatchModel, "logits", swapped)
+
+
+def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
+    run_together, ends = PagedModel.run_together, {}
+
+    def off_by_one(self, runs):
+        wrong = []
+        for run in runs:
+            text = id(self), int(run.blocks[0])
+            in_block = run.start + len(run.tokens) < len(run.blocks) * self.block_size
+            start = run.start + (0 < run.start < ends.get(text, 0) and in_block and self.capacity == room)
+            ends[text] = start + len(run.tokens)
+            wrong.append(run._replace(start=start))
+        return run_together(self, wrong)
+
+    patch.setattr(PagedModel, "run_together", off_by_one)
+
+
+def positions_that_go_on_from_text_to_text(patch):
+    put = PagedModel._put
+
+    def wrong(self, name, values):
+        put(self, name, np.arange(len(values)) + values[0] if name == "position_ids" else values)
+
+    patch.setattr(PagedModel, "_put", wrong)
+
+
+def stale_draft_cache(patch):
+    """A rejected token stays in it. The text is none the worse: the rejection rule puts right what is proposed."""
+    rollback_that_leaves_one_token(patch, DRAFT_ROOM)
+
+
+def draft_tokens_of_another_text(patch):
+    """Again the text is none the worse, only slower."""
+    read = BatchDecoder._read
+
+    def swapped(self, requests):
+        computed = read(self, requests)
+        slots = [request.draft_slot for request in requests if not request.idle]
+        for slot, rows in zip(slots, [slot.rows for slot in slots[::-1]], strict=True):
+            slot.rows = rows
+        return computed
+
+    patch.setattr(BatchDecoder, "_read", swapped)
+
+
+def one_stream_of_random_numbers_for_all(patch):
+    one = np.random.default_rng(0)
+    patch.setattr(growing_text.GrowingText, "random", property(lambda self: one, lambda self, own: None), raising=False)
+
+
+def draft_distribution_of_the_text_before(patch):
+    draft, last = growing_text.GrowingText.draft, []
+
+    def wrong(self, proposal):
+        last.append(proposal.q)
+        draft(self, proposal._replace(q=last[-2] if last[-2:-1] and last[-2][proposal.token] > 0 else proposal.q))
+
+    patch.setattr(growing_text.GrowingText, "draft", wrong)
+
+
+BUGS = {  # and whether the distribution of a few hundred draws shows them
+    blocks_of_another_text: True,
+    blocks_in_the_wrong_order: True,
+    rows_swapped_between_texts: True,
+    positions_that_go_on_from_text_to_text: True,
+    rollback_that_leaves_one_token: True,
+    draft_distribution_of_the_text_before: False,
+    one_stream_of_random_numbers_for_all: False,
+    draft_tokens_of_another_text: False,
+    stale_draft_cache: False,
+}
+
+
+@pytest.mark.parametrize("bug", [bug for bug, shows in BUGS.items() if shows])
+def test_draws_show_a_planted_bug(bug, tiny, cells, monkeypatch):
+    bug(monkeypatch)
+    assert p_value(tiny, cells, {"num_assistant_tokens": 2}, draws=300) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_texts_in_a_crowd_show_a_planted_bug(bug, tiny, one_at_a_time, monkeypatch):
+    bug(monkeypatch)
+    assert share_that_differs(tiny, one_at_a_time) > 0.1
