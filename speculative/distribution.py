@@ -21,18 +21,32 @@ from openvino_genai import GenerationConfig
 
 from speculative.rejection_sampling import Certain
 
+NEUTRAL = GenerationConfig()
 GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken
 
 
 def check_supported(config: GenerationConfig) -> None:
-    """Raise ValueError, naming the setting, if `config` asks for what a single drawn sequence of tokens is not."""
-    for name, neutral in (("num_beams", 1), ("num_return_sequences", 1), ("logprobs", 0), ("echo", False)):
-        value = getattr(config, name)
+    """Raise ValueError, naming the setting, if `config` asks for what a single drawn sequence of tokens is not, or for
+    what makes no sense."""
+    for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
+        value, neutral = getattr(config, name), getattr(NEUTRAL, name)
         if value != neutral:
             raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
     for name in ("structured_output_config", "adapters", "parsers"):
         if getattr(config, name):
             raise ValueError(f"{name} is not supported here: leave it empty")
+    if config.max_new_tokens < 1:
+        raise ValueError("max_new_tokens is 0, but must be 1 or more")
+    if config.min_new_tokens > config.max_new_tokens:
+        raise ValueError(f"min_new_tokens {config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}")
+    if config.num_assistant_tokens and config.assistant_confidence_threshold:
+        raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set one of both")
+    if not 0 <= config.assistant_confidence_threshold <= 1:
+        raise ValueError(
+            f"assistant_confidence_threshold is {config.assistant_confidence_threshold:g}, but must be from 0 to 1"
+        )
+    if min(config.stop_token_ids, default=0) < 0:
+        raise ValueError(f"stop_token_ids has {min(config.stop_token_ids)}, but tokens are numbered from 0 on")
 
 
 class Distribution:
@@ -62,7 +76,8 @@ class Distribution:
         self.presence_penalty = config.presence_penalty
         self.frequency_penalty = config.frequency_penalty
         self.min_new_tokens = config.min_new_tokens
-        self.stop_token_ids = sorted({*config.stop_token_ids, config.eos_token_id} - {-1} or stop_token_ids)
+        named = {*config.stop_token_ids, config.eos_token_id}
+        self.stop_token_ids = sorted({token for token in named if token >= 0} or stop_token_ids)
 
     def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | Certain:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
@@ -98,7 +113,7 @@ class Distribution:
             return logits
         logits = logits.copy()
         if too_short:
-            logits[self.stop_token_ids] = -np.inf
+            logits[[token for token in self.stop_token_ids if token < len(logits)]] = -np.inf
         if self.repetition_penalty != 1:
             seen = np.concatenate((prompt, generated))
             values = logits[seen]

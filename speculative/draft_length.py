@@ -74,9 +74,13 @@ class Costs:
     main: dict[int, float]
 
     def verify(self) -> np.ndarray:
-        """Seconds of one main inference on 0, 1, ..., LONGEST + 1 tokens; between the measured ones, interpolated."""
+        """Seconds of one main inference on 0, 1, ..., LONGEST + 1 tokens; between the measured ones, interpolated.
+
+        More tokens never cost less: where they seem to, the machine was busy with other things at the fewer ones.
+        """
         n = sorted(self.main)
-        return np.interp(np.arange(LONGEST + 2), n, [self.main[i] for i in n])
+        seconds = np.minimum.accumulate([self.main[i] for i in reversed(n)])[::-1]
+        return np.interp(np.arange(LONGEST + 2), n, seconds)
 
 
 class AdaptiveDraftLength:
@@ -129,7 +133,8 @@ class AdaptiveDraftLength:
         return drafted < LONGEST and self._pays(drafted)
 
     def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        for bin_, was_accepted in zip(self._bins[: accepted + 1], [True] * accepted + [False], strict=False):
+        judged = self._bins[: min(drafted, accepted + 1)]
+        for bin_, was_accepted in zip(judged, [True] * accepted + [False], strict=False):
             self._accepted *= self.FADE
             self._judged *= self.FADE
             self._accepted[bin_] += was_accepted

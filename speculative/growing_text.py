@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Step
 from speculative.distribution import Distribution, check_supported
 from speculative.draft_source import Proposal
+from speculative.generation import Step
 from speculative.rejection_sampling import Certain, verify
+
+UNSET = GenerationConfig().max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class GrowingText:
         room = limits.capacity - len(prompt)
         if room < 1:
             raise ValueError(f"the prompt has {len(prompt)} tokens and the context room for {limits.capacity - 1}")
+        asked = config.max_new_tokens  # which goes before max_length, as in GenAI
+        if asked == UNSET:
+            asked = config.max_length - len(prompt)
+        if asked < 1:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and max_length is {config.max_length}: nothing may follow; raise "
+                "it, or say max_new_tokens"
+            )
         self.random = random
         self.stops = stop_ids(config, limits.stop_token_ids)
         self.n_prompt = self.n = len(prompt)  # n: of prompt and generated tokens, without drafted ones
-        longest = min(config.max_new_tokens, max(config.max_length - self.n, 0), room)
-        self._tokens = np.empty(self.n + longest, np.int64)  # prompt, generated, drafted
+        self._tokens = np.empty(self.n + min(asked, room), np.int64)  # prompt, generated, drafted
         self._tokens[: self.n] = prompt
         self._transform = Distribution(config, limits.stop_token_ids)
         self._q: list[np.ndarray | Certain] = []  # what the drafted tokens were drawn from
-        self.ended = longest == 0
+        self.ended = False
 
     @property
     def longest(self) -> int:

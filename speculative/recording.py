@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Generation, Step
+from speculative.generation import Generation, Step
 from speculative.text_stream import TextStream
 
 
