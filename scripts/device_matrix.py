@@ -234,7 +234,8 @@ def _fastest(real: list[Cell]) -> list[str]:
     line = f"Fastest here: {best.name}{best.draft_length}, {best.throughput:.1f} tokens/s"
     if best.draft:
         low, high = best.row["speedup_range"]
-        line += f", {best.row['speedup']:.2f}x ({low:.2f}-{high:.2f}) the main model alone on {best.main.label}"
+        spread = f"{low:.2f}-{high:.2f}" if len(best.row["throughputs"]) > 1 else "one round"
+        line += f", {best.row['speedup']:.2f}x ({spread}) the main model alone on {best.main.label}"
         if alone and alone.main != best.main:
             ratio = best.throughput / alone.throughput
             line += f" and {ratio:.2f}x the fastest main model alone, on {alone.main.label}"

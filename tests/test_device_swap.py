@@ -336,7 +336,7 @@ def cell(device, draft_device, alone, speedup, low, high):
     rows = [{"throughput": alone, "speedup": 1.0, "speedup_range": [1.0, 1.0], "draft_length": 0}]
     if draft_device:
         one = {"throughput": alone * speedup, "speedup": speedup, "speedup_range": [low, high], "draft_length": 4}
-        rows.append(one)
+        rows.append({**one, "throughputs": [alone * low, alone * high]})
     answer = {"rows": rows, "tokens": [[[1, 2]]] * len(rows), "other_load": 0.0}
     draft = Device(draft_device) if draft_device else None
     return Cell(Device(device), draft, status="ok", answer=answer)
