@@ -230,7 +230,7 @@ ARGUMENTS = {
         "help": "draw from the N most probable tokens only (default: all)",
     },
     "--top-p": {
-        "type": decimal(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        "type": decimal(lambda value: 1e-9 <= value <= 1, "above 0 and at most 1"),  # less is 0 in float32
         "default": 1.0,
         "metavar": "P",
         "help": "draw from the fewest tokens whose probabilities exceed P (default: all)",
@@ -412,6 +412,12 @@ def read_prompt(prompt):
             fail(f"standard input is not UTF-8 (byte {error.start}): save the prompt as UTF-8.")
     if not prompt:
         fail("the prompt is empty: give the text to go on from.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        fail(
+            f"the prompt is not UTF-8 (character {error.start + 1}): set a UTF-8 locale, or give it by standard input."
+        )
     return prompt
 
 
@@ -489,6 +495,7 @@ class Streamer(openvino_genai.StreamerBase):
         self.stop_tokens = stop_tokens(folder, tokenizer)
         self.started = time.perf_counter()
         self.times, self.gained, self.text = [], [], ""
+        self.at_end = False  # the last token ended the text
         self.error = None  # what happened to stdout; an exception would be lost in the engine's thread
         self._ids, self._begin, self._shown = [], 0, 0
         ctrl_c.pressed.clear()
@@ -499,6 +506,7 @@ class Streamer(openvino_genai.StreamerBase):
         tokens = tokens if isinstance(tokens, list) else [tokens]
         # Where an NPU takes part, the engine looks for an end at the last of these tokens only, and runs past others.
         end = next((i for i, token in enumerate(tokens) if token in self.stop_tokens), None)
+        self.at_end = end is not None
         tokens = tokens if end is None else tokens[: end + 1]
         self.gained.append(len(tokens))
         self.guard(self.show, tokens)
@@ -581,22 +589,29 @@ def figures(args, config, streamer, result):
         if result.finish_reason == "length" and tokens + 1 < config.max_new_tokens:
             rows["new tokens"] = f"{tokens + 1}, as the cache has no room for more"
     else:
-        proposed, accepted = proposed_tokens(args, config, streamer.gained, result), tokens - inferences
+        proposed, accepted = draft_tokens(args, config, streamer, result)
     if proposed:
         rows["acceptance rate"] = f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
     return rows
 
 
-def proposed_tokens(args, config, gained, result):
-    """Return how many tokens the draft proposed. GenAI leaves out the last iteration, except where an NPU takes part;
-    there the draft was as long as K and the tokens still wanted allowed."""
-    drafting = result.extended_perf_metrics
+def draft_tokens(args, config, streamer, result):
+    """Return how many tokens the draft proposed and how many were accepted.
+
+    GenAI leaves out a text's last iteration, except where an NPU takes part. Where the text ended by its length it is
+    added: the draft was as long as K and the tokens still wanted allowed. At an end token the draft stops as well, and
+    how far it was is not told: there the last iteration stays out.
+    """
+    drafting, gained = result.extended_perf_metrics, streamer.gained
     if not drafting:  # no draft model
-        return 0
+        return 0, 0
+    proposed, accepted = drafting.get_num_draft_tokens(), sum(gained[1:]) - len(gained[1:])
     if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
-        return drafting.get_num_draft_tokens()
+        return proposed, accepted
+    if streamer.at_end:
+        return proposed, accepted - (gained[-1] - 1)
     wanted = config.max_new_tokens - sum(gained[:-1])
-    return drafting.get_num_draft_tokens() + min(config.num_assistant_tokens, wanted - 1)
+    return proposed + min(config.num_assistant_tokens, wanted - 1), accepted
 
 
 def sampling(args):

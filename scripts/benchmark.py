@@ -87,6 +87,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="weights of our engine in pages of 2 MiB (Linux): what a server has"
+    )
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -125,7 +128,8 @@ def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder | None]:
     if not {"engine", "sampled", "lookup"} & set(paths):
         return ways, None
 
-    ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    pages = arguments.huge_pages
+    ours = decoder.load(main, device, draft, draft_device, properties, properties, use_huge_pages=pages)
     seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
 
     def add(name: str, draft_length: int | str, temperature: float) -> None:
@@ -388,6 +392,7 @@ def main() -> int:
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
+        "huge_pages": arguments.huge_pages,
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),

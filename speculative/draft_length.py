@@ -63,7 +63,7 @@ class ConfidenceDraftLength:
     def forget(self, repeatable: bool = False) -> None: ...
 
     def why(self) -> str:
-        return f"up to {self.longest} draft tokens, until the draft is less sure than {self.threshold}"
+        return f"up to {self.longest} draft tokens, until the draft is less sure than {self.threshold:g}"
 
 
 @dataclass(frozen=True)

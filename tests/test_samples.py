@@ -62,21 +62,32 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, nam
     assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
 
 
+@pytest.mark.parametrize("tokens", [20, TOKENS])
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_too(run, greedy, k):
+def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(run, k, tokens):
     draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
     pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
-    result = pipe.generate([PROMPT], max_new_tokens=TOKENS, num_assistant_tokens=k)
+    result = pipe.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
     gained = list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
-    proposed = sum(min(k, TOKENS - sum(gained[:i]) - 1) for i in range(1, len(gained)))
-    accepted = sum(gained[1:]) - len(gained[1:])
+    ended = sum(gained) < tokens  # where an end token came, nobody tells how much was drafted at last
+    counted = gained[:-1] if ended else gained
+    proposed = sum(min(k, tokens - sum(gained[:i]) - 1) for i in range(1, len(counted)))
+    accepted = sum(counted[1:]) - len(counted[1:])
 
-    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", TOKENS, *EXACT)
-    assert done.stdout == greedy[0]
+    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT)
+    assert done.stdout == result.texts[0]
     shown = figures(done.stderr)
     assert shown["main inferences"] == f"{len(gained) - 1} after the prompt's"
     assert shown["block efficiency"] == f"{sum(gained[1:]) / len(gained[1:]):.2f} tokens per main inference"
     assert shown["acceptance rate"] == f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
+
+
+@pytest.mark.parametrize("k", [5, 16])
+def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run, k):
+    done = run(sample("speculative_decoding_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT)
+    shown = figures(done.stderr)
+    assert int(shown["new tokens"]) < 300
+    assert shown["acceptance rate"].startswith("1.00 (")
 
 
 @pytest.mark.parametrize(
