@@ -30,9 +30,10 @@ from speculative.batch_model import BatchModel, Part, Slot
 from speculative.block_pool import NoRoom
 from speculative.cached_model import CAPACITY
 from speculative.cost_curve import CostCurve
-from speculative.decoder import Decoder, Generation, Prompt, Step
+from speculative.decoder import Decoder, Prompt
 from speculative.draft_length import LONGEST, Confidence, ConfidenceDraftLength, DraftLength, FixedDraftLength
 from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
+from speculative.generation import Generation, Step
 from speculative.growing_text import GrowingText, Limits
 from speculative.model_facts import config_facts
 from speculative.recording import Recording
@@ -125,13 +126,15 @@ class BatchDecoder:
     def add(
         self, prompt: Prompt, config: GenerationConfig | None = None, seed: int | None = None, stream: bool = False
     ) -> Request:
-        """Take a request; it joins at the next step. With `stream` the gains bring the text piece by piece.
+        """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`.
+        With `stream` the gains bring the text piece by piece.
 
         Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
         `Decoder.stream` does.
         """
         config = config or GenerationConfig()
-        text = GrowingText(self.encode(prompt, config), config, self._limits, np.random.default_rng(seed))
+        random = np.random.default_rng(config.rng_seed or None if seed is None else seed)
+        text = GrowingText(self.encode(prompt, config), config, self._limits, random)
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         request = Request(text, Recording(config, text.stops, decode, stream), self._rule(config))
         if isinstance(self.draft, PromptLookup):

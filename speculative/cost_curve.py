@@ -21,12 +21,15 @@ class CostCurve:
     FADE = 0.002  # of a slowness that others had and this one has not: so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
-        """`measured`: seconds by tokens, for some numbers from 1 on. Beyond them a straight line."""
+        """`measured`: seconds by tokens, for some numbers from 1 on. Beyond them a straight line.
+
+        More tokens never cost less: where they seem to, the machine was busy with other things at the fewer ones.
+        """
         n = sorted(measured)
-        seconds = [measured[i] for i in n]
+        seconds = np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
         self._measured = np.interp(KNOTS, n, seconds)
         if len(n) > 1:
-            slope = max(seconds[-1] - seconds[-2], 0) / (n[-1] - n[-2])
+            slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
             self._measured += slope * np.maximum(KNOTS - n[-1], 0)
         self._change = np.ones(len(KNOTS))  # as learnt / as measured
         self._of = self._table()
