@@ -32,6 +32,17 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="20,000 draws of every case (half an hour)")
 
 
+LONGEST = (
+    "test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune", "test_cached_model",
+    "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair", "test_verify_lossless",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take long come first, so that of two test processes none waits long for the other at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture
 def run():
     """Run `python PROGRAM ARGS...` from the checkout and return the finished process, its output decoded as UTF-8."""

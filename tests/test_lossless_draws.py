@@ -17,8 +17,7 @@ import pytest
 from openvino_genai import GenerationConfig
 from tiny_llama import VOCABULARY, save_tiny_llama
 
-from speculative import cached_model, rejection_sampling
-from speculative import decoder as decoder_module
+from speculative import cached_model, growing_text, rejection_sampling
 from speculative.cached_model import CachedModel
 from speculative.decoder import Decoder
 from speculative.distribution import Distribution
@@ -29,7 +28,7 @@ from speculative.metrics import per_token_acceptance
 from speculative.paged_model import PagedModel
 from speculative.rejection_sampling import Verdict, draw, residual
 
-DRAWS, DRAWS_LONG = 5_000, 20_000  # of each case
+DRAWS, DRAWS_LONG = 3_000, 20_000  # of each case
 LENGTH = 3  # tokens compared
 PROMPT = np.array([1, 5, 2, 7, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning
@@ -215,7 +214,7 @@ def verify_with(accepts=lambda p, q: p / q, replacement_row=0, bonus_row=0):
 
 
 def nothing(patch):
-    patch.setattr(decoder_module, "verify", verify_with())
+    patch.setattr(growing_text, "verify", verify_with())
 
 
 def no_residual(patch):
@@ -223,23 +222,23 @@ def no_residual(patch):
 
 
 def inverted_ratio(patch):
-    patch.setattr(decoder_module, "verify", verify_with(accepts=lambda p, q: q / p if p else 0))
+    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: q / p if p else 0))
 
 
 def accept_all(patch):
-    patch.setattr(decoder_module, "verify", verify_with(accepts=lambda p, q: 1))
+    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: 1))
 
 
 def accept_where_main_prefers(patch):
-    patch.setattr(decoder_module, "verify", verify_with(accepts=lambda p, q: p >= q))
+    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: p >= q))
 
 
 def bonus_of_the_row_before(patch):
-    patch.setattr(decoder_module, "verify", verify_with(bonus_row=-1))
+    patch.setattr(growing_text, "verify", verify_with(bonus_row=-1))
 
 
 def replacement_of_the_next_row(patch):  # as GenAI does
-    patch.setattr(decoder_module, "verify", verify_with(replacement_row=1))
+    patch.setattr(growing_text, "verify", verify_with(replacement_row=1))
 
 
 def rollback_that_leaves_one_token(patch):

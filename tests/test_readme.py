@@ -1,4 +1,4 @@
-"""Every command of the README, run in a copy of the checkout by the shell that the README is written for."""
+"""Every command of README and figures, run in a copy of the checkout by the shell that the README is written for."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
 MODEL_CARD = (ROOT / "models/embedded/README.md").read_text(encoding="utf-8")
 
 # Arguments that make a long command short; the last one wins in argparse.
@@ -20,7 +21,10 @@ SHORTER = {
     "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT}",
-    "scripts/make_benchmark_pair.py build/tinyllama-useless": DRAFT,
+    "scripts/make_benchmark_pair.py build/tinyllama-": DRAFT,
+    "scripts/sweep_draft_length.py": "--rounds 1 --k 2 --max-new-tokens 16 --max-prompts 2",
+    "scripts/device_swap.py": "--devices CPU,NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
+    "scripts/tune.py": "--minutes 0.2 --max-new-tokens 16",
     "scripts/verify_lossless.py": "--draws 100 --max-new-tokens 24",
 }
 
@@ -59,7 +63,7 @@ def as_tested(command):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the README's bash blocks; PowerShell's are compared with them below")
-@pytest.mark.parametrize("command", dict.fromkeys(commands("bash")))
+@pytest.mark.parametrize("command", dict.fromkeys([*commands("bash"), *commands("bash", FIGURES)]))
 def test_command(command, checkout):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     process = subprocess.run(
@@ -91,9 +95,12 @@ def test_powershell_says_the_same():
         assert command.replace("\\", "/") in bash
 
 
-@pytest.mark.parametrize("text", [README, MODEL_CARD], ids=["README", "model card"])
-def test_linked_files_exist(text):
-    folder = ROOT if text is README else ROOT / "models/embedded"
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [(README, ROOT), (FIGURES, ROOT / "docs"), (MODEL_CARD, ROOT / "models/embedded")],
+    ids=["README", "figures", "model card"],
+)
+def test_linked_files_exist(text, folder):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (folder / target).exists(), target
 

@@ -55,7 +55,7 @@ def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path):
         str(ROOT / "scripts/train_embedded_pair.py"),
         str(tmp_path),
         "--minutes",
-        "0.4",
+        "0.2",
         "--no-compile",
     ]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)

@@ -163,7 +163,7 @@ def run_with(patch, *arguments):
 
 
 ACCEPT_ALL = (
-    "import speculative.decoder as d, speculative.rejection_sampling as r; "
+    "import speculative.growing_text as d, speculative.rejection_sampling as r; "
     "d.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))"
 )
 CRASH = (
