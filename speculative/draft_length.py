@@ -145,6 +145,9 @@ class AdaptiveDraftLength:
             distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
             weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
             self._verify_cost *= 1 + weight * _excess(main_seconds, self._verify_cost[drafted + 1])
+            # Fewer tokens never cost more: what was measured at a busy moment, and is not seen again, comes down.
+            fewer = self._verify_cost[: drafted + 1]
+            np.minimum(fewer, self._verify_cost[drafted + 1], out=fewer)
             if drafted:
                 self._draft_cost *= 1 + self.CLOCK * _excess(draft_seconds, drafted * self._draft_cost)
         self._tokens = self._tokens * self.FADE + accepted + 1

@@ -74,6 +74,17 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
     assert decode(rule, [0.6], 2000, random, draft=40.0)[0] > 0.95 * alone
 
 
+def test_a_plain_step_measured_at_a_busy_moment_does_not_hold_drafting_back():
+    """A main inference on one token seemed to take twice as long: the rate to beat, and so the length, was too low."""
+    random = np.random.default_rng(5)
+    busy = Costs(COSTS.draft, {n: 2 * seconds if n == 1 else seconds for n, seconds in COSTS.main.items()})
+    for costs in (busy, Costs(COSTS.draft, {n: 2 * seconds for n, seconds in COSTS.main.items()})):
+        rule = AdaptiveDraftLength(costs)
+        decode(rule, [0.9], 1500, random)
+        assert rule._verify_cost[1] <= rule._verify_cost[5]
+        assert decode(rule, [0.9], 3000, random)[0] > 0.96 * best_fixed([0.9])
+
+
 def test_repeatable_decisions_do_not_look_at_the_clock():
     def run(noise):
         rule = AdaptiveDraftLength(COSTS)
