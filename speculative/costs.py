@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from speculative.draft_length import LONGEST, Costs
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference
 CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
-DRAFT = 0  # stands for a draft step beside them
+DRAFT, FURTHER = 0, -1  # stand for a draft step behind one of them, and one behind a draft step
 TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
 
 
@@ -28,7 +29,7 @@ def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
     tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
     for model in models:
         model.logits(tokens[:context])
-    times: dict[int, list[float]] = {n: [] for n in (*counts, DRAFT)}
+    times: dict[int, list[float]] = {n: [] for n in (*counts, DRAFT, FURTHER)}
 
     def time_one(model: CachedModel, n: int, name: int) -> None:
         begin = time.perf_counter()
@@ -41,11 +42,12 @@ def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
             time_one(main, n, n)
             if draft:
                 time_one(draft, 1, DRAFT)
+                time_one(draft, 1, FURTHER)
     for model in models:
         model.forget()
     # The first of a shape is slower. The lower quartile: what other programs take of the machine is none of the costs.
     usual = {n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in times.items() if of_n}
-    return Costs(draft=usual.pop(DRAFT, 0.0), main=usual)
+    return Costs(draft=usual.pop(DRAFT, 0.0), draft_further=usual.pop(FURTHER, 0.0), main=usual)
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:
@@ -79,7 +81,7 @@ def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"draft": costs.draft, "main": costs.main, "of": name}), encoding="utf-8")
+        partial.write_text(json.dumps({**asdict(costs), "of": name}), encoding="utf-8")
         if earlier := _kept(file):  # of a process that measured at the same time
             partial.unlink()
             return earlier
@@ -92,6 +94,7 @@ def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: 
 def _kept(file: Path) -> Costs | None:
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return Costs(kept["draft"], {int(n): seconds for n, seconds in kept["main"].items()})
+        main = {int(n): seconds for n, seconds in kept["main"].items()}
+        return Costs(kept["draft"], main, kept["draft_further"])
     except (OSError, ValueError, KeyError):
         return None  # none yet, or a file that was cut off

@@ -68,10 +68,17 @@ class ConfidenceDraftLength:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of one draft step, and of one main inference on n tokens by n (some n from 1 on)."""
+    """Measured seconds: of the first draft step of an iteration, of one main inference on n tokens by n (some n from 1
+    on), and of a further draft step, which finds the draft in the processor's caches (without it: as the first)."""
 
     draft: float
     main: dict[int, float]
+    draft_further: float | None = None
+
+    def drafting(self) -> np.ndarray:
+        """Seconds of 0, 1, ..., LONGEST draft steps."""
+        further = self.draft if self.draft_further is None else self.draft_further
+        return np.concatenate(([0.0], self.draft + further * np.arange(LONGEST)))
 
     def verify(self) -> np.ndarray:
         """Seconds of one main inference on 0, 1, ..., LONGEST + 1 tokens; between the measured ones, interpolated.
@@ -110,7 +117,7 @@ class AdaptiveDraftLength:
 
     def forget(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        self._draft_cost = self.costs.draft
+        self._draft_cost = self.costs.drafting()
         self._verify_cost = self.costs.verify()
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
@@ -149,9 +156,9 @@ class AdaptiveDraftLength:
             fewer = self._verify_cost[: drafted + 1]
             np.minimum(fewer, self._verify_cost[drafted + 1], out=fewer)
             if drafted:
-                self._draft_cost *= 1 + self.CLOCK * _excess(draft_seconds, drafted * self._draft_cost)
+                self._draft_cost *= 1 + self.CLOCK * _excess(draft_seconds, self._draft_cost[drafted])
         self._tokens = self._tokens * self.FADE + accepted + 1
-        self._seconds = self._seconds * self.FADE + drafted * self._draft_cost + self._verify_cost[drafted + 1]
+        self._seconds = self._seconds * self.FADE + self._draft_cost[drafted] + self._verify_cost[drafted + 1]
         if not drafted:
             self._plain += 1
         elif self._plain:  # this was a probe
@@ -174,17 +181,18 @@ class AdaptiveDraftLength:
         """Whether one more token, or any number more, gains more than its time is worth."""
         left = LONGEST - drafted
         verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
-        seconds = verify + self._draft_cost * STEPS[:left]
+        seconds = verify + self._draft_cost[drafted + 1 :] - self._draft_cost[drafted]
         return bool((self._survival * self._gains[:left] > self._rate() * seconds).any())
 
     def why(self) -> str:
         alpha, one = self.acceptance(), self._verify_cost[1]
         tau = 1 + np.concatenate([[0], np.cumsum(alpha**STEPS)])
-        seconds = self._verify_cost[1:] + self._draft_cost * np.arange(LONGEST + 1)
+        seconds = self._verify_cost[1:] + self._draft_cost
         speedup = tau * one / seconds
         best = int(speedup.argmax())
         facts = (
-            f"a draft token takes {self._draft_cost * 1000:.2f} ms and is accepted with {alpha:.2f}, "
+            f"a draft token takes {self._draft_cost[max(best, 1)] / max(best, 1) * 1000:.2f} ms and is accepted with "
+            f"{alpha:.2f}, "
             f"the main model takes {one * 1000:.1f} ms for one token"
         )
         if best == 0:
