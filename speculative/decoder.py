@@ -190,9 +190,7 @@ def load(
     Linux, is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
     """
     if draft and max_ngram_size:
-        raise ValueError(
-            "draft tokens come from a draft model or, with max_ngram_size, from the text: give one of both"
-        )
+        raise ValueError("draft tokens come from a draft model or, with max_ngram_size, from the text: give only one")
     if max_ngram_size is not None and max_ngram_size < 1:
         raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be 1 or more (3 is usual)")
     before = huge_pages.allocated() if use_huge_pages else []

@@ -32,10 +32,11 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="20,000 draws of every case (half an hour)")
 
 
-LONGEST = (
-    "test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune", "test_cached_model",
-    "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair", "test_verify_lossless",
-)  # fmt: skip
+LONGEST = [
+    *("test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
+    "test_verify_lossless",
+]
 
 
 def pytest_collection_modifyitems(items):

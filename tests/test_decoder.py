@@ -214,6 +214,42 @@ def test_the_same_seed_gives_the_same_text(make):
     again = one.generate(PROMPTS[0], config, seed=7)
     assert again.tokens == first.tokens and again.proposed == first.proposed
     assert one.generate(PROMPTS[0], config, seed=8).tokens != first.tokens
+    config.rng_seed = 7  # GenAI's name for it
+    assert one.generate(PROMPTS[0], config).tokens == first.tokens
+
+
+def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
+    one = make(FixedDraftLength(3))
+    config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=True, temperature=1.2)
+    alone = one.generate(PROMPTS[0], config, seed=7).tokens
+    steps = one.stream(PROMPTS[0], config, seed=7)
+    tokens = [*next(steps).tokens, *next(steps).tokens]
+    with pytest.raises(RuntimeError, match="busy"):
+        one.generate(PROMPTS[1], config, seed=99)
+    for step in steps:
+        tokens += step.tokens
+    assert tokens == alone
+
+
+def test_a_streamer_that_stops_gets_no_more_and_one_without_text_is_refused(make, models):
+    pieces = []
+    config = greedy(60, stop_strings={"   Z"})  # holds blanks back
+    result = make().generate("def read_file(path):", config, lambda text: bool(pieces.append(text)) or len(pieces) == 1)
+    assert result.finish_reason == "cancelled" and len(pieces) == 1
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Decoder(models[0]).generate(np.array([1, 2, 3]), greedy(3), print)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (dict(draft=DRAFT, max_ngram_size=3), "only one"),
+        (dict(max_ngram_size=0), "max_ngram_size is 0"),
+    ],
+)
+def test_draft_sources_that_cannot_be(options, word):
+    with pytest.raises(ValueError, match=word):
+        decoder.load(MAIN, **options)
 
 
 def test_one_text_at_a_time(make):
@@ -244,6 +280,9 @@ def test_one_text_at_a_time(make):
         ([5], GenerationConfig(max_new_tokens=5, num_beams=4), "num_beams"),
         ([5], GenerationConfig(max_new_tokens=5, do_sample=True, temperature=-1.0), "temperature"),
         ([5000], GenerationConfig(max_new_tokens=5), "5000"),
+        ([5, 6, 7], GenerationConfig(max_length=3), "max_length is 3"),
+        (["a", "b"], GenerationConfig(max_new_tokens=5), "flat list of token ids"),
+        ([1.5, 2.0], GenerationConfig(max_new_tokens=5), "flat list of token ids"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):

@@ -392,3 +392,25 @@ def test_what_is_not_done_here_is_refused_by_name(config):
     check_supported(GenerationConfig(do_sample=True, temperature=0.7, num_assistant_tokens=3, stop_strings={"x"}))
     with pytest.raises(ValueError, match=rf"^{next(iter(config))}\S* is not supported here: leave it [^\n]+$"):
         check_supported(GenerationConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(max_new_tokens=3, min_new_tokens=4), "min_new_tokens 4 is above max_new_tokens 3"),
+        (dict(num_assistant_tokens=3, assistant_confidence_threshold=0.4), "exclude each other"),
+        (dict(assistant_confidence_threshold=1.5), "is 1.5, but must be from 0 to 1"),
+        (dict(stop_token_ids={-3, 5}), "stop_token_ids has -3"),
+    ],
+    ids=str,
+)
+def test_what_genai_refuses_is_refused_in_one_sentence(config, words):
+    with pytest.raises(ValueError, match=words):
+        check_supported(GenerationConfig(**config))
+
+
+def test_stop_tokens_that_the_model_does_not_know_are_no_others():
+    config = GenerationConfig(do_sample=True, min_new_tokens=2, stop_token_ids={2, 99})
+    logits, none = np.zeros(5, np.float32), np.zeros(0, np.int64)
+    assert np.allclose(Distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
