@@ -24,8 +24,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
-    """What is decoded, and how often."""
+def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
     parser.add_argument(
         "--prompts",
         default=str(PROMPTS),
@@ -37,6 +36,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None
         "--max-prompts", type=whole, default=max_prompts, metavar="N", help="prompts to take, evenly from all of them"
         f" (default: {max_prompts})",
     )  # fmt: skip
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
+    """What is decoded, and how often."""
+    add_prompt_arguments(parser, max_prompts)
     parser.add_argument(
         "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens a run (default: 100)"
     )

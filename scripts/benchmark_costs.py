@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import key_value, refuse_unsound, whole  # noqa: E402
+from arguments import add_pair_arguments, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -58,21 +58,10 @@ TEXT = Path(__file__).parent / "embedded_recipes.txt"
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    add_pair_arguments(parser)
     parser.add_argument("-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="for the limit")
     parser.add_argument("--max-new-tokens", type=whole, default=200, metavar="N", help="for the limit (default: 200)")
     parser.add_argument("--repeat", type=whole, default=9, metavar="N", help="times of each measurement (default: 9)")
-    parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
-    parser.add_argument(
-        "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="OpenVINO property of both models",
-    )
     return parser.parse_args()
 
 

@@ -38,7 +38,7 @@ import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import text_quality  # noqa: E402
 import tune_verdict  # noqa: E402
-from arguments import PROMPTS, key_value, refuse_unsound, whole  # noqa: E402
+from arguments import add_prompt_arguments, key_value, refuse_unsound, whole  # noqa: E402
 from measuring import Way  # noqa: E402
 from prompt_files import read_prompts, token_ids  # noqa: E402
 from text_quality import Quality  # noqa: E402
@@ -539,16 +539,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--devices", type=devices, metavar="CPU,GPU", help="for main and draft (default: those of CPU, GPU, NPU here)"
     )
-    parser.add_argument(
-        "--prompts",
-        default=str(PROMPTS),
-        metavar="FILE",
-        help='JSON lines with "prompt", text with one prompt a line, or a Hugging Face data set as '
-        "NAME[@SUBSET][:COLUMN[:SPLIT]] (default: code prompts)",
-    )
-    parser.add_argument(
-        "--max-prompts", type=whole, default=40, metavar="N", help="prompts to take, evenly from all (default: 40)"
-    )
+    add_prompt_arguments(parser, max_prompts=40)
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens of the longest runs (default: 100)"
     )

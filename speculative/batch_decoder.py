@@ -31,10 +31,10 @@ from speculative.block_pool import NoRoom
 from speculative.cached_model import CAPACITY
 from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder, Prompt
-from speculative.draft_length import LONGEST, Confidence, ConfidenceDraftLength, DraftLength, FixedDraftLength
+from speculative.draft_length import LONGEST, Confidence, DraftLength, named_by
 from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
 from speculative.generation import Generation, Step
-from speculative.growing_text import GrowingText, Limits
+from speculative.growing_text import GrowingText, Limits, stop_ids_of
 from speculative.model_facts import config_facts
 from speculative.recording import Recording
 
@@ -291,12 +291,7 @@ class BatchDecoder:
         return last
 
     def _rule(self, config: GenerationConfig) -> DraftLength | DraftHistory:
-        """GenAI's names: a number is fixed, a threshold is by confidence, neither is the batch's rule."""
-        if config.num_assistant_tokens:
-            return FixedDraftLength(config.num_assistant_tokens)
-        if config.assistant_confidence_threshold:
-            return ConfidenceDraftLength(config.assistant_confidence_threshold)
-        return self.draft_length.history()
+        return named_by(config) or self.draft_length.history()
 
     @staticmethod
     def _try(request: Request, act: Callable, *arguments: object) -> object:
@@ -351,9 +346,7 @@ def load(
     source = models[1] if draft else PromptLookup(models[0].width, max_ngram_size) if max_ngram_size else None
     rule = BatchDraftLength(main_costs, draft_costs[0] if draft else CostCurve({1: 0.0}))
     tokenizer = openvino_genai.Tokenizer(str(main))
-    file = Path(main, "generation_config.json")
-    stops = GenerationConfig(file).stop_token_ids if file.exists() else set()
-    return BatchDecoder(models[0], source, rule, tokenizer, frozenset(stops or {tokenizer.get_eos_token_id()}))
+    return BatchDecoder(models[0], source, rule, tokenizer, stop_ids_of(main, tokenizer))
 
 
 def _load(folder: Path, device: str, properties: dict, cache_tokens: int) -> BatchModel:

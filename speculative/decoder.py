@@ -21,10 +21,10 @@ from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, Streamin
 
 from speculative import cached_model, costs, huge_pages
 from speculative.cached_model import CachedModel
-from speculative.draft_length import AdaptiveDraftLength, ConfidenceDraftLength, DraftLength, FixedDraftLength
+from speculative.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, named_by
 from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
 from speculative.generation import Generation, Step
-from speculative.growing_text import GrowingText, Limits, stop_ids
+from speculative.growing_text import GrowingText, Limits, stop_ids, stop_ids_of
 from speculative.recording import Recording
 
 Prompt = str | ChatHistory | list | np.ndarray
@@ -160,12 +160,7 @@ class Decoder:
             yield step
 
     def _rule(self, config: GenerationConfig) -> DraftLength:
-        """GenAI's names: a number is fixed, a threshold is by confidence, neither is this decoder's own rule."""
-        if config.num_assistant_tokens:
-            return FixedDraftLength(config.num_assistant_tokens)
-        if config.assistant_confidence_threshold:
-            return ConfidenceDraftLength(config.assistant_confidence_threshold)
-        return self.draft_length
+        return named_by(config) or self.draft_length
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
@@ -209,6 +204,4 @@ def load(
         key = costs.key((main, device, properties), (draft, draft_device, draft_properties))
         rule = AdaptiveDraftLength(costs.remembered(key, main_model, draft_model, costs.folder(properties)))
     tokenizer = openvino_genai.Tokenizer(str(main))
-    file = Path(main, "generation_config.json")
-    stops = GenerationConfig(file).stop_token_ids if file.exists() else set()
-    return Decoder(main_model, source, rule, tokenizer, frozenset(stops or {tokenizer.get_eos_token_id()}))
+    return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))

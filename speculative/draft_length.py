@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from openvino_genai import GenerationConfig
 
 Confidence = Callable[[], float]
 """How sure the draft was of its last token, from 0 to 1; computed when called."""
@@ -88,6 +89,15 @@ class Costs:
         n = sorted(self.main)
         seconds = np.minimum.accumulate([self.main[i] for i in reversed(n)])[::-1]
         return np.interp(np.arange(LONGEST + 2), n, seconds)
+
+
+def named_by(config: GenerationConfig) -> DraftLength | None:
+    """GenAI's names: a number is fixed, a threshold is by confidence; None where the config leaves it open."""
+    if config.num_assistant_tokens:
+        return FixedDraftLength(config.num_assistant_tokens)
+    if config.assistant_confidence_threshold:
+        return ConfidenceDraftLength(config.assistant_confidence_threshold)
+    return None
 
 
 class AdaptiveDraftLength:

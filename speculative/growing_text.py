@@ -9,9 +9,10 @@ Which models, how many texts at a time and how long a draft should be are the ca
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from openvino_genai import GenerationConfig
+from openvino_genai import GenerationConfig, Tokenizer
 
 from speculative.distribution import Distribution, check_supported
 from speculative.draft_source import Proposal
@@ -134,3 +135,10 @@ def stop_ids(config: GenerationConfig, usual: frozenset[int]) -> frozenset[int]:
         return frozenset()
     named = {*config.stop_token_ids, *({config.eos_token_id} if config.eos_token_id >= 0 else ())}
     return frozenset(named) or usual
+
+
+def stop_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text of the model in `folder`, as its generation_config.json or its tokenizer says."""
+    file = Path(folder, "generation_config.json")
+    named = GenerationConfig(file).stop_token_ids if file.exists() else set()
+    return frozenset(named or {tokenizer.get_eos_token_id()})
