@@ -49,6 +49,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None
     )
 
 
+def add_huge_pages_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="weights of our engine in pages of 2 MiB (Linux): what a server has"
+    )
+
+
 def whole(text: str) -> int:
     """An argparse type: a whole number above 0."""
     if text.isdecimal() and int(text) > 0:

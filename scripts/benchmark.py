@@ -30,7 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_unsound, whole  # noqa: E402
+from arguments import (  # noqa: E402
+    add_huge_pages_argument,
+    add_pair_arguments,
+    add_run_arguments,
+    lengths,
+    refuse_unsound,
+    whole,
+)
 from decoding_ways import LOOKUP, genai_pipeline, genai_way, our_way  # noqa: E402
 from measuring import (  # noqa: E402
     OtherLoad,
@@ -87,9 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
-    parser.add_argument(
-        "--huge-pages", action="store_true", help="weights of our engine in pages of 2 MiB (Linux): what a server has"
-    )
+    add_huge_pages_argument(parser)
     add_output_arguments(parser)
     return parser.parse_args()
 
