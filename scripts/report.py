@@ -6,7 +6,7 @@
 
 RESULT is what `--json FILE` wrote, or the saved output of a script: its last line counts. The ending of each file
 decides what is drawn: .html is one page that holds all it shows and loads nothing; .csv is the main table; .png is the
-plot of speedup against draft length. The scripts' own `--html` and `--csv` write the same.
+plot of speedup against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from load_charts import load_charts, loads
 from markup import Markup, tag
 from report_charts import acceptance, candidates, iteration, speedup, speedup_points
 from report_tables import categories, devices, environment, recommendation, tables, tokens
@@ -32,6 +33,8 @@ TITLES = {
     "sweep_draft_length": "Speedup against draft length",
     "device_swap": "Devices for main model and draft",
     "tune": "The best settings",
+    "benchmark_serving": "What a draft gains under load",
+    "benchmark_batching": "Several texts at once",
 }
 INDENT = "    "  # of a sentence that is a line of a program
 ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded, nothing is run
@@ -44,6 +47,7 @@ def html_text(result: dict) -> str:
     """The page: words first, then pictures, tables, the environment; each where `result` has what it shows."""
     title = TITLES.get(result["program"], result["program"])
     charts = [chart for chart in (f(result) for f in (speedup, acceptance, iteration, candidates)) if chart]
+    charts += load_charts(result)
     parts = [summary(result, title), devices(result), tag("div", *charts, class_="pair") if charts else ""]
     parts += [f(result) for f in (categories, tokens, recommendation, tables, environment)]
     head = [
@@ -142,7 +146,11 @@ def output_file(text: str) -> Path:
 
 
 def draw(result: dict, path: Path) -> None:
-    if path.suffix == ".png":
+    if path.suffix == ".png" and loads(result):
+        import load_plot
+
+        write_whole(path, load_plot.png(loads(result)))
+    elif path.suffix == ".png":
         from speedup_plot import png
 
         write_whole(path, png(speedup_points(result)))

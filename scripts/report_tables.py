@@ -25,7 +25,9 @@ COLUMNS = {
     "acceptance_rate": ("acceptance rate", SHARE),
     "block_efficiency": ("block efficiency", SHARE),
     "ttft": ("TTFT (ms)", RATE),
+    "ttft_range": ("5 to 95 %", RATE),
     "tpot": ("TPOT (ms)", RATE),
+    "tpot_range": ("5 to 95 %", RATE),
     "mean_draft_length": ("mean draft length", SHARE),
     "draft_ms": ("draft (ms)", SHARE),
     "verify_ms": ("verify (ms)", SHARE),
@@ -40,15 +42,24 @@ COLUMNS = {
     "second_seconds": ("load with a cache (s)", RATE),
     "peak_bytes": ("peak memory (MB)", "{:.0f}"),
     "what": ("compared", PLAIN),
+    "requests": ("requests", PLAIN),
+    "answered": ("answered", PLAIN),
+    "refused": ("refused", PLAIN),
+    "lost": ("lost", PLAIN),
+    "cache_bytes": ("caches (MB)", "{:.0f}"),
     "ratio": ("ratio", SHARE),
     "range": ("range", SHARE),
 }
 CAPTIONS = {
     "Ways to decode": "Medians over the rounds and their range; tokens/s while decoding, the prompt excluded",
+    "Under load": "Medians and their spread; tokens/s of all together, prompts and waiting included",
     "Draft lengths": "Speedup in time, predicted, and in main inferences; the best draft length in bold",
     "Loading": "Load time and memory of a process of its own",
 }
-UNITS = {"ttft": 1e3, "tpot": 1e3, "peak_bytes": 1e-6}  # of the columns over those of the result
+UNITS = dict.fromkeys(("ttft", "ttft_range", "tpot", "tpot_range"), 1e3) | {
+    "peak_bytes": 1e-6,
+    "cache_bytes": 1e-6,
+}  # of the columns over those of the result
 
 
 def finite(value: object) -> bool:
@@ -76,7 +87,8 @@ def scroll(table: Markup, label: str) -> Markup:
 def tables(result: dict) -> Markup | str:
     named = {
         "Draft lengths": result.get("sweep", []),
-        "Ways to decode": [{**row, "name": way(row)} for row in result.get("rows", [])],
+        "Ways to decode": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
+        "Under load": [row for row in result.get("rows", []) if "clients" in row],
         "Candidates": [
             {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
         ],

@@ -1,0 +1,193 @@
+"""Compare our batch decoder with GenAI's ContinuousBatchingPipeline: greedy, 1 to 16 texts, with and without draft.
+
+    python scripts/benchmark_batching.py models/embedded/main models/embedded/draft
+
+A server may send greedy requests through either: this measures which is faster here, at what memory. In one process,
+in turns (A B A B) at every number of texts: each way decodes so many texts at once for `--seconds`, a new one joining
+when one ends; the same prompts for all, none twice, each `--max-new-tokens` long. GenAI drafts K tokens always (`-k`),
+ours as many as pay in the batch. GenAI's prefix cache is off and its prompts are read in one piece
+(dynamic_split_fuse=False), as it needs to be right with a draft. Sampled requests are not compared: GenAI's are not
+lossless with a draft (scripts/verify_lossless.py).
+
+Throughput: new tokens a second of all texts together, prompts and waiting included; medians over the rounds and their
+range; TTFT and TPOT: medians over the texts, and from 5 to 95 % of them. Memory: the peak of a process of its own for
+each way, with weights, caches and all, at the largest number of texts. A table for people, then one JSON object on the
+last line. Ctrl-C keeps the full rounds. The same over HTTP: scripts/benchmark_serving.py.
+"""
+
+import argparse
+import signal
+import statistics
+import sys
+from pathlib import Path
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
+if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import batching_ways  # noqa: E402
+from arguments import add_pair_arguments, lengths, refuse_unsound, whole  # noqa: E402
+from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
+from load_figures import Load, counted, row, stops_paying, table, take_turns  # noqa: E402
+from measuring import OtherLoad, ctrl_c_raises, environment  # noqa: E402
+from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
+
+NUMBER_TOKENS = 16  # that the number before a prompt may take
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_pair_arguments(parser)
+    add_load_arguments(parser)
+    parser.add_argument(
+        "-k", "--num-assistant-tokens", type=lengths, default="4", metavar="K", help="GenAI's, 4 or 2,4,8 (default: 4)"
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=whole,
+        default=batching_ways.CACHE_TOKENS,
+        metavar="N",
+        help="room for all texts together in our engine (default: %(default)s); GenAI's grows",
+    )
+    return parser.parse_args()
+
+
+def jobs(arguments: argparse.Namespace, prompts: list[str]) -> dict[str, dict]:
+    """What each way is made of, by its name; K aside, which one pipeline takes with each request."""
+    shared = {
+        "main": str(arguments.main),
+        "device": arguments.device,
+        "draft_device": arguments.draft_device,
+        "properties": dict(arguments.property),
+        "prompts": prompts,
+        "max_new_tokens": arguments.max_new_tokens,
+        "cache_tokens": arguments.cache_tokens,
+        "texts": max(arguments.clients),
+    }
+    draft = {"draft": str(arguments.draft), "k": arguments.num_assistant_tokens[0]}
+    return {
+        "GenAI, main alone": {**shared, "engine": "GenAI"},
+        "GenAI, draft": {**shared, "engine": "GenAI", **draft},
+        "ours, main alone": {**shared, "engine": "ours"},
+        "ours, draft": {**shared, "engine": "ours", **draft},
+    }
+
+
+def load(made_of: dict[str, dict], ks: list[int]) -> list[Load]:
+    ways = []
+    for name, job in made_of.items():
+        make, _ = batching_ways.load(job, job["texts"])
+        if (job["engine"], "draft" in job) == ("GenAI", True):
+            ways += [make(f"GenAI, K = {k}", k) for k in ks]
+        else:
+            ways.append(make("ours, draft as pays" if "draft" in job else name, 0))
+    return ways
+
+
+# ---- what was found -------------------------------------------------------------------------------------------------
+
+
+def compare(ways: list[Load], clients: list[int]) -> list[dict]:
+    """Ours with a draft over the best of GenAI's, and over ours alone, by the number of texts."""
+    by_name = {way.name: way for way in ways}
+    ours, alone = by_name["ours, draft as pays"], by_name["ours, main alone"]
+    genai = [way for way in ways if way.name.startswith("GenAI")]
+    found = []
+    for n in clients:
+        best = max(genai, key=lambda way: statistics.median(span.throughput for span in way.rounds[n]))
+        for what, other in ((f"ours / {best.name}, the best of GenAI", best), ("ours / ours, main alone", alone)):
+            pairs = zip(ours.rounds[n], other.rounds[n], strict=True)
+            ratios = [a.throughput / b.throughput for a, b in pairs if b.throughput]
+            if ratios:
+                ratio, range_ = statistics.median(ratios), [min(ratios), max(ratios)]
+                found.append({"what": f"{what}, {counted(n, 'text')}", "ratio": ratio, "range": range_, "clients": n})
+    return found
+
+
+def summary(rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: OtherLoad):
+    """The answer in words."""
+    over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
+    surely = [one for one in over_best if one["range"][0] > 1]
+    slower = [one for one in over_best if one["range"][1] < 1]
+    if len(surely) == len(over_best):
+        lines = ["Greedy requests are served faster by our engine at every number of texts that was measured."]
+    elif len(slower) == len(over_best):
+        lines = ["Greedy requests are served faster by GenAI's pipeline at every number of texts that was measured."]
+    else:
+        lines = [
+            f"Greedy requests: texts at once with which our engine is surely faster: {_numbers(surely)}; GenAI's "
+            f"pipeline: {_numbers(slower)}; else it is even."
+        ]
+    lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in over_best) + ".")
+    ours = [row for row in rows if row["way"] == "ours, draft as pays"]
+    lines += stops_paying(ours)
+    lines += [
+        f"{one['name']}, with {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB at most in a "
+        "process of its own"
+        + (f", {one['cache_bytes'] / 1e6:,.0f} MB of them its KV caches." if one["cache_bytes"] else ".")
+        for one in memory
+        if one["peak_bytes"]
+    ]
+    if rounds < asked:
+        lines.append(f"Interrupted: {rounds} of {asked} rounds were measured in full, and only these are shown.")
+    return [*lines, load.sentence] if load.sentence else lines
+
+
+def _numbers(comparisons: list[dict]) -> str:
+    return ", ".join(str(one["clients"]) for one in comparisons) or "none"
+
+
+def _range(one: dict) -> str:
+    return "-".join(f"{value:.2f}" for value in one["range"])
+
+
+def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    try:
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    made_of = jobs(arguments, [prompt.text for prompt in prompts])
+    try:
+        with ctrl_c_raises():
+            memory = [batching_ways.memory_of(name, job) for name, job in made_of.items()]
+        ways = load(made_of, arguments.num_assistant_tokens)
+        with OtherLoad() as other:
+            complete = take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds)
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, ValueError, KeyError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
+    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in arguments.clients]
+    comparisons, done = compare(ways, arguments.clients), len(ways[0].rounds[arguments.clients[0]])
+    facts = {
+        **environment(arguments, other),
+        "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
+        "max_new_tokens": arguments.max_new_tokens,
+        "seconds": arguments.seconds,
+        "rounds": done,
+        "cache_tokens": arguments.cache_tokens,
+    }
+    result = {
+        "program": "benchmark_batching",
+        "summary": summary(rows, comparisons, memory, done, arguments.rounds, other),
+        "environment": facts,
+        "rows": rows,
+        "comparisons": comparisons,
+        "starts": memory,
+    }
+    written = write_load_outputs(arguments, result, "\n".join([table(rows), "", *result["summary"]]))
+    return 1 if not written else 0 if complete else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

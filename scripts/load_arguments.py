@@ -1,0 +1,70 @@
+"""What the scripts that measure under load ask alike, and what they write."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from arguments import add_prompt_arguments, two_or_more, whole
+from measuring import add_output_arguments, output_file, write_outputs
+from whole_file import write_whole
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    add_prompt_arguments(parser, max_prompts=20)
+    parser.add_argument(
+        "--clients", type=numbers, default="1,2,4,8,16", metavar="N", help="so many at once (default: 1,2,4,8,16)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="of a text, at most (default: 64)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=8.0, metavar="S", help="of load for each figure of a round (default: 8)"
+    )
+    parser.add_argument(
+        "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
+    )
+    add_output_arguments(parser)
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")
+
+
+def numbers(text: str) -> list[int]:
+    """An argparse type: rising whole numbers."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1 or values != sorted(set(values)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rising list like 1,2,4,8,16 of whole numbers above 0")
+    return values
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def png_file(text: str) -> Path:
+    if not importlib.util.find_spec("matplotlib"):
+        raise argparse.ArgumentTypeError("the package matplotlib is missing here: `pip install matplotlib`")
+    return output_file(text)
+
+
+def write_load_outputs(arguments: argparse.Namespace, result: dict, table: str) -> bool:
+    """The plot, and all that `write_outputs` writes. False where the plot could not be written."""
+    written = True
+    if arguments.png:
+        import load_plot
+
+        try:
+            write_whole(arguments.png, load_plot.png(result["rows"]))
+        except OSError as error:
+            print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
+            written = False
+    write_outputs(arguments, result, table)
+    return written

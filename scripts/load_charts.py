@@ -1,0 +1,62 @@
+"""The charts of a server under load, for the report's page: one line for each way over the number of clients."""
+
+from markup import Markup, tag
+from report_tables import finite, how, section
+from svg_charts import Axis, Plot, axis, colour, legend, shape, swatch
+
+PANELS = {  # key of a row: its range, the heading, what the axis says, its unit over the row's, how to read it
+    "throughput": (
+        *("throughputs", "Throughput under load", "throughput (tokens/s)", 1),
+        "New tokens a second of all together; bars are the range of the rounds.",
+    ),
+    "ttft": (
+        *("ttft_range", "Time to the first token", "TTFT (ms)", 1000),
+        "Medians; bars hold 90 % of the requests.",
+    ),
+    "tpot": (
+        *("tpot_range", "Time per further token", "TPOT (ms)", 1000),
+        "Medians; bars hold 90 % of the requests.",
+    ),
+    "mean_draft_length": (
+        *(None, "How much is drafted", "draft tokens", 1),
+        "Draft tokens of a text for each inference of the main model.",
+    ),
+}
+
+
+def loads(result: dict) -> list[dict]:
+    """The rows that were measured with a number of clients."""
+    return [row for row in result.get("rows", []) if "clients" in row]
+
+
+def load_charts(result: dict) -> list[Markup]:
+    rows = loads(result)
+    return [chart for key in PANELS if (chart := _chart(key, rows))] if rows else []
+
+
+def _chart(key: str, rows: list[dict]) -> Markup | str:
+    spread, heading, title, unit, words = PANELS[key]
+    known = [row for row in rows if finite(row[key])]
+    if not known:
+        return ""
+    clients = sorted({row["clients"] for row in rows})
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    x = Axis(
+        f"{rows[0]['counted']}s at once", -0.4, len(clients) - 0.6, list(range(len(clients))), list(map(str, clients))
+    )
+    highest = max(unit * value for row in known for value in [row[key], *(row[spread] if spread else [])])
+    said = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
+    plot = Plot(heading, said, x, axis(title, 0, highest or 1))
+    entries = []
+    for i, way in enumerate(ways):
+        aside = 0.1 * (i - (len(ways) - 1) / 2)  # so that ranges stand side by side
+        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["way"] == way]
+        if not line:
+            continue
+        plot.line([(place, unit * row[key]) for place, row in line], colour(i))
+        for place, row in line:
+            if spread:
+                plot.spread(place, unit * min(row[spread]), unit * max(row[spread]), colour(i))
+            plot.marker(place, unit * row[key], shape(i), colour(i), f"{row['name']}: {unit * row[key]:.4g}")
+        entries.append((way, swatch(colour(i), shape(i))))
+    return section(f"load-{key}", heading, how(words), tag("figure", plot.svg(), legend(entries)))

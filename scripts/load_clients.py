@@ -1,0 +1,160 @@
+"""Clients that ask an OpenAI-compatible server one thing after another, each in a thread of its own: a closed loop.
+
+    server = Endpoint("http://127.0.0.1:8000/v1", "embedded")
+    span = closed_loop(server, clients=8, seconds=10, prompts=["def area(", "class Box:"], settings={"max_tokens": 50})
+
+What became of each request is an `Answer`: answered, refused cleanly (with the API's error object), or lost.
+"""
+
+import http.client
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from load_figures import Answer, Span
+
+PATIENCE = 120.0  # seconds without any byte after which a request counts as lost
+MOST_WAIT = 5.0  # seconds that a client waits at most where it is told to ask again later
+
+
+class Endpoint(NamedTuple):
+    """Where to ask."""
+
+    url: str  # http://127.0.0.1:8000/v1
+    model: str
+    api_key: str = ""
+    chat: bool = False  # /chat/completions, else /completions
+
+    def connect(self, timeout: float = PATIENCE) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname, parts.port, timeout=timeout)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {self.api_key}"} * bool(self.api_key)),
+        }
+
+    def path(self, name: str) -> str:
+        return urlsplit(self.url).path.rstrip("/") + name
+
+    def request(self, prompt: str, settings: dict) -> tuple[str, bytes]:
+        """Path and body of a request for a streamed answer."""
+        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        body = {"model": self.model, **asked, "stream": True, "stream_options": {"include_usage": True}, **settings}
+        return self.path("/chat/completions" if self.chat else "/completions"), json.dumps(body).encode()
+
+
+def ask(
+    connection: http.client.HTTPConnection,
+    server: Endpoint,
+    number: int,
+    prompt: str,
+    settings: dict,
+    piece: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """One request and its answer; `piece` is called with each piece of text. What goes wrong is in the answer."""
+    path, body = server.request(prompt, settings)
+    answer = Answer(number, time.perf_counter())
+    try:
+        connection.request("POST", path, body, server.headers)
+        response = connection.getresponse()
+        answer.status = response.status
+        if response.status == 200:
+            _read_events(response, answer, piece)
+        else:
+            answer.retry_after = float(response.getheader("Retry-After") or 0)
+            answer.error = _message(json.loads(response.read()))
+    except (OSError, http.client.HTTPException, ValueError):  # no answer, or none in the API's form: lost
+        pass
+    answer.end = time.perf_counter()
+    if answer.outcome != "answered":
+        connection.close()  # it connects anew by itself
+    return answer
+
+
+def _read_events(response: http.client.HTTPResponse, answer: Answer, piece: Callable[[str], None]) -> None:
+    for line in response:
+        name, _, data = line.strip().partition(b": ")
+        if name != b"data":
+            continue
+        if data == b"[DONE]":
+            answer.whole = True
+            response.read()
+            return
+        event = json.loads(data)
+        if "error" in event:
+            answer.error = _message(event)
+        for choice in event.get("choices", []):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if text:
+                answer.first = answer.first or time.perf_counter()
+                answer.text += text
+                piece(text)
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        usage = event.get("usage")
+        if usage:
+            answer.tokens = usage["completion_tokens"]
+            details = usage.get("completion_tokens_details") or {}
+            answer.accepted = details.get("accepted_prediction_tokens")
+            answer.rejected = details.get("rejected_prediction_tokens")
+
+
+def _message(content: dict) -> str:
+    """That of the API's error object. Raises ValueError for what is none."""
+    try:
+        return content["error"]["message"] or "error"
+    except (KeyError, TypeError):
+        raise ValueError("not the API's error object") from None
+
+
+def closed_loop(
+    server: Endpoint, clients: int, seconds: float, prompts: Sequence[str], settings: dict, first: int = 0
+) -> Span:
+    """So many clients ask for so long, each the next thing when it has its answer; prompts are numbered from `first`.
+
+    No prompt is asked twice: its number stands on a line before it, so that nothing is answered from a cache.
+    """
+    answers: list[Answer] = []
+    numbers = itertools.count(first)
+    begin = time.perf_counter()
+
+    def client() -> None:
+        connection = server.connect()
+        while time.perf_counter() < begin + seconds:
+            number = next(numbers)
+            answer = ask(connection, server, number, f"# {number}\n{prompts[number % len(prompts)]}", settings)
+            answers.append(answer)
+            if answer.outcome != "answered":
+                time.sleep(min(answer.retry_after or 0.1, MOST_WAIT))
+        connection.close()
+
+    threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Span(answers, begin, begin + seconds)
+
+
+def only_model(server: Endpoint) -> str:
+    """The name of the model that is served. Raises ValueError where that cannot be told."""
+    connection = server.connect(timeout=10)
+    try:
+        connection.request("GET", server.path("/models"), headers=server.headers)
+        response = connection.getresponse()
+        content = json.loads(response.read())
+        if response.status != 200:
+            raise ValueError(f"{server.url}/models answers {response.status}: {_message(content)}")
+        return content["data"][0]["id"]
+    except (OSError, http.client.HTTPException, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{server.url} is no OpenAI-compatible endpoint that can be asked: {reason}") from None
+    finally:
+        connection.close()

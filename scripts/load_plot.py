@@ -1,0 +1,55 @@
+"""Throughput, TTFT, TPOT and draft tokens against the number of clients as a PNG, by matplotlib:
+`python scripts/report.py result.json load.png` of a result of benchmark_serving.py or benchmark_batching.py.
+"""
+
+import io
+
+from speedup_plot import COLOURS, DOTS, MARKERS
+
+SIZE = (9.6, 6.6)  # inches
+PANELS = [  # key of a row, its range, what the axis says, its unit over the row's
+    ("throughput", "throughputs", "throughput (tokens/s)", 1),
+    ("ttft", "ttft_range", "TTFT (ms)", 1000),
+    ("tpot", "tpot_range", "TPOT (ms)", 1000),
+    ("mean_draft_length", None, "draft tokens for each inference", 1),
+]
+
+
+def png(rows: list[dict]) -> bytes:
+    """One panel for each figure, one line for each way."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, dpi=DOTS)
+    panels = figure.subplots(2, 2)
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    clients = sorted({row["clients"] for row in rows})
+    for panel, (key, spread, title, unit) in zip(panels.flat, PANELS, strict=True):
+        for i, way in enumerate(ways):
+            line = [row for row in rows if row["way"] == way and row[key] is not None]
+            if line:
+                _draw(panel, way, line, i, key, spread, unit)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(clients, [str(n) for n in clients])
+        panel.set_xticks([], minor=True)
+        panel.set(xlabel=f"concurrent {rows[0]['counted']}s", ylabel=title)
+        panel.set_ylim(bottom=0)
+        panel.grid(axis="y", color="0.88")
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels.flat[0].legend(frameon=False, fontsize="small")
+    figure.tight_layout()
+    written = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(written)
+    return written.getvalue()
+
+
+def _draw(panel, way: str, line: list[dict], i: int, key: str, spread: str | None, unit: float) -> None:
+    x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
+    reach = None
+    if spread:
+        low = [unit * (row[key] - min(row[spread])) for row in line]
+        high = [unit * (max(row[spread]) - row[key]) for row in line]
+        reach = [low, high]
+    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2.5, "elinewidth": 1}
+    panel.errorbar(x, y, reach, label=way, **style)
