@@ -1,0 +1,86 @@
+"""The application on Ray Serve: started, drained, ended."""
+
+import argparse
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from samples.serve.deployment import Replica
+
+NAME = "speculative"
+ROOT = str(Path(__file__).resolve().parents[2])
+ATTEMPTS = 3  # to load the models
+
+
+class Failed(Exception):
+    """The application did not start; the message says why."""
+
+
+def start(args: argparse.Namespace) -> DeploymentHandle:
+    """Returns when every replica is ready. Raises Failed."""
+    serve.start(
+        proxy_location="EveryNode" if args.address else "HeadOnly",
+        http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + 60},
+    )
+    replicas = {"num_replicas": args.replicas}
+    if args.max_replicas:
+        usual = {"target_ongoing_requests": args.max_running}
+        replicas = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **usual}}
+    app = Replica.options(
+        **replicas,
+        max_ongoing_requests=args.limits.ongoing,
+        max_queued_requests=-1,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=args.drain,
+        max_constructor_retry_count=ATTEMPTS,
+        ray_actor_options={
+            "num_cpus": args.num_cpus or 1,
+            "resources": args.resources,
+            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT}},
+        },
+    ).bind(args.pair, args.limits, args.key)
+    try:
+        handle = serve.run(app, name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise Failed(_reason() or str(error)) from error
+    url = f"http://{args.host}:{args.port}/health"
+    if not _answers(url):
+        raise Failed(f"{url} does not answer: is Ray Serve there already, with another host or port?")
+    return handle
+
+
+def drain(handle: DeploymentHandle, seconds: float) -> int:
+    """Refuse what comes, and wait for the answers under way; returns how many are not out after `seconds`."""
+    return sum(handle.broadcast("drain", seconds).results(timeout_s=seconds + 5))
+
+
+def stop() -> None:
+    """End the application, and Ray Serve unless it serves others."""
+    serve.delete(NAME)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def _reason() -> str | None:
+    """Why the replicas do not start: the last line of what was raised there."""
+    deployments = serve.status().applications[NAME].deployments.values()
+    lines = [line.strip() for deployment in deployments for line in deployment.message.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _answers(url: str) -> bool:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return True
+        except urllib.error.HTTPError:
+            return False
+        except OSError:
+            time.sleep(0.1)
+    return False

@@ -1,0 +1,69 @@
+"""What a replica tells Prometheus, by Ray's own metrics: every replica on every machine counts into the same series.
+
+Rates follow from the counters, as Prometheus has it: the acceptance rate is accepted over drafted tokens, the block
+efficiency decoded tokens over iterations. Definitions: speculative/metrics.py.
+"""
+
+import asyncio
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from samples.serve.engine_thread import Engine, Job
+
+EVERY = 1.0  # seconds; not at every token
+TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
+TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
+
+
+class Metrics:
+    """To be made in the event loop of the replica."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._engine = engine
+        tags = {"model": model}
+
+        def made(kind: type, name: str, description: str, more: tuple = (), **options):
+            metric = kind(f"speculative_{name}", description, tag_keys=("model", *more), **options)
+            metric.set_default_tags(tags)
+            return metric
+
+        self._requests = made(Counter, "requests", "Requests, by how they ended", ("outcome",))
+        self._prompt = made(Counter, "prompt_tokens", "Tokens of prompts that were read")
+        self._counters = {
+            "generated": made(Counter, "generated_tokens", "Tokens of answers"),
+            "decoded": made(Counter, "decoded_tokens", "Tokens of answers behind their first ones"),
+            "iterations": made(Counter, "iterations", "Main-model inferences behind the prompts', for each text"),
+            "proposed": made(Counter, "drafted_tokens", "Draft tokens that were proposed"),
+            "accepted": made(Counter, "accepted_tokens", "Draft tokens that were accepted"),
+        }
+        self._told = dict.fromkeys(self._counters, 0)
+        self._gauges = {
+            "waiting": made(Gauge, "waiting_requests", "Requests that wait for a place in the batch"),
+            "running": made(Gauge, "running_requests", "Requests in the batch"),
+        }
+        self._ttft = made(Histogram, "ttft_seconds", "Time to the first token, waiting included", boundaries=TTFT)
+        self._tpot = made(Histogram, "tpot_seconds", "Time per token behind the first", boundaries=TPOT)
+        self._task = asyncio.create_task(self._tell())
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error before anything was decoded for it."""
+        self._requests.inc(tags={"outcome": f"refused_{status}"})
+
+    def over(self, job: Job, outcome: str) -> None:
+        self._requests.inc(tags={"outcome": outcome})
+        if job.first_at:
+            self._prompt.inc(len(job.prompt))
+            self._ttft.observe(job.first_at - job.submitted)
+            if (tokens := len(job.generation.tokens)) > 1:
+                self._tpot.observe((job.last_at - job.first_at) / (tokens - 1))
+
+    async def _tell(self) -> None:
+        while True:
+            for name, counter in self._counters.items():
+                now = getattr(self._engine, name)
+                if now > self._told[name]:
+                    counter.inc(now - self._told[name])
+                    self._told[name] = now
+            for name, gauge in self._gauges.items():
+                gauge.set(getattr(self._engine, name))
+            await asyncio.sleep(EVERY)

@@ -1,0 +1,85 @@
+"""Serve a speculative pair: an OpenAI-compatible endpoint on Ray Serve, many clients on one copy of the weights.
+
+    python samples/serve/serve_pair.py models/embedded/main models/embedded/draft
+
+and, from another terminal, with any client of that API:
+
+    curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+      -d '{"model": "embedded", "messages": [{"role": "user", "content": "Write a stack."}], "temperature": 0}'
+
+Without DRAFT the main model answers alone. Greedy or sampled, every text is what the main model alone would have
+written: the draft makes it faster, and is used as far as that pays for all texts under way. On one machine Ray starts
+inside; with --address the same application joins a cluster, whose machines have this checkout and the models at the
+same paths. Ctrl-C lets answers under way end, then all of it; twice, at once.
+"""
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from samples import console
+from samples.serve import arguments
+
+
+def main():
+    args = arguments.parse(__doc__)
+    for port, name in ((args.port, "--port"), (args.metrics_port, "--metrics-port")):
+        check_port(args.host, port, name)
+    signal.set_wakeup_fd(-1)  # console would end this process at once, and there is much to end with it
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    from samples.serve import application, ray_here  # not before: importing Ray takes seconds
+
+    try:
+        with ray_here.joined(args.address, args.metrics_port):
+            each = {"CPU": args.num_cpus or 1, **args.resources}
+            if lacking := ray_here.lacking(args.replicas, each):
+                console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
+            try:
+                serve(args, application)
+            finally:
+                application.stop()
+    except (application.Failed, ConnectionError) as error:
+        console.fail(str(error), status=1)
+
+
+def serve(args, application):
+    handle = application.start(args)
+    try:
+        cache = handle.cache_bytes.remote().result() / 1e6
+        say_ready(args, cache)
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        console.say(f"stopping: answers under way have {args.drain:g} s to end (Ctrl-C: none)")
+        if left := application.drain(handle, args.drain):
+            console.say(f"{left} answers did not end in time")
+        raise
+
+
+def say_ready(args, cache):
+    url = f"http://{args.host}:{args.port}/v1"
+    console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB for the cache of each")
+    if not args.address:
+        console.say(f"metrics: http://127.0.0.1:{args.metrics_port}/metrics")
+    console.say(f"ready: {url}")
+
+
+def check_port(host, port, name):
+    """Refuse a port that another program listens at."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        console.fail(f"{name} {port} at {host} cannot be had ({error.strerror}): choose another.", status=1)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    console.run(main)

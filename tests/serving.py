@@ -1,0 +1,87 @@
+"""A real server for tests: `samples/serve/serve_pair.py` in a process of its own, at ports of its own.
+
+    with Server() as server:
+        server.client().chat.completions.create(model=server.model, ...)
+
+It is ended by its own process id; Ray's processes end with it.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+from conftest import DRAFT, MAIN, ROOT
+
+READY_SECONDS = 180
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Server:
+    """`options` are those of serve_pair.py; `draft=None` serves the main model alone."""
+
+    model = "embedded"
+
+    def __init__(self, *options: object, main: Path = MAIN, draft: Path | None = DRAFT, env: dict | None = None):
+        self.port, self.metrics_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.lines: list[str] = []  # of stderr, so far
+        self._came: queue.Queue[str | None] = queue.Queue()
+        ports = ("--port", self.port, "--metrics-port", self.metrics_port)
+        folders = [main, draft] if draft else [main]
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "samples/serve/serve_pair.py", *map(str, (*folders, *ports, *options))],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> "Server":
+        self.wait_for("ready: ")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.end()
+
+    def wait_for(self, beginning: str, seconds: float = READY_SECONDS) -> str:
+        """The line of stderr that begins so, among those that come from now on."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._came.get(timeout=seconds)) is not None:
+                if line.startswith(beginning):
+                    return line
+        self.end()
+        raise AssertionError(f"the server said no {beginning!r}:\n" + "\n".join(self.lines))
+
+    def client(self, **options) -> openai.OpenAI:
+        """Without retries: a test is to see the first answer."""
+        return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
+
+    def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
+        """Stop it as its user would, or harder if it does not; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+            try:
+                self.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            self._came.put(self.lines[-1])
+        self._came.put(None)
