@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from samples import console
-from samples.serve import arguments
+from samples.serve import arguments, ray_here
 
 
 def main():
@@ -32,19 +32,21 @@ def main():
     signal.set_wakeup_fd(-1)  # console would end this process at once, and there is much to end with it
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
-    from samples.serve import application, ray_here  # not before: importing Ray takes seconds
-
     try:
         with ray_here.joined(args.address, args.metrics_port):
+            from samples.serve import application  # imports Ray, which takes seconds
+
             each = {"CPU": args.num_cpus or 1, **args.resources}
             if lacking := ray_here.lacking(args.replicas, each):
                 console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
             try:
                 serve(args, application)
+            except application.Failed as error:
+                console.fail(str(error), status=1)
             finally:
                 application.stop()
-    except (application.Failed, ConnectionError) as error:
-        console.fail(str(error), status=1)
+    except ConnectionError as error:
+        console.fail(f"there is no Ray at {args.address}: {error}", status=1)
 
 
 def serve(args, application):
