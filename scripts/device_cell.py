@@ -1,7 +1,8 @@
 """What touches a device, in a process of its own, so that a driver's crash ends nothing else: for device_swap.py.
 
-The job is one line of JSON on standard input: which devices to look up, or one cell to measure (main model and draft,
-each on its device). The answer is the last line of standard output: the result, or {"failed": why in one sentence}.
+The job is one line of JSON on standard input: which devices to look up, one cell to measure (main model and draft, each
+on its device), or differences between texts to judge. The answer is the last line of standard output: the result, or
+{"failed": why in one sentence}.
 When standard input ends before that, the program that asked is gone, and this one ends too.
 """
 
@@ -16,19 +17,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import openvino as ov
+import openvino_genai
 from measuring import OtherLoad, Way, interleave, precision, row
 from openvino_genai import GenerationConfig
 
-from speculative import decoder, device_facts, genai_runs
+from speculative import cached_model, decoder, device_facts, genai_runs
 from speculative.decoder import Decoder
 
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # of Intel devices: all are looked for
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate", "exceeded max size", "resource exhausted")
 
 
-def look_up(names: list[str] | None) -> list[dict]:
+def look_up(names: list[str] | None) -> dict:
     """Each device string with what it stands for, or why it is missing; None: all that are here and kinds that could
-    be."""
+    be. And what else a measurement depends on."""
     core = ov.Core()
     if names is None:
         here = core.available_devices
@@ -41,8 +44,12 @@ def look_up(names: list[str] | None) -> list[dict]:
         if not facts:
             missing = [f"{name} leaves no device: name one"]
         full_name = " and ".join(fact.full_name for fact in facts if fact.full_name)
-        devices.append({"name": name, "full_name": full_name, "missing": missing[0] if missing else ""})
-    return devices
+        stands_for = [fact.name for fact in facts]
+        devices.append(
+            {"name": name, "full_name": full_name, "missing": missing[0] if missing else "", "stands_for": stands_for}
+        )
+    processor = str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip() if "CPU" in core.available_devices else ""
+    return {"devices": devices, "processor": processor, "openvino_genai": openvino_genai.__version__}
 
 
 def _cpu_first(name: str) -> tuple[int, str]:
@@ -103,6 +110,14 @@ def _own_ways(job: dict) -> list[Way]:
     return ways
 
 
+def margins(job: dict) -> list[float]:
+    """By how much the main model in f32 prefers its own token to another one, in nats: for each text and token."""
+    texts = [np.array(one["text"], np.int64) for one in job["differences"]]
+    model = cached_model.load(Path(job["main"]), "CPU", EXACT, max(map(len, texts)) + 2)
+    rows = [model.logits(text)[0].copy() for text in texts]
+    return [float(row.max() - row[one["token"]]) for row, one in zip(rows, job["differences"], strict=True)]
+
+
 def sentence(error: Exception) -> str:
     """The last line of an error of OpenVINO, which is the cause; those before it say which functions passed it on."""
     lines = [line.strip() for line in str(error).splitlines()]
@@ -126,7 +141,10 @@ def main() -> None:
     job = json.loads(line)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     try:
-        answer = look_up(job["look_up"]) if "look_up" in job else measure(job)
+        if "look_up" in job:
+            answer = look_up(job["look_up"])
+        else:
+            answer = {"margins": margins(job)} if "differences" in job else measure(job)
     except (RuntimeError, ValueError, KeyError, MemoryError) as error:
         answer = {"failed": sentence(error)}
     print("\n" + json.dumps(answer, ensure_ascii=False), flush=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import openvino_genai
 from measuring import OtherLoad
+from text_quality import NEAR_TIE
 
 from speculative.device_facts import VIRTUAL
 
@@ -24,6 +25,7 @@ class Device:
     name: str
     full_name: str = ""
     missing: str = ""
+    stands_for: tuple[str, ...] = ()  # the single devices in the string
     emulated: bool = False
 
     @property
@@ -64,6 +66,8 @@ class Cell:
     reason: str = ""
     measured: str = ""  # when, UTC
     timeout: float = 0.0
+    machine: str = ""  # of a cluster, that measured it
+    machine_kind: str = ""  # what the figures of two machines must have in common to be compared
     answer: dict = field(default_factory=dict)  # device_cell's
     alone: list[float] = field(default_factory=list)  # tokens/s of main alone on this device, in each cell with it
     difference: dict | None = None  # from the first cell's text
@@ -74,7 +78,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"main on {self.main.label}, " + (f"draft on {self.draft.label}" if self.draft else "alone")
+        devices = f"main on {self.main.label}, " + (f"draft on {self.draft.label}" if self.draft else "alone")
+        return devices + (f", at {self.machine}" if self.machine else "")
 
     @property
     def has_figures(self) -> bool:
@@ -116,10 +121,14 @@ class Cell:
 
     def take(self, outcome: dict) -> None:
         for name in OUTCOME:
-            setattr(self, name, outcome[name])
+            setattr(self, name, outcome.get(name, ""))
+
+    def is_like(self, other: "Cell") -> bool:
+        """Whether their tokens/s may be compared: the same main device on equal machines."""
+        return (self.main, self.machine_kind) == (other.main, other.machine_kind)
 
 
-OUTCOME = ("status", "reason", "measured", "timeout", "answer")
+OUTCOME = ("status", "reason", "measured", "timeout", "machine", "machine_kind", "answer")
 
 
 # ---- the cells together ---------------------------------------------------------------------------------------------
@@ -130,8 +139,7 @@ def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokeniz
     first measured cell's. `ids` names the prompts."""
     measured = [cell for cell in cells if cell.has_figures]
     for cell in measured:
-        alike = [other for other in measured if other.main == cell.main]
-        cell.alone = [other.answer["rows"][0]["throughput"] for other in alike]
+        cell.alone = [other.answer["rows"][0]["throughput"] for other in measured if other.is_like(cell)]
         cell.difference = _difference(measured[0], cell, ids, tokenizer)
 
 
@@ -155,13 +163,38 @@ def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_gen
         "different_texts": len(different),
         "texts": len(expected),
         "already_alone": already,  # main alone on this device gives another text, too
+        "margins": [],  # of each differing text at its first difference, in nats; empty: not judged
+        "places": [
+            {"text": cell.job["prompts"][i] + expected[i][: places[i]], "token": texts[cell.best][i][places[i]]}
+            for i in different
+        ],
     }
 
 
 def _place(expected: list[int], seen: list[int]) -> int | None:
-    """The first token that differs, from 0. A text that ends earlier is no other text: GenAI's pairs with an NPU may
-    stop at an end of text in spite of ignore_eos."""
+    """The first token that differs, from 0."""
     return next((i for i, (a, b) in enumerate(zip(expected, seen, strict=False)) if a != b), None)
+
+
+def verdict(difference: dict) -> str:
+    """Whether it is another text or one as good, by how much the main model in f32 prefers its own token."""
+    margins = difference["margins"]
+    if not margins:
+        return "not judged"
+    real = [margin for margin in margins if margin > NEAR_TIE]
+    if not real:
+        return (
+            f"near-tie, {max(margins):.2f} nats" if len(margins) == 1 else f"near-ties, up to {max(margins):.2f} nats"
+        )
+    return (
+        f"{len(real)} of {len(margins)} real, up to {max(real):.1f} nats"
+        if len(margins) > 1
+        else f"real, {real[0]:.1f} nats"
+    )
+
+
+def is_real(difference: dict | None) -> bool:
+    return bool(difference) and max(difference["margins"], default=0.0) > NEAR_TIE
 
 
 def described(cell: Cell) -> dict:
@@ -179,7 +212,10 @@ def described(cell: Cell) -> dict:
         one |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
         one["same_text"] = cell.difference is None
         one["first_difference"] = cell.difference["position"] if cell.difference else None
-        one["difference"] = cell.difference
+        one["difference"] = cell.difference and {k: v for k, v in cell.difference.items() if k != "places"}
+        one["difference_is"] = verdict(cell.difference) if cell.difference else None
+    if cell.machine:
+        one["machine"], one["machine_kind"] = cell.machine, cell.machine_kind
     if cell.measured:
         one["measured"] = cell.measured
         one["properties"] = {"main": cell.job["main_properties"], "draft": cell.job["draft_properties"]}
@@ -211,19 +247,43 @@ def summary(cells: list[Cell]) -> list[str]:
     lines = _fastest([cell for cell in cells if cell.status == "ok"])
     if not measured:
         lines.append("Nothing was measured.")
-    if changed := [cell.name for cell in measured if cell.difference]:
-        lines.append(f"The greedy text is not that of {measured[0].name} in: {'; '.join(changed)}.")
-    elif len(measured) > 1:
-        lines.append("The greedy text is the same in all cells, token by token.")
+    lines += _changed_texts(measured)
     if any(device.emulated for cell in measured for device in cell.devices):
         lines.append("Emulated cells run the NPU's code path on the CPU; their speed says nothing about an NPU.")
-    lines += [f"{cell.name}: {cell.status}, {cell.reason}." for cell in cells if cell.status in ("failed", "timeout")]
+    troubled = [cell for cell in cells if cell.status in ("failed", "timeout") or (not cell.measured and cell.reason)]
+    lines += [f"{cell.name}: {cell.status}, {cell.reason}." for cell in troubled if cell.status != "absent"]
+    lines += [f"{cell.name} is absent: {cell.reason}." for cell in troubled if _apart(cell)]
     lines += [f"{device.name} is absent: {device.missing}." for device in main_devices(cells) if device.missing]
     if waiting := sum(cell.status == "not run" for cell in cells):
         lines.append(f"{waiting} cells are not measured yet: the same command goes on with them.")
+    kinds = {cell.machine_kind: cell.machine for cell in measured}
+    if len(kinds) > 1:
+        told = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
+        lines.append(f"Measured on different machines, whose tokens/s cannot be compared (speedups can): {told}.")
     load = OtherLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
     return [*lines, *([f"{load.sentence} With --fresh it is measured anew."] if load.sentence else [])]
+
+
+def _apart(cell: Cell) -> bool:
+    """Whether its devices are here, on different machines."""
+    return cell.status == "absent" and not any(device.missing for device in cell.devices)
+
+
+def _changed_texts(measured: list[Cell]) -> list[str]:
+    """Which cells change the greedy text, real differences apart from near-ties."""
+    changed = [cell for cell in measured if cell.difference]
+    if not changed:
+        return ["The greedy text is the same in all cells, token by token."] if len(measured) > 1 else []
+    lines, first = [], measured[0].name
+    told = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
+    if real := [cell for cell in changed if is_real(cell.difference)]:
+        lines.append(f"The greedy text is really another one than that of {first} in: {told(real)}.")
+    if ties := [cell for cell in changed if cell.difference["margins"] and cell not in real]:
+        lines.append(f"It leaves that of {first} at near-ties, words that f32 finds about as good, in: {told(ties)}.")
+    if unknown := [cell.name for cell in changed if not cell.difference["margins"]]:
+        lines.append(f"The greedy text is not that of {first}, which was not judged, in: {'; '.join(unknown)}.")
+    return lines
 
 
 def _fastest(real: list[Cell]) -> list[str]:
@@ -253,7 +313,7 @@ def _fastest(real: list[Cell]) -> list[str]:
 
 def _may_be_as_fast(cell: Cell, best: Cell) -> bool:
     """Whether what was seen overlaps: speedups over the same, or tokens/s where the main devices differ."""
-    if cell.main == best.main:
+    if cell.is_like(best):
         return cell.row["speedup_range"][1] >= best.row["speedup_range"][0]
     return cell.throughput_range[1] >= best.throughput_range[0]
 
@@ -281,14 +341,21 @@ def _figure(cell: Cell) -> str:
     if not cell.has_figures:
         return cell.status
     speedup = f" {cell.row['speedup']:5.2f}x" if cell.draft else ""
-    return f"{cell.throughput:7.1f}{speedup}{' !' if cell.difference else ''}"
+    return f"{cell.throughput:7.1f}{speedup}{_mark(cell)}"
+
+
+def _mark(cell: Cell) -> str:
+    if not cell.difference:
+        return ""
+    return " !" if is_real(cell.difference) or not cell.difference["margins"] else " ~"
 
 
 def _told_difference(cell: Cell) -> list[str]:
     found = cell.difference
     where = ", which main alone on this device does too" if cell.draft and found["already_alone"] else ""
     return [
-        f"! {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where}; first in prompt "
+        f"{_mark(cell).strip()} {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where} "
+        f"({verdict(found)}); first in prompt "
         f"{found['prompt']}, new token {found['position']}, behind {found['before']!r}: "
         f"{found['seen']!r} instead of {found['expected']!r}",
         f"    expected {found['expected_continuation']!r}",

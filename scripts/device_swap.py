@@ -9,18 +9,30 @@ device, and shown are medians over the rounds. Throughput is decode only. Of sev
 minutes pass, so the throughput shown is the speedup times that of the main model alone over all cells of its device.
 
 The tokens of each cell are compared with those of the first, the main model alone on the CPU. Near-ties flip in low
-precision; with `--property EXECUTION_MODE_HINT=ACCURACY` differences are real ones.
+precision: where a text differs first, the main model in f32 (on the CPU) says by how much it prefers its own token, and
+what is within 0.5 nats is a near-tie (~), beyond it a real difference (!), as in scripts/text_quality.py.
 
 Every finished cell is appended to a results file, and the same command again goes on behind it: a cell is measured anew
 only if the pair, its devices, their properties, prompts, K, the engine or the versions are others. `--emulate-npu` runs
 the NPU's code path on the CPU: it tells whether the pair works there, and nothing about an NPU's speed.
 
-A table for people, then one JSON object on the last line. Exit status 0 when a cell was measured, 1 when none was or a
-file could not be written, 2 for bad usage, 130 for Ctrl-C (the table then has what was finished).
+    python scripts/device_swap.py MAIN DRAFT --address HOST:PORT
+
+measures on the machines of a Ray cluster, each cell alone on one that has its devices: those OpenVINO finds there, or
+those its node was started with (--resources='{"openvino:GPU": 1, "openvino:NPU": 1}'). The models must be at the same
+path on each machine; this project's code travels with the job. Equal machines share the cells; unequal ones measure
+only what the others have no devices for, as their tokens/s cannot be compared. A cell whose machine is lost goes to
+another one.
+
+A table for people, then one JSON object on the last line. Exit status 0 when a cell was measured, 1 when none was, a
+file could not be written or a machine was lost and no other could take its cells, 2 for bad usage, 130 for Ctrl-C (the
+table then has what was finished).
 """
 
 import argparse
 import contextlib
+import hashlib
+import json
 import signal
 import sys
 from datetime import datetime, timezone
@@ -34,19 +46,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import child_process  # noqa: E402
 import device_matrix  # noqa: E402
+import device_places  # noqa: E402
 import measuring  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
 from child_process import Failed, OutOfTime  # noqa: E402
 from device_matrix import ALONE, MEASURED, Cell, Device, device_list  # noqa: E402
+from device_places import Place  # noqa: E402
 from prompt_files import read_prompts, token_ids  # noqa: E402
+from ray_cells import Lost, connect, ray_address, spread  # noqa: E402
 from results_file import ResultsFile  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import npu_model  # noqa: E402
 
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
-LOOK_UP_SECONDS = 60
+JUDGE_SECONDS = 600
 CELL_PROGRAM = [sys.executable, str(Path(__file__).with_name("device_cell.py"))]
 
 
@@ -111,6 +126,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE",
         help="where finished cells are kept (default: device_swap.jsonl, in the current folder)",
     )
+    parser.add_argument(
+        "--address",
+        type=ray_address,
+        metavar="HOST:PORT",
+        help="head of a Ray cluster on whose machines cells are measured: HOST:PORT, ray://HOST:PORT or auto",
+    )
     parser.add_argument("--fresh", action="store_true", help="measure all cells anew")
     parser.add_argument("--retry", action="store_true", help="measure the cells anew that failed or took too long")
     measuring.add_output_arguments(parser)
@@ -122,21 +143,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def look_up(arguments: argparse.Namespace) -> list[Device]:
-    """The devices that were asked for, in a process of its own: a driver may crash when it is merely looked at."""
+def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
+    return child_process.run(CELL_PROGRAM, job, timeout, waiting)
+
+
+def this_machine(arguments: argparse.Namespace) -> Place:
     try:
-        found = child_process.run(CELL_PROGRAM, {"look_up": arguments.devices}, LOOK_UP_SECONDS)
-        devices = [Device(**facts) for facts in found]
+        return device_places.of(None, run_here, arguments.devices, arguments.emulate_npu)
     except Failed as error:
-        say(f"note: looking the devices up failed ({error}), so each is tried in its own cells")
-        devices = [Device(name) for name in arguments.devices or ("CPU", "GPU", "NPU")]
-    if arguments.emulate_npu:
-        devices = [Device("NPU", "emulated on the CPU", "", True) if one.name == "NPU" else one for one in devices]
-    return devices
+        note(f"looking the devices up failed ({error}), so each is tried in its own cells")
+        versions = [openvino_genai.__version__, ""]
+        return device_places.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
 
 
-def plan(arguments: argparse.Namespace, devices: list[Device], prompts: list[list[int]]) -> list[Cell]:
+def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[int]]) -> list[Cell]:
     """All cells, the first one first: the main model alone, on the CPU if that is among the devices."""
+    devices = device_places.all_devices(places)
     common = {
         "main": str(arguments.main.resolve()),
         "draft": str(arguments.draft.resolve()),
@@ -144,7 +166,6 @@ def plan(arguments: argparse.Namespace, devices: list[Device], prompts: list[lis
         "prompts": prompts,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": arguments.rounds,
-        "versions": [openvino_genai.__version__, next((one.full_name for one in devices if one.name == "CPU"), "")],
     }
     cells = []
     for main in devices:
@@ -156,6 +177,9 @@ def plan(arguments: argparse.Namespace, devices: list[Device], prompts: list[lis
             missing = [device for device in cell.devices if device.missing]
             if missing:
                 cell.status, cell.reason = "absent", missing[0].missing
+            elif not any(place.has(cell) for place in places):
+                cell.status = "absent"
+                cell.reason = f"no machine of the cluster has both {main.name} and {draft.name}"
             cell.job = {
                 **common,
                 "main_device": main.name,
@@ -166,7 +190,6 @@ def plan(arguments: argparse.Namespace, devices: list[Device], prompts: list[lis
                 "draft_properties": properties_of(draft, arguments, prompts) if draft else {},
                 "draft_file": fingerprint(arguments.draft) if draft else None,
                 "draft_lengths": lengths if draft else [],
-                "device_names": [device.full_name for device in cell.devices],
             }
             cells.append(cell)
     return sorted(cells, key=lambda cell: (cell.main.name, cell.draft) != ("CPU", None))
@@ -206,27 +229,56 @@ def _size_and_date(file: Path) -> tuple[int, int]:
 # ---- measuring, and keeping it --------------------------------------------------------------------------------------
 
 
-def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace) -> bool:
+def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place]) -> bool:
     """Measure the cells that are not kept; False: Ctrl-C came."""
     present = [cell for cell in cells if cell.status != "absent"]
     for cell in present:
-        outcome = kept.lines.get(cell.key())
-        if outcome and still_counts(outcome, arguments):
-            cell.take(outcome)
+        for place in sorted(filter(lambda place: place.has(cell), places), key=lambda one: one.kind):
+            place.take(cell)
+            outcome = kept.lines.get(cell.key())
+            if outcome and still_counts(outcome, arguments):
+                cell.take(outcome)
+                break
     todo = [cell for cell in present if not cell.measured]
     done = len(present) - len(todo)
     if done:
         say(f"{done} of {len(present)} cells are in {kept.path} already; --fresh measures them anew")
     try:
         with measuring.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+            if arguments.address:
+                measure_in_cluster(todo, kept, arguments, places, bar)
+                return True
             for cell in todo:
                 bar.set_description(cell.name)
-                measure_one(cell, arguments.k, arguments.timeout, bar)
+                measure_one(cell, places[0], arguments, bar)
                 kept.append(cell.key(), cell.outcome())
                 bar.update()
     except KeyboardInterrupt:
         return False
     return True
+
+
+def measure_in_cluster(
+    todo: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place], bar: tqdm
+) -> None:
+    """All machines at once, each with one cell at a time. What no machine is left for is not run."""
+    bar.set_description(f"on {len(places)} machine{'s' * (len(places) > 1)}")
+
+    def done(cell: Cell, _: Place, __: None) -> None:
+        kept.append(cell.key(), cell.outcome())
+        bar.update()
+
+    while todo and places:
+        kinds = device_places.assign(todo, places)
+        before = len(places)
+        can = lambda cell, place, kinds=kinds: kinds.get(id(cell)) == place.kind and place.has(cell)  # noqa: E731
+        left = spread(todo, places, can, lambda cell, place: measure_one(cell, place, arguments, bar), done)
+        for cell, reason in left:
+            cell.reason = f"{reason}, and no other machine could take its cells" if reason else "its machine was lost"
+            cell.machine = cell.machine_kind = ""
+        todo = [cell for cell, _ in left]
+        if len(places) == before:
+            break
 
 
 def still_counts(outcome: dict, arguments: argparse.Namespace) -> bool:
@@ -236,18 +288,21 @@ def still_counts(outcome: dict, arguments: argparse.Namespace) -> bool:
     return not (arguments.retry or longer)
 
 
-def measure_one(cell: Cell, asked: list[int | str], timeout: float, bar: tqdm) -> None:
+def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tqdm) -> None:
     waiting = bar.refresh if sys.stderr.isatty() else lambda: None
+    place.take(cell)
+    timeout = arguments.timeout
     try:
-        answer = child_process.run(CELL_PROGRAM, cell.job, timeout, waiting)
-        status, reason = "emulated" if any(device.emulated for device in cell.devices) else "ok", note(cell, asked)
+        answer = place.run(cell.job, timeout, waiting)
+        emulated = any(device.emulated for device in cell.devices)
+        status, reason = "emulated" if emulated else "ok", remark(cell, arguments.k)
     except Failed as error:
         answer, status, reason = {}, "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
     cell.status, cell.reason, cell.answer, cell.timeout = status, reason, answer, timeout
     cell.measured = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def note(cell: Cell, asked: list[int | str]) -> str:
+def remark(cell: Cell, asked: list[int | str]) -> str:
     """What is to be known of a cell that was measured."""
     notes = []
     if any(device.emulated for device in cell.devices):
@@ -255,6 +310,27 @@ def note(cell: Cell, asked: list[int | str]) -> str:
     if cell.draft and cell.job["draft_lengths"] != asked:
         notes.append(f"K up to {LONGEST_ON_NPU} only, the longest for a main model on an NPU")
     return "; ".join(notes)
+
+
+def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place]) -> None:
+    """By how much the main model in f32 prefers its own token where a text differs first: once for all cells."""
+    differing = [cell for cell in cells if cell.difference]
+    asked = [one for cell in differing for one in cell.difference["places"]]
+    unique = [json.loads(text) for text in sorted({json.dumps(one, sort_keys=True) for one in asked})]
+    place = next((one for one in places if "CPU" in one.devices and not one.devices["CPU"].missing), None)
+    if not unique or not (place or places):
+        return
+    job = {"main": differing[0].job["main"], "main_file": differing[0].job["main_file"], "differences": unique}
+    key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
+    if key not in kept.lines:
+        try:
+            kept.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
+        except (Failed, Lost) as error:
+            note(f"whether the texts that differ are near-ties was not found out: {error}")
+            return
+    margins = kept.lines[key]["margins"]
+    for cell in differing:
+        cell.difference["margins"] = [margins[unique.index(one)] for one in cell.difference["places"]]
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------
@@ -268,8 +344,14 @@ def environment(arguments: argparse.Namespace, devices: list[Device], cells: lis
     facts |= {"engine": arguments.engine, "k": arguments.k, "prompts": len(cells[0].job["prompts"])}
     facts |= {"max_new_tokens": arguments.max_new_tokens, "rounds": arguments.rounds}
     facts["results"] = str(arguments.results)
+    if kinds := {cell.machine: cell.machine_kind for cell in cells if cell.machine}:
+        facts["machines"] = kinds
     facts["other_load"] = max((cell.answer.get("other_load", 0.0) for cell in cells), default=0.0)
     return facts
+
+
+def note(text: str) -> None:
+    say(f"note: {text}")
 
 
 def say(text: str) -> None:
@@ -285,24 +367,17 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]
         kept = ResultsFile(arguments.results)
+        if arguments.address:
+            with connect(arguments.address, [arguments.main, arguments.draft], note) as machines:
+                places = device_places.in_cluster(machines, arguments.devices, arguments.emulate_npu, note)
+                devices, cells, finished = swap(arguments, prompts, ids, kept, places)
+        else:
+            devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
     except ValueError as error:
         say(f"error: {error}")
         return 2
-    devices = look_up(arguments)
-    known = {name for device in devices for name in names(device)}
-    if unknown := [name for name, _, _ in arguments.property if name not in known]:
-        say(f"error: --property is for {unknown[0]!r}, which is none of the devices: {', '.join(sorted(known - {''}))}")
-        return 2
-    cells = plan(arguments, devices, ids)
-    if arguments.fresh:
-        try:
-            kept.forget({cell.key() for cell in cells})
-        except OSError as error:
-            say(f"error: {kept.path} cannot be written ({error.strerror}): name another file with --results")
-            return 2
-    finished = measure(cells, kept, arguments)
-    tokenizer = openvino_genai.Tokenizer(str(arguments.main))
-    device_matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
+    except KeyboardInterrupt:
+        return 130
     summary = device_matrix.summary(cells)
     print(device_matrix.table(cells), *summary, sep="\n", end="\n\n")
     labels = [device.label for device in devices]
@@ -319,7 +394,43 @@ def main() -> int:
     measuring.write_outputs(arguments, result)
     if not finished:
         return 130
-    return 1 if kept.problem or not any(cell.has_figures for cell in cells) else 0
+    unmeasured = any(cell.status == "not run" for cell in cells)
+    return 1 if kept.problem or unmeasured or not any(cell.has_figures for cell in cells) else 0
+
+
+def swap(
+    arguments: argparse.Namespace, prompts: list, ids: list[list[int]], kept: ResultsFile, places: list[Place]
+) -> tuple[list[Device], list[Cell], bool]:
+    """Measure what is missing, and compare: the devices, the cells, and whether Ctrl-C left them alone.
+
+    Raises ValueError for bad usage, in one sentence.
+    """
+    if not places:
+        raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
+    devices = device_places.all_devices(places)
+    known = {name for device in devices for name in names(device)}
+    if unknown := [name for name, _, _ in arguments.property if name not in known]:
+        raise ValueError(
+            f"--property is for {unknown[0]!r}, which is none of the devices: {', '.join(sorted(known - {''}))}"
+        )
+    cells = plan(arguments, places, ids)
+    if arguments.fresh:
+        try:
+            kept.forget({cell.key() for cell in cells for place in places if place.has(cell) and not place.take(cell)})
+        except OSError as error:
+            raise ValueError(
+                f"{kept.path} cannot be written ({error.strerror}): name another file with --results"
+            ) from None
+    finished = measure(cells, kept, arguments, places)
+    tokenizer = openvino_genai.Tokenizer(str(arguments.main))
+    device_matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
+    try:
+        with measuring.ctrl_c_raises():
+            if finished:
+                judge_differences(cells, kept, places)
+    except KeyboardInterrupt:
+        finished = False
+    return devices, cells, finished
 
 
 if __name__ == "__main__":

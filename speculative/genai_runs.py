@@ -7,6 +7,8 @@ import numpy as np
 import openvino
 import openvino_genai
 
+NO_TOKEN = 2**31 - 1  # as the end of text: pairs with an NPU, and drafts, stop there in spite of ignore_eos
+
 
 @dataclass(frozen=True)
 class Run:
@@ -56,7 +58,7 @@ def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None)
 
     A pair with an NPU changes K as it goes: there `proposed` is what the given K stands for, not what was drafted.
     """
-    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
+    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, eos_token_id=NO_TOKEN)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
     result = pipe.generate(inputs, config)
@@ -68,14 +70,9 @@ def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None)
     while sizes and sum(gained) < len(result.tokens[0]):
         gained.insert(0, sizes.pop())
     gained = gained[1:]  # the first is the prompt's inference
-    end_of_text = pipe.get_tokenizer().get_eos_token_id()
     proposed, done = [], 1
     for tokens in gained:
-        drafted = min(draft_length or 0, max_new_tokens - done - 1)  # no more than can still be used
-        accepted = result.tokens[0][done : done + tokens - 1]
-        if accepted and accepted[-1] == end_of_text:  # there the draft stops, even with ignore_eos
-            drafted = len(accepted)
-        proposed.append(drafted)
+        proposed.append(min(draft_length or 0, max_new_tokens - done - 1))  # no more than can still be used
         done += tokens
     return Run(
         tokens=list(result.tokens[0]),

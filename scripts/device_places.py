@@ -1,0 +1,133 @@
+"""Where device_swap.py's cells are measured: on this machine, or on those of a Ray cluster that have the devices.
+
+A cell is measured on a machine that has both of its devices. Of the machines that could, those of one kind (equal
+processor, cores, devices and versions) take as many cells as they can, as tokens/s of unequal machines cannot be
+compared; equal ones share them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from child_process import Failed
+from device_matrix import Cell, Device
+from ray_cells import Lost, Machine
+
+LOOK_UP_SECONDS = 60
+
+
+@dataclass
+class Place:
+    """A machine that measures cells; without a `machine` of a cluster it is this one."""
+
+    devices: dict[str, Device]
+    run: Callable  # as child_process.run, with a job of device_cell.py
+    versions: list[str]  # of openvino_genai, and the processor's name
+    kind: str = ""
+    machine: Machine | None = None
+
+    @property
+    def name(self) -> str:
+        return self.machine.name if self.machine else ""
+
+    def has(self, cell: Cell) -> bool:
+        found = [self.devices.get(device.name) for device in cell.devices]
+        return all(device and not device.missing for device in found)
+
+    def take(self, cell: Cell) -> None:
+        """What is measured here depends on these, too."""
+        cell.job["versions"] = self.versions
+        cell.job["device_names"] = [self.devices[device.name].full_name for device in cell.devices]
+        cell.machine, cell.machine_kind = self.name, self.kind
+        if self.kind:
+            cell.job["machine"] = self.kind
+
+
+def of(machine: Machine | None, run: Callable, names: list[str] | None, emulate_npu: bool) -> Place:
+    """Look the devices up. In a process of its own: a driver may crash when it is merely looked at. Raises Failed."""
+    found = run({"look_up": names}, LOOK_UP_SECONDS)
+    devices = [_device(facts, machine) for facts in found["devices"]]
+    if emulate_npu:
+        devices = [_emulated() if one.name == "NPU" else one for one in devices]
+    versions = [found["openvino_genai"], next((one.full_name for one in devices if one.name == "CPU"), "")]
+    kind = ""
+    if machine:
+        others = [one.full_name for one in devices if one.full_name and one.full_name != found["processor"]]
+        kind = ", ".join([found["processor"], f"{machine.cores} cores", *others, f"OpenVINO GenAI {versions[0]}"])
+    return Place({one.name: one for one in devices}, run, versions, kind, machine)
+
+
+def unknown(names: list[str] | None, run: Callable, versions: list[str], emulate_npu: bool) -> Place:
+    """This machine where looking failed: each device is tried in its own cells."""
+    devices = [Device(name) for name in names or ("CPU", "GPU", "NPU")]
+    if emulate_npu:
+        devices = [_emulated() if one.name == "NPU" else one for one in devices]
+    return Place({one.name: one for one in devices}, run, versions)
+
+
+def _emulated() -> Device:
+    return Device("NPU", "emulated on the CPU", emulated=True)
+
+
+def _device(facts: dict, machine: Machine | None) -> Device:
+    device = Device(**{**facts, "stands_for": tuple(facts["stands_for"])})
+    declared = machine.declared if machine else []
+    if declared and not device.missing:
+        alike = {name for one in declared for name in (one, one.removesuffix(".0"), f"{one}.0")}
+        if other := [name for name in device.stands_for if name not in alike]:
+            missing = f"its node was started with {', '.join(declared)} and not with {other[0]}"
+            return dataclasses.replace(device, missing=missing)
+    return device
+
+
+def in_cluster(
+    machines: list[Machine], names: list[str] | None, emulate_npu: bool, note: Callable[[str], None]
+) -> list[Place]:
+    """The machines whose devices could be looked up; the others are noted with the reason."""
+    places = []
+    for machine in machines:
+        run = lambda job, timeout, waiting=None, machine=machine: machine.run("device_cell.py", job, timeout)  # noqa: E731
+        try:
+            places.append(of(machine, run, names, emulate_npu))
+        except (Failed, Lost) as error:
+            note(f"machine {machine.name} is left out: {error}")
+    if names is None and len({tuple(place.devices) for place in places}) > 1:  # ask all of them for what one has
+        all_names = dict.fromkeys(name for place in places for name in place.devices)
+        return in_cluster([place.machine for place in places], list(all_names), emulate_npu, note)
+    return places
+
+
+def all_devices(places: list[Place]) -> list[Device]:
+    """Of all places; one is missing where nobody has it."""
+    if len(places) == 1 and not places[0].machine:
+        return list(places[0].devices.values())
+    found = []
+    for name in dict.fromkeys(name for place in places for name in place.devices):
+        here = [(place.name, place.devices[name]) for place in places if name in place.devices]
+        full_names = dict.fromkeys(one.full_name for _, one in here if not one.missing)
+        reasons: dict[str, list[str]] = {}
+        for machine, one in here:
+            reasons.setdefault(one.missing, []).append(machine)
+        if full_names:
+            found.append(dataclasses.replace(here[0][1], full_name=" or ".join(full_names), missing=""))
+        else:
+            told = "; ".join(f"{why} (on {' and '.join(machines)})" for why, machines in reasons.items())
+            found.append(Device(name, missing=told))
+    return found
+
+
+def assign(cells: list[Cell], places: list[Place]) -> dict[int, str]:
+    """The kind of machine that measures each cell, by id(cell): as few kinds as possible; none: nobody can."""
+    chosen: dict[int, str] = {}
+    left = list(cells)
+    while left:
+        able = {
+            place.kind: [cell for cell in left if any(one.has(cell) for one in places if one.kind == place.kind)]
+            for place in places
+        }
+        kind = max(able, key=lambda one: len(able[one]), default=None)
+        if kind is None or not able[kind]:
+            break
+        chosen |= {id(cell): kind for cell in able[kind]}
+        left = [cell for cell in left if id(cell) not in chosen]
+    return chosen

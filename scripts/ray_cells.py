@@ -1,0 +1,284 @@
+"""The machines of a Ray cluster, each with its devices, to measure on: one thing at a time on each.
+
+    with ray_cells.connect("10.0.0.1:6379") as machines:
+        answer = machines[0].run("device_cell.py", {"look_up": ["CPU"]}, timeout=60)
+
+Each machine gets an actor that holds all of its CPUs and declared devices, so that Ray gives it no other work, and
+machines that are one computer (several Ray nodes on it) take turns: what is measured is alone. This project's code
+travels with the job. Models do not: they must be at the same path on each machine, with the same weights.
+
+A machine's devices are what OpenVINO finds on it, or of these the ones it was started with as custom resources:
+`ray start --address=... --resources='{"openvino:GPU": 1, "openvino:NPU": 1}'` (its CPU needs none). A node without CPUs
+(`--num-cpus=0`, as heads often have) is left alone. Ray is only imported here, and only when `connect` is called.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import child_process
+from child_process import Failed, OutOfTime
+
+HERE = Path(__file__).resolve().parent
+RESOURCE = "openvino:"  # what the custom resource of a device begins with
+WAIT = 60  # seconds for a machine to be free
+ANSWER_WAIT = 30  # seconds beyond a job's own time limit
+
+
+class Lost(Exception):
+    """The machine does not answer any more; the message says which, and what Ray said."""
+
+
+class Host:
+    """On a machine of the cluster: runs programs of this folder in processes of their own."""
+
+    def facts(self, folders: list[str]) -> dict:
+        """Which computer this is, and the fingerprints of the models in these folders (None where there is none)."""
+        from speculative import recommendation
+
+        prints = {}
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                prints[folder] = recommendation.fingerprint(Path(folder))
+        boot = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a computer
+        computer = boot.read_text().strip() if boot.is_file() else platform.node()
+        return {"computer": computer, "prints": prints, "cores": os.cpu_count()}
+
+    def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
+        try:
+            return "ok", child_process.run([sys.executable, str(HERE / program)], job, timeout)
+        except Failed as error:
+            return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
+
+
+@dataclass
+class Machine:
+    """One node. `declared`: the devices it was started with, empty where that was left to OpenVINO."""
+
+    name: str
+    declared: list[str]
+    actor: object
+    cores: int = 0
+    prints: dict[str, str] | None = None
+    alone: contextlib.AbstractContextManager = field(
+        default_factory=contextlib.nullcontext
+    )  # one for all machines that are one computer
+
+    def run(self, program: str, job: dict, timeout: float) -> dict | list:
+        """Like child_process.run, there. Raises Failed, and Lost when the machine is."""
+        state, answer = self.ask(self.actor.run.remote, program, job, timeout, timeout=timeout)
+        if state != "ok":
+            raise (OutOfTime if state == "timeout" else Failed)(answer)
+        return answer
+
+    def ask(self, method: Callable, *arguments, timeout: float) -> object:
+        """What a method of the actor returns, called when nothing else runs on this computer."""
+        import ray
+
+        with self.alone:
+            try:
+                return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
+            except (ray.exceptions.RayError, ConnectionError) as error:
+                raise Lost(f"machine {self.name} was lost ({_sentence(error)})") from None
+
+
+def ray_address(text: str) -> str:
+    """An argparse type."""
+    host, _, port = text.removeprefix("ray://").rpartition(":")
+    if text == "auto" or (host and port.isdecimal()):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no address of a Ray cluster: take HOST:PORT, ray://HOST:PORT or auto"
+    )
+
+
+# ---- the cluster ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> Iterator[list[Machine]]:
+    """The machines that can be measured on, until the block ends. `note` is told which ones are left out, and why.
+
+    Raises ValueError, in one sentence, where there is no cluster, or where a machine has not the models in `folders`.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("--address needs Ray: install it with `pip install -r requirements-serve.txt`") from None
+    _look_for(address)
+    usual = signal.signal(signal.SIGPIPE, signal.SIG_IGN) if hasattr(signal, "SIGPIPE") else None
+    actors: list = []
+    try:
+        _join(ray, address)
+        machines = _machines(ray, actors, note)
+        _check_models(machines, [str(folder.resolve()) for folder in folders])
+        yield machines
+    finally:
+        for actor in actors:  # the processes that they started end with them
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        if usual is not None:
+            signal.signal(signal.SIGPIPE, usual)
+
+
+def _look_for(address: str) -> None:
+    """Ray itself would take a minute to say that nobody answers."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({reason}): give HOST:PORT of its head (`ray start --head` says it)"
+        ) from None
+
+
+def _join(ray, address: str) -> None:
+    runtime = {"working_dir": str(HERE), "py_modules": [str(HERE.parent / "speculative")]}
+    try:
+        ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ValueError(f"the Ray cluster at {address} cannot be joined: {_sentence(error)}") from None
+
+
+def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
+    """An actor on each node that has CPUs; those that others use are left out."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    names = [_name(node) for node in nodes]
+    waiting = {}
+    for node, name in zip(nodes, names, strict=True):
+        declared = {key: n for key, n in node["Resources"].items() if key.startswith(RESOURCE)}
+        actor = (
+            ray.remote(Host)
+            .options(
+                num_cpus=node["Resources"]["CPU"],
+                resources=declared,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            )
+            .remote()
+        )
+        actors.append(actor)
+        unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:6]}"
+        devices = ["CPU", *(key.removeprefix(RESOURCE) for key in declared)] if declared else []
+        waiting[actor.facts.remote([])] = Machine(unique, devices, actor)
+    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=WAIT) if waiting else ([], [])
+    locks: dict[str, threading.Lock] = {}
+    machines = []
+    for asked, machine in waiting.items():
+        try:
+            if asked not in ready:
+                raise TimeoutError(f"its CPUs or devices were not free within {WAIT} seconds; other work holds them")
+            facts = ray.get(asked)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            note(f"machine {machine.name} is left out: {_sentence(error)}")
+            continue
+        machine.cores = facts["cores"]
+        machine.alone = locks.setdefault(facts["computer"], threading.Lock())
+        machines.append(machine)
+    if not machines:
+        raise ValueError("no machine of the Ray cluster can be measured on: all are left out, or have no CPUs")
+    if len(locks) < len(machines):
+        note(f"{len(machines)} Ray nodes are on {len(locks)} computer{'s' * (len(locks) > 1)}: these take turns")
+    return machines
+
+
+def _name(node: dict) -> str:
+    name, address = node.get("NodeName"), node["NodeManagerAddress"]
+    return name if name and name != address else node.get("NodeManagerHostname") or address
+
+
+def _check_models(machines: list[Machine], folders: list[str]) -> None:
+    """All machines have the same models at the same paths."""
+    here = Host().facts(folders)["prints"]
+    for machine in machines:
+        machine.prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
+        for folder in folders:
+            found = machine.prints.get(folder)
+            if found is None:
+                raise ValueError(f"machine {machine.name} has no model in {folder}: copy it there, to the same path")
+            if found != here.get(folder):
+                raise ValueError(f"machine {machine.name} has other weights in {folder}: copy this machine's there")
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+# ---- work for all of them -------------------------------------------------------------------------------------------
+
+
+def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, done: Callable) -> list[tuple]:
+    """Give each machine that is free the next job that it can do; one at a time.
+
+    `can(job, machine)`; `work(job, machine)` runs in the machine's thread and returns what `done(job, machine, answer)`
+    gets, of which only one runs at once. A job whose machine is lost goes to another one; returned are the jobs for
+    which none is left, each with the reason. Ctrl-C ends it: the cluster's actors are to be killed then.
+    """
+    waiting, running, lost = list(jobs), [], {}
+    changed, stopped = threading.Condition(), threading.Event()
+    problems: list[BaseException] = []
+
+    def serve(machine: Machine) -> None:
+        while True:
+            with changed:
+                job = None
+                while not stopped.is_set():
+                    job = next((one for one in waiting if can(one, machine)), None)
+                    if job is not None or not any(can(one, machine) for one in running):
+                        break
+                    changed.wait()  # for what runs elsewhere: its machine may be lost
+                if job is None or stopped.is_set():
+                    return
+                waiting.remove(job)
+                running.append(job)
+            answer, reason = None, ""
+            try:
+                answer = work(job, machine)
+            except Lost as error:
+                reason = str(error)
+            except BaseException as error:
+                problems.append(error)
+            with changed:
+                running.remove(job)
+                if not stopped.is_set() and not problems:
+                    if reason:
+                        lost.setdefault(id(job), []).append(reason)
+                        waiting.insert(0, job)
+                        machine_lost.add(id(machine))
+                    else:
+                        done(job, machine, answer)
+                changed.notify_all()
+                if reason or problems:
+                    return
+
+    machine_lost: set[int] = set()
+    threads = [threading.Thread(target=serve, args=(machine,), daemon=True) for machine in machines]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not problems:
+            for thread in threads:
+                thread.join(0.05)
+    finally:
+        stopped.set()
+        with contextlib.suppress(RuntimeError), changed:
+            changed.notify_all()
+    if problems:
+        raise problems[0]
+    machines[:] = [machine for machine in machines if id(machine) not in machine_lost]
+    return [(job, lost[id(job)][-1] if id(job) in lost else "") for job in waiting]

@@ -1,0 +1,239 @@
+"""--address: cells and candidates on the machines of a Ray cluster. Here these are two real Ray nodes on one computer.
+
+The embedded draft plays both models: it is quick. No test looks at a speed.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import DRAFT, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import device_places
+import ray_cells
+from device_matrix import Cell, Device
+from device_places import Place
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Ray's clusters are for Linux")
+SWAP = "scripts/device_swap.py"
+ROOM = {"object_store_memory": 80 * 2**20}
+QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property", "EXECUTION_MODE_HINT=ACCURACY"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without CPUs, as heads often are: nothing is measured on it."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **ROOM})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def node(cluster):
+    """Add a node of this name; all are removed behind the test."""
+    added = []
+
+    def node(name, **more):
+        added.append(cluster.add_node(num_cpus=1, node_name=name, **ROOM, **more))
+        return added[-1]
+
+    yield node
+    for one in added:
+        with contextlib.suppress(Exception):  # it may be gone already
+            cluster.remove_node(one)
+
+
+@pytest.fixture
+def two(node):
+    """Two machines, one and two."""
+    return node("one"), node("two")
+
+
+def start(program, *arguments, **options):
+    command = [sys.executable, program, DRAFT, DRAFT, *arguments]
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        **options,
+    )
+
+
+def finish(process, status=0, seconds=200):
+    out, said = process.communicate(timeout=seconds)
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    return json.loads(out.splitlines()[-1]), said
+
+
+def cells_of(result):
+    return {(cell["main_device"], cell["draft_device"]): cell for cell in result["matrix"]["cells"]}
+
+
+def wait_for(what, seconds=90):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+def running(program, node):
+    """The process of `program` that runs on a node of the cluster: its parent's parent is the node's raylet."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    for one in raylet.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(word.endswith(program) for word in one.cmdline()):
+                return one
+    return None
+
+
+# ---- device_swap.py -------------------------------------------------------------------------------------------------
+
+
+def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, two, tmp_path):
+    asked = ["--address", cluster.address, "--devices", "GPU,CPU,AUTO:CPU", "--results", tmp_path / "cells.jsonl"]
+    result, said = finish(start(SWAP, *asked, *QUICK))
+    assert "2 Ray nodes are on 1 computer: these take turns" in said
+    cells = cells_of(result)
+    assert len(cells) == 12
+    measured = {key: cell for key, cell in cells.items() if "GPU" not in key}
+    assert {cell["status"] for cell in measured.values()} == {"ok"}
+    assert {cell["machine"] for cell in measured.values()} == {"one", "two"}
+    assert all(cell["same_text"] for cell in measured.values())
+    assert set(result["environment"]["machines"]) == {"one", "two"}
+    for key, cell in cells.items():
+        if "GPU" in key:
+            assert cell["status"] == "absent" and "there is no GPU" in cell["reason"] and "machine" not in cell
+    assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
+    again, said = finish(start(SWAP, *asked, *QUICK))
+    assert "6 of 6 cells are in" in said
+    assert cells_of(again) == cells
+
+
+def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, two, tmp_path):
+    results = tmp_path / "cells.jsonl"
+    asked = ["--address", cluster.address, "--devices", "AUTO:CPU,HETERO:CPU", "--results", results]
+    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
+    wait_for(lambda: running("device_cell.py", two[1]) and results.exists())
+    cluster.remove_node(two[1], allow_graceful=False)
+    result, _ = finish(process)
+    cells = cells_of(result)
+    assert len(cells) == 6 and {cell["status"] for cell in cells.values()} == {"ok"}
+    assert "one" in {cell["machine"] for cell in cells.values()}
+    kept = [json.loads(line)["result"]["machine"] for line in results.read_text(encoding="utf-8").splitlines()]
+    assert sorted(kept) == sorted(cell["machine"] for cell in cells.values())
+
+
+def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, node, tmp_path):
+    only = node("only")
+    asked = ["--address", cluster.address, "--devices", "CPU", "--results", tmp_path / "cells.jsonl", *QUICK]
+    process = start(SWAP, *asked, "--max-new-tokens", 401)
+    wait_for(lambda: (tmp_path / "cells.jsonl").exists() and running("device_cell.py", only))
+    cluster.remove_node(only, allow_graceful=False)
+    result, _ = finish(process, status=1)
+    cells = cells_of(result)
+    assert cells["CPU", "none"]["status"] == "ok" and cells["CPU", "CPU"]["status"] == "not run"
+    assert "machine only was lost" in cells["CPU", "CPU"]["reason"]
+    assert any("machine only was lost" in line for line in result["summary"])
+    node("other")
+    again, said = finish(start(SWAP, *asked, "--max-new-tokens", 401))
+    assert "1 of 2 cells are in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
+
+
+def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
+    results = tmp_path / "cells.jsonl"
+    asked = ["--address", cluster.address, "--devices", "CPU,AUTO:CPU", "--results", results]
+    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
+    child = wait_for(lambda: results.exists() and running("device_cell.py", two[1]))
+    process.send_signal(signal.SIGINT)
+    result, _ = finish(process, status=130, seconds=30)
+    statuses = [cell["status"] for cell in cells_of(result).values()]
+    assert "ok" in statuses and "not run" in statuses
+    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert cells_of(finish(start(SWAP, *asked, *QUICK, "--max-new-tokens", 400))[0]).keys() == cells_of(result).keys()
+
+
+def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
+    node("far")
+    folders = [DRAFT, tmp_path / "elsewhere"]
+    missing = r"machine far has no model in .*elsewhere: copy it there, to the same path"
+    with pytest.raises(ValueError, match=missing), ray_cells.connect(cluster.address, folders, print):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nowhere", ["'nowhere'", "HOST:PORT"]),
+        ("127.0.0.1:9", ["no Ray cluster at 127.0.0.1:9", "ray start --head"]),
+    ],
+)
+@pytest.mark.parametrize("program", [SWAP])
+def test_a_wrong_address_is_one_sentence(run, program, address, words):
+    done = run(program, DRAFT, DRAFT, "--address", address)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert all(word in done.stderr.splitlines()[-1] for word in words)
+
+
+@pytest.mark.parametrize("program", [SWAP])
+def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
+    """Here importing it fails, as where it is not installed."""
+    (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')\n", encoding="utf-8")
+    here = {"env": {"PYTHONPATH": str(tmp_path)}}
+    options = ["--devices", "CPU", *QUICK, "--results", tmp_path / "cells.jsonl"]
+    done = run(program, DRAFT, DRAFT, *options, **here)
+    assert done.returncode == 0, done.stderr
+    done = run(program, DRAFT, DRAFT, *options, "--address", "127.0.0.1:9", **here)
+    assert done.returncode == 2 and "--address needs Ray" in done.stderr.splitlines()[-1]
+
+
+# ---- which machine measures what ------------------------------------------------------------------------------------
+
+
+def place(kind, *devices):
+    return Place({name: Device(name, name) for name in devices}, None, ["1", "CPU"], kind, SimpleNamespace(name=kind))
+
+
+def test_a_cell_goes_to_a_machine_with_both_devices_and_to_as_few_kinds_as_possible():
+    laptop, server, stick = place("laptop", "CPU", "GPU"), place("server", "CPU"), place("stick", "CPU", "NPU")
+    devices = [Device(name) for name in ("CPU", "GPU", "NPU")]
+    cells = [Cell(main, draft) for main in devices for draft in (None, *devices)]
+    chosen = device_places.assign(cells, [server, laptop, stick])
+    where = {(cell.main.name, cell.draft and cell.draft.name): chosen.get(id(cell)) for cell in cells}
+    assert {kind for key, kind in where.items() if "NPU" not in key} == {"laptop"}
+    assert where["NPU", None] == where["CPU", "NPU"] == "stick"
+    assert where["GPU", "NPU"] is None and where["NPU", "GPU"] is None
+    assert "server" not in where.values()
+
+
+def test_a_node_has_the_devices_it_was_started_with():
+    found = {
+        "devices": [
+            {"name": name, "full_name": name, "missing": "", "stands_for": stands_for}
+            for name, stands_for in (("CPU", ["CPU"]), ("GPU", ["GPU"]), ("GPU.1", ["GPU.1"]), ("AUTO", ["CPU", "NPU"]))
+        ],
+        "processor": "CPU",
+        "openvino_genai": "1",
+    }
+    machine = SimpleNamespace(name="one", declared=["CPU", "GPU.0"], cores=4)
+    devices = device_places.of(machine, lambda job, seconds: found, None, False).devices
+    assert [name for name, one in devices.items() if not one.missing] == ["CPU", "GPU"]
+    assert devices["GPU.1"].missing == "its node was started with CPU, GPU.0 and not with GPU.1"
+    assert "not with NPU" in devices["AUTO"].missing
