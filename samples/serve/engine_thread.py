@@ -164,28 +164,34 @@ class Engine:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-                if self._closed:
-                    return
-                news = self._admit()
-            try:
-                self.stepping_since = time.monotonic()
-                gains = self.decoder.step()
-            except Exception as error:  # whatever it is: the replica is to be replaced
-                self.error = error
-                self._tell(self._break)
-                return
-            finally:
-                self.stepping_since = 0.0
-            for gain in gains:
-                self._count(gain)
-                finished = gain.request.finished
-                job = self._running.pop(gain.request) if finished else self._running[gain.request]
+        try:
+            while self._wait():
+                self._step()
+        except Exception as error:  # whatever it is: the replica is to be replaced
+            self.error = error
+            self._tell(self._break)
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where that is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
+            return not self._closed
+
+    def _step(self) -> None:
+        with self._changed:
+            news = self._admit()
+        self.stepping_since = time.monotonic()
+        gains = self.decoder.step()
+        self.stepping_since = 0.0
+        for gain in gains:
+            self._count(gain)
+            job, finished = self._running.get(gain.request), gain.request.finished
+            if job:  # of one that was cancelled in mid-step there are two gains, both finished
                 news.append((job, gain.text, finished, gain.request.error))
-            if news:
-                self._tell(self._deliver, news, time.perf_counter())
+            if finished:
+                self._running.pop(gain.request, None)
+        if news:
+            self._tell(self._deliver, news, time.perf_counter())
 
     def _admit(self) -> list[News]:
         """Put jobs that wait into the batch, in their order; tells of those that it will not have."""

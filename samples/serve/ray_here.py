@@ -35,7 +35,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
     os.environ.update(ALWAYS if address else {**ALWAYS, **OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)
     folder = None if address else tempfile.mkdtemp(prefix="serve-")
     try:
         if address:

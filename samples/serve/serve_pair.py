@@ -29,11 +29,10 @@ def main():
     args = arguments.parse(__doc__)
     for port, name in ((args.port, "--port"), (args.metrics_port, "--metrics-port")):
         check_port(args.host, port, name)
-    signal.set_wakeup_fd(-1)  # console would end this process at once, and there is much to end with it
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    listen()
     try:
         with ray_here.joined(args.address, args.metrics_port):
+            listen()  # Ray has handlers of its own
             from samples.serve import application  # imports Ray, which takes seconds
 
             each = {"CPU": args.num_cpus or 1, **args.resources}
@@ -77,6 +76,13 @@ def check_port(host, port, name):
         socket.create_server((host, port)).close()
     except OSError as error:
         console.fail(f"{name} {port} at {host} cannot be had ({error.strerror}): choose another.", status=1)
+
+
+def listen():
+    """Ctrl-C and the end that a service manager asks for become KeyboardInterrupt: there is much to end in order."""
+    signal.set_wakeup_fd(-1)  # console's, which would end the process at once
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, interrupt)
 
 
 def interrupt(*_):
