@@ -12,6 +12,9 @@ token for every text that is to have one more; then one main inference that chec
 pieces of new prompts; then `rejection_sampling.verify` for each text, with its own random numbers. What a text becomes
 depends on nothing but its own request (Kwon et al. 2023, arXiv 2309.06180, on cache blocks; Yu et al. 2022, "Orca", on
 scheduling by iteration).
+
+Texts that begin alike (a system prompt, a chat's earlier turns) share that part of the cache, full blocks of verified
+tokens only, even after their requests have ended: what one computed, the others do not.
 """
 
 import threading
@@ -24,12 +27,11 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative import cached_model, cost_curve, huge_pages
+from speculative import cached_model, costs, huge_pages
 from speculative.batch_draft_length import BatchDraftLength, DraftHistory
 from speculative.batch_model import BatchModel, Part, Slot
 from speculative.block_pool import NoRoom
 from speculative.cached_model import CAPACITY
-from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder, Prompt
 from speculative.draft_length import LONGEST, Confidence, DraftLength, named_by
 from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
@@ -55,6 +57,7 @@ class Request:
         self.source: DraftSource | None = None
         self.confidence: Confidence | None = None  # of the token drafted last
         self.idle = False  # drafts no more in this iteration
+        self.cached_tokens = 0  # of the prompt: not computed, as another request had done so
         self.cancelled = False
         self.finished = False
         self.error: Exception | None = None  # what ended it before its time
@@ -186,6 +189,8 @@ class BatchDecoder:
                 steps[request] = step
         gained = sum(len(steps[request].tokens) for request in running if request in steps)
         self.draft_length.learn_main(verified, read, gained, time.perf_counter() - begin)
+        for request in parts:
+            self._share(request)
         for request in running:
             if request.follows_batch and request in steps:
                 request.rule.learn(steps[request].accepted)
@@ -194,10 +199,12 @@ class BatchDecoder:
 
     def _prompts(self, requests: list[Request], running: int) -> dict[Request, Part]:
         """As much of the prompts as the running requests can wait for, in the order they came."""
+        for request in requests:
+            request.cached_tokens += request.slot.adopt(request.text.so_far)
         budget = CHUNK
         if running:
-            costs = self.draft_length.main
-            budget = min(max(costs.most(STALL * costs(running), beside=running), LEAST_CHUNK), CHUNK)
+            curve = self.draft_length.main
+            budget = min(max(curve.most(STALL * curve(running), beside=running), LEAST_CHUNK), CHUNK)
         return _within(budget, {request: Part(request.slot, request.text.so_far, 1) for request in requests})
 
     def _draft(self, running: list[Request], read: int) -> None:
@@ -239,6 +246,7 @@ class BatchDecoder:
         asked = {}
         for request in requests:
             if len(request.text.so_far) <= request.draft_slot.capacity:
+                request.draft_slot.adopt(request.text.so_far)
                 asked[request] = Part(request.draft_slot, request.text.so_far, 1)
         parts = _within(CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
@@ -259,6 +267,14 @@ class BatchDecoder:
         request.confidence = proposal.confidence
         if request.follows_batch:
             request.rule.draft(proposal.confidence())
+
+    @staticmethod
+    def _share(request: Request) -> None:
+        """Let other texts have what the caches hold of this one, now that nothing of it is in doubt."""
+        if not request.error:
+            request.slot.share(request.text.so_far)
+            if request.draft_slot:
+                request.draft_slot.share(request.text.so_far)
 
     def _gain(self, request: Request, step: Step) -> Gain:
         tokens, piece = request.recording.take(step)
@@ -327,28 +343,25 @@ def load(
     max_ngram_size: int | None = None,
     cache_tokens: int = CAPACITY,
     use_huge_pages: bool = False,
+    prefix_cache: bool = True,
 ) -> BatchDecoder:
     """A decoder of the IR folders `main` and `draft`, as `decoder.load` makes one for a single text.
 
     `cache_tokens` is what all texts together may have, prompts included; `BatchDecoder.cache_bytes` tells the memory
-    for it. What things cost is measured now and followed by the clock. Raises ValueError for a model or a device
-    without a paged cache.
+    for it. Without `prefix_cache`, texts that begin alike have nothing in common. What things cost is measured now and
+    followed by the clock. Raises ValueError for a model or a device without a paged cache.
     """
     before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}
-    models = [_load(main, device, properties, cache_tokens)]
-    if draft:
-        draft_properties = properties if draft_properties is None else draft_properties
-        models.append(_load(draft, draft_device or device, draft_properties, cache_tokens))
+    main_model = cached_model.load(main, device, properties, cache_tokens)
+    draft_properties = properties if draft_properties is None else draft_properties
+    draft_model = draft and cached_model.load(draft, draft_device or device, draft_properties, cache_tokens)
     if use_huge_pages:
         huge_pages.move(before)
-    main_costs, *draft_costs = cost_curve.measure(models)
-    source = models[1] if draft else PromptLookup(models[0].width, max_ngram_size) if max_ngram_size else None
-    rule = BatchDraftLength(main_costs, draft_costs[0] if draft else CostCurve({1: 0.0}))
+    batch = BatchModel(main_model, config_facts(Path(main)).context_length, prefix_cache)
+    source = PromptLookup(batch.width, max_ngram_size) if max_ngram_size else None
+    if draft:
+        source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
+    rule = BatchDraftLength(*costs.measure_together(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main))
-    return BatchDecoder(models[0], source, rule, tokenizer, stop_ids_of(main, tokenizer))
-
-
-def _load(folder: Path, device: str, properties: dict, cache_tokens: int) -> BatchModel:
-    context = config_facts(Path(folder)).context_length
-    return BatchModel(cached_model.load(folder, device, properties, cache_tokens), context)
+    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer))

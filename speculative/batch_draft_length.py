@@ -101,15 +101,19 @@ class BatchDraftLength:
     FADE = AdaptiveDraftLength.FADE
     UNASKED = 64  # iterations without any draft after which one token is drafted: costs change, too
 
-    def __init__(self, main: CostCurve, draft: CostCurve):
+    def __init__(self, main: CostCurve, draft: CostCurve, draft_further: CostCurve):
+        """What inferences cost: of the main model, of the draft model behind it, and of the draft model behind itself,
+        when it is in the processor's caches."""
         self.main = main
         self.draft = draft
+        self.draft_further = draft_further
         self._all = DraftHistory()
         self._rate = 0.0  # tokens a second to beat, in this iteration
         self._alike = 0.0  # the best of drafting for all alike
         self._tokens = self._usual = 0.0  # gained lately; and by drafting for all alike in the same time
         self._seconds = 0.0  # of this iteration so far, by the model of costs
         self._drafted = False  # in this iteration
+        self._alone: tuple[int, float] | None = None  # its only round of drafting: tokens, seconds / expected seconds
         self._plain = 0  # iterations in a row in which nothing was drafted
 
     def history(self) -> DraftHistory:
@@ -118,11 +122,12 @@ class BatchDraftLength:
 
     def begin(self, histories: Sequence[DraftHistory], texts: int) -> None:
         """An iteration begins with `texts` texts; for those of `histories` this rule decides."""
-        self._seconds, self._drafted = 0.0, False
+        self._seconds, self._drafted, self._alone = 0.0, False, None
         acceptance = np.array([history.acceptance() for history in histories])
         n, K = len(histories), np.arange(LONGEST + 1)
         gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
-        rates = gained / (self.main(texts + n * K) + K * self.draft(n))
+        drafting = np.minimum(K, 1) * self.draft(n) + np.maximum(K - 1, 0) * self._further(n)
+        rates = gained / (self.main(texts + n * K) + drafting)
         self._alike = float(rates.max())
         self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
 
@@ -147,24 +152,36 @@ class BatchDraftLength:
 
     def learn_draft(self, tokens: int, seconds: float) -> None:
         """A round of drafting computed so many tokens in so long."""
+        curve = self.draft_further if self._drafted else self.draft
+        expected = curve(tokens)
+        self._alone = None if self._drafted or not expected else (tokens, seconds / expected)
         self._drafted = True
-        self._seconds += self.draft(tokens)
-        self.draft.learn(tokens, seconds)
+        self._seconds += expected
+        curve.learn(tokens, seconds)
 
     def learn_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
         """The main model's inference took so long, for so many tokens of texts and of prompts, and gained so many."""
         self._plain = 0 if self._drafted else self._plain + 1
+        if self._alone:  # what further rounds take was not seen: as much more or less as the first did
+            tokens, ratio = self._alone
+            self.draft_further.learn(tokens, self.draft_further(tokens) * ratio)
         if verified:
             self._seconds += self.main(verified)
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
         self.main.learn(verified + prompts, seconds)
 
+    def _further(self, n: np.ndarray | int) -> np.ndarray:
+        """Seconds of a further round: never more than of a first one."""
+        return np.minimum(self.draft(n), self.draft_further(n))
+
     def _worth(self, survival: np.ndarray, acceptance: np.ndarray, tokens: int, anyway: int) -> list[int]:
         order = np.argsort(-survival * acceptance, kind="stable")
         gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
         n = np.arange(1, len(order) + 1)[:, None]
-        seconds = STEPS * (self.draft(anyway + n) - self.draft(anyway))
+        further = self._further(anyway + n) - self._further(anyway)
+        next_ = further if self._drafted else self.draft(anyway + n) - self.draft(anyway)
+        seconds = next_ + (STEPS - 1) * further
         seconds = seconds + self.main(tokens + n * STEPS) - self.main(tokens)
         net = gains.cumsum(axis=0) - self._rate * seconds
         texts, _ = np.unravel_index(net.argmax(), net.shape)
@@ -174,6 +191,7 @@ class BatchDraftLength:
         """What the rule does now, in one line."""
         one, many = self.main(1) * 1000, self.main(16) * 1000
         return (
-            f"as many draft tokens as pay in the batch: one takes {self.draft(1) * 1000:.2f} ms and is accepted "
-            f"with {self._all.acceptance():.2f}, the main model takes {one:.1f} ms for one token, {many:.1f} ms for 16"
+            f"as many draft tokens as pay in the batch: the first takes {self.draft(1) * 1000:.2f} ms, a further one "
+            f"{self.draft_further(1) * 1000:.2f} ms, and is accepted with {self._all.acceptance():.2f}, the main model "
+            f"takes {one:.1f} ms for one token, {many:.1f} ms for 16"
         )

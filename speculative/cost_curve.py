@@ -1,15 +1,9 @@
 """What an inference costs by the number of tokens in it, whosever they are: measured once, then learnt by the clock."""
 
-import time
 from collections.abc import Mapping
 
 import numpy as np
 
-from speculative.batch_model import BatchModel, Part
-
-MEASURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens in one inference
-CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
-TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 
 
@@ -54,28 +48,3 @@ class CostCurve:
     def _table(self) -> np.ndarray:
         """Seconds of inferences on 0, 1, ... tokens."""
         return np.concatenate(([0.0], np.interp(np.arange(1, KNOTS[-1] + 1), KNOTS, self._measured * self._change)))
-
-
-def measure(models: list[BatchModel]) -> list[CostCurve]:
-    """Time the models (a few seconds for a 1 B model), in turns: a large model leaves nothing in the processor's caches
-    for a small one."""
-    times: list[dict[int, list[float]]] = [{n: [] for n in MEASURED} for _ in models]
-    slots = [model.slot(CONTEXT + max(MEASURED)) for model in models]
-    started = time.perf_counter()
-    while len(times[0][1]) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
-        for n in MEASURED:
-            for model, slot, of_model in zip(models, slots, times, strict=True):
-                if n >= slot.capacity:
-                    continue
-                tokens = (np.arange(min(slot.capacity, CONTEXT + n), dtype=np.int64) * 7919 + 1) % model.width
-                slot.keep(len(tokens) - n)
-                begin = time.perf_counter()
-                model.logits([Part(slot, tokens, n)])
-                of_model[n].append(time.perf_counter() - begin)
-    for slot in slots:
-        slot.give_back()
-    # The first of a shape is slower. The lower quartile: what other programs take of the machine is none of the costs.
-    return [
-        CostCurve({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items() if of_n})
-        for of_model in times
-    ]

@@ -1,4 +1,5 @@
-"""What a draft step and a main inference on n tokens cost here: measured once, kept on disk."""
+"""What draft steps and main inferences cost here: for one text measured once and kept on disk, for several measured at
+every start."""
 
 import hashlib
 import json
@@ -7,47 +8,70 @@ import platform
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import openvino as ov
 
 from speculative.cached_model import CachedModel
+from speculative.cost_curve import CostCurve
 from speculative.draft_length import LONGEST, Costs
 
-MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference
+MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference, of one text
+MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of several
 CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
-DRAFT, FURTHER = 0, -1  # stand for a draft step behind one of them, and one behind a draft step
 TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
 
 
+class Seconds(NamedTuple):
+    """Of an inference, by the number of tokens in it: the main model's, the draft's behind one of the main model's, and
+    the draft's behind one of its own, when it is in the processor's caches."""
+
+    main: dict[int, float]
+    draft: dict[int, float]
+    draft_further: dict[int, float]
+
+
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
-    """Time both models (a second or so for a 1 B model), in turns: a large model leaves nothing in the processor's
-    caches for a small one. Their own caches are empty afterwards."""
+    """What the draft length rule of one text has to know (a second or so for a 1 B model)."""
+    seconds = _clock(main, draft, [(n, 1) for n in MEASURED])
+    return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0))
+
+
+def measure_together(main: CachedModel, draft: CachedModel | None) -> list[CostCurve]:
+    """What the rule of several texts has to know (a few seconds for a 1 B model): a curve for each of `Seconds`."""
+    seconds = _clock(main, draft, [(n, n) for n in MEASURED_TOGETHER])
+    return [CostCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
+
+
+def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]]) -> Seconds:
+    """Time both models on so many tokens each, in turns: a large model leaves nothing in the processor's caches for a
+    small one. Their own caches are empty afterwards."""
     models = [main, *([draft] if draft else [])]
-    context = max(1, min(CONTEXT, *(model.capacity - max(MEASURED) for model in models)))
-    counts = tuple(n for n in MEASURED if context + n <= main.capacity)
-    tokens = (np.arange(context + max(counts), dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
+    most = max(n for n, _ in counts)
+    context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
+    tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
     for model in models:
         model.logits(tokens[:context])
-    times: dict[int, list[float]] = {n: [] for n in (*counts, DRAFT, FURTHER)}
+    times = Seconds({}, {}, {})
 
-    def time_one(model: CachedModel, n: int, name: int) -> None:
-        begin = time.perf_counter()
-        model.backend.run(context, tokens[context : context + n], n)
-        times[name].append(time.perf_counter() - begin)
+    def time_one(model: CachedModel, n: int, of_model: dict[int, list[float]]) -> None:
+        if context + n <= model.capacity:
+            begin = time.perf_counter()
+            model.backend.run(context, tokens[context : context + n], n)
+            of_model.setdefault(n, []).append(time.perf_counter() - begin)
 
     started = time.perf_counter()
-    while len(times[counts[0]]) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
-        for n in counts:
-            time_one(main, n, n)
+    while len(times.main.get(counts[0][0], ())) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
+        for n, n_draft in counts:
+            time_one(main, n, times.main)
             if draft:
-                time_one(draft, 1, DRAFT)
-                time_one(draft, 1, FURTHER)
+                time_one(draft, n_draft, times.draft)
+                time_one(draft, n_draft, times.draft_further)
     for model in models:
         model.forget()
     # The first of a shape is slower. The lower quartile: what other programs take of the machine is none of the costs.
-    usual = {n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in times.items() if of_n}
-    return Costs(draft=usual.pop(DRAFT, 0.0), draft_further=usual.pop(FURTHER, 0.0), main=usual)
+    return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:

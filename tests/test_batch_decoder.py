@@ -35,7 +35,7 @@ RULES = ({"num_assistant_tokens": 1}, {"num_assistant_tokens": 7}, {"assistant_c
 
 def costs():
     """At which most drafts pay."""
-    return BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.1, 64: 0.2}))
+    return BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2, 64: 0.4}), CostCurve({1: 0.1, 64: 0.2}))
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,22 @@ def curve(cost):
     return CostCurve({int(n): float(cost(n)) for n in KNOTS})
 
 
+def rule_of(first=small, further=None):
+    return BatchDraftLength(curve(large), curve(first), curve(further or first))
+
+
+def deaf(rule):
+    """It learns nothing from the clock about drafting."""
+    rule.draft.learn = rule.draft_further.learn = lambda *told: None
+    return rule
+
+
 class Text:
     def __init__(self, rule, chances):
         self.history, self.chances = rule.history(), chances
 
 
-def decode(rule, texts, iterations, random, main=large, draft=small, prompts=0):
+def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0):
     """Tokens a second, and the tokens drafted, by iteration. The draft is as sure of a token as it should be."""
     gained = seconds = 0
     drafted = []
@@ -53,7 +63,8 @@ def decode(rule, texts, iterations, random, main=large, draft=small, prompts=0):
                 right[i] = right[i] and random.random() < chance
                 accepted[i] += right[i]
                 texts[i].history.draft(chance)
-            took = float(draft(len(chosen))) * random.normal(1, 0.1)
+            cost = (further or draft) if tokens > len(texts) else draft
+            took = float(cost(len(chosen))) * random.normal(1, 0.1)
             rule.learn_draft(len(chosen), took)
             tokens, spent = tokens + len(chosen), spent + took
         took = float(main(tokens + prompts)) * random.normal(1, 0.05)
@@ -65,23 +76,24 @@ def decode(rule, texts, iterations, random, main=large, draft=small, prompts=0):
     return gained / seconds, drafted
 
 
-def best_alike(chances, texts, main=large, draft=small):
+def best_alike(chances, texts, main=large, draft=small, further=None):
     """Tokens a second of the best draft length that is the same for all texts, in all iterations."""
     K = np.arange(LONGEST + 1)
     tau = np.cumsum(np.mean(chances) ** K)
-    return (texts * tau / (main(texts * (K + 1)) + K * draft(texts * (K > 0)))).max()
+    drafting = draft(texts) * (K > 0) + (further or draft)(texts) * np.maximum(K - 1, 0)
+    return (texts * tau / (main(texts * (K + 1)) + drafting)).max()
 
 
 @pytest.mark.parametrize("texts", [1, 3, 12])
 @pytest.mark.parametrize("chances", [[0.0], [0.6], [0.95], [0.2, 0.95]], ids=str)
 def test_as_fast_as_the_best_length_for_all(texts, chances):
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     rate, _ = decode(rule, [Text(rule, chances) for _ in range(texts)], 500, np.random.default_rng(0))
     assert rate > 0.95 * best_alike(chances, texts)
 
 
 def test_faster_than_any_length_for_all_where_texts_differ():
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     texts = [Text(rule, [chance]) for chance in (0.05, 0.05, 0.95, 0.95)]
     rate, _ = decode(rule, texts, 500, np.random.default_rng(1))
     K = np.arange(LONGEST + 1)
@@ -93,7 +105,7 @@ def test_faster_than_any_length_for_all_where_texts_differ():
 def test_drafting_shrinks_under_load_and_comes_back():
     """From one text to many and back; the histories of the texts go on."""
     random = np.random.default_rng(2)
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     texts = [Text(rule, [0.8]) for _ in range(24)]
     by_load = {}
     for n in (1, 4, 24, 4, 1):
@@ -106,7 +118,7 @@ def test_drafting_shrinks_under_load_and_comes_back():
 
 def test_one_text_is_drafted_for_as_by_the_rule_for_one():
     random = np.random.default_rng(3)
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     _, drafted = decode(rule, [Text(rule, [0.7])], 1000, random)
     single = AdaptiveDraftLength(Costs(float(small(1)), {n: float(large(n)) for n in range(1, LONGEST + 2)}))
     lengths = []
@@ -122,7 +134,7 @@ def test_one_text_is_drafted_for_as_by_the_rule_for_one():
 
 def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
     random = np.random.default_rng(4)
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     texts = [Text(rule, [0.0]) for _ in range(2)]
     decode(rule, texts, 300, random)
     rate, drafted = decode(rule, texts, 700, random)
@@ -133,7 +145,7 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
 
 
 def test_while_prompts_fill_the_inference_drafts_are_shorter():
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     texts = [Text(rule, [0.65])]
     _, alone = decode(rule, texts, 200, np.random.default_rng(5))
     _, beside = decode(rule, texts, 200, np.random.default_rng(5), prompts=64)
@@ -143,7 +155,7 @@ def test_while_prompts_fill_the_inference_drafts_are_shorter():
 def test_costs_that_were_wrong_are_learnt_from_the_clock():
     """A main model that is far slower at many tokens than was measured; then the machine is itself again."""
     random = np.random.default_rng(6)
-    rule = BatchDraftLength(curve(large), curve(small))
+    rule = rule_of()
     texts = [Text(rule, [0.8]) for _ in range(2)]
     _, before = decode(rule, texts, 300, random)
     _, drafted = decode(rule, texts, 800, random, main=slow)
@@ -155,7 +167,7 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
 def test_a_draft_thought_too_slow_is_asked_again():
     """Its costs were measured while something else ran, at twenty times what they are."""
     random = np.random.default_rng(7)
-    rule = BatchDraftLength(curve(large), curve(lambda n: 20 * small(n)))
+    rule = rule_of(lambda n: 20 * small(n))
     texts = [Text(rule, [0.9])]
     _, first = decode(rule, texts, 50, random)
     assert not any(first)
@@ -170,3 +182,20 @@ def test_the_costs_of_tokens_never_seen_are_a_straight_line():
     for _ in range(100):
         costs.learn(2, 22.0)
     assert costs(2) == pytest.approx(22, rel=0.05)
+
+
+@pytest.mark.parametrize(("texts", "chance", "mistaken"), [(1, 0.9, "dear"), (4, 0.6, "cheap")])
+def test_the_first_step_behind_the_main_model_may_cost_more(texts, chance, mistaken):
+    """Who takes every step for as dear as the first one, or as cheap as the further ones, is slower somewhere."""
+
+    def first(n):
+        return 3 * small(n) + 4 * (np.asarray(n) > 0)
+
+    def rate(rule):
+        each = [Text(rule, [chance]) for _ in range(texts)]
+        return decode(rule, each, 400, np.random.default_rng(8), draft=first, further=small)[0]
+
+    right = rate(rule_of(first, small))
+    wrong = {"dear": rate(deaf(rule_of(first))), "cheap": rate(deaf(rule_of(small)))}
+    assert right > 0.95 * best_alike([chance], texts, draft=first, further=small)
+    assert right > 0.98 * max(wrong.values()) and right > 1.05 * wrong[mistaken]
