@@ -90,7 +90,10 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endp
         options += [part for key, value in arguments.property for part in ("--property", f"{key}={value}")]
         options += ["--max-running", str(max(arguments.clients)), "--max-waiting", str(max(arguments.clients))]
         folders = {DRAFT: [arguments.main, arguments.draft], ALONE: [arguments.main]}
-        urls = {name: stack.enter_context(StartedServer([*pair, *options])).url for name, pair in folders.items()}
+        servers = {name: StartedServer([*pair, *options]) for name, pair in folders.items()}
+        for server in servers.values():
+            stack.callback(server.end)
+        urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
     found = {name: Endpoint(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
     return {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}

@@ -3,7 +3,7 @@
     server = Endpoint("http://127.0.0.1:8000/v1", "embedded")
     span = closed_loop(server, clients=8, seconds=10, prompts=["def area(", "class Box:"], settings={"max_tokens": 50})
 
-What became of each request is an `Answer`: answered, refused cleanly (with the API's error object), or lost.
+What became of each request is an `Answer`: answered, refused (with the API's error object), cut off, or lost.
 """
 
 import http.client
@@ -11,7 +11,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -36,10 +36,8 @@ class Endpoint(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {
-            "Content-Type": "application/json",
-            **({"Authorization": f"Bearer {self.api_key}"} * bool(self.api_key)),
-        }
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **key}
 
     def path(self, name: str) -> str:
         return urlsplit(self.url).path.rstrip("/") + name
@@ -71,8 +69,10 @@ def ask(
         else:
             answer.retry_after = float(response.getheader("Retry-After") or 0)
             answer.error = _message(json.loads(response.read()))
-    except (OSError, http.client.HTTPException, ValueError):  # no answer, or none in the API's form: lost
-        pass
+    except TimeoutError:
+        pass  # lost
+    except (OSError, http.client.HTTPException, ValueError):
+        answer.cut = True
     answer.end = time.perf_counter()
     if answer.outcome != "answered":
         connection.close()  # it connects anew by itself
@@ -80,7 +80,7 @@ def ask(
 
 
 def _read_events(response: http.client.HTTPResponse, answer: Answer, piece: Callable[[str], None]) -> None:
-    for line in response:
+    for line in _lines(response):
         name, _, data = line.strip().partition(b": ")
         if name != b"data":
             continue
@@ -104,6 +104,14 @@ def _read_events(response: http.client.HTTPResponse, answer: Answer, piece: Call
             details = usage.get("completion_tokens_details") or {}
             answer.accepted = details.get("accepted_prediction_tokens")
             answer.rejected = details.get("rejected_prediction_tokens")
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """As they come. Raises HTTPException where the connection breaks, which iterating over `response` does not."""
+    rest = b""
+    while received := response.read1():
+        *whole, rest = (rest + received).split(b"\n")
+        yield from whole
 
 
 def _message(content: dict) -> str:

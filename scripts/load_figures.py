@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from speculative import metrics
 
+OUTCOMES = ("answered", "refused", "cut off", "lost")
 EACH = 100_000  # numbers of prompts set apart for one measurement
 MIDDLE = (0.05, 0.95)  # quantiles between which the spread of TTFT and TPOT is shown
 
@@ -37,15 +38,19 @@ class Answer:
     rejected: int | None = None
     finish_reason: str = ""
     status: int = 0  # of HTTP; 0: none came
-    error: str = ""
+    error: str = ""  # that of the API's error object
     retry_after: float = 0.0
     whole: bool = False  # it came to its end
+    cut: bool = False  # the connection broke, or was not to be had, or there came an error that is not the API's
 
     @property
     def outcome(self) -> str:
-        if self.whole and self.finish_reason and not self.error:
+        """Of OUTCOMES. Who is cut off knows it; lost is who waits in vain, or takes a part for the whole."""
+        if self.error:
+            return "refused"
+        if self.whole and self.finish_reason:
             return "answered"
-        return "refused" if self.error else "lost"
+        return "cut off" if self.cut else "lost"
 
     @property
     def ttft(self) -> float | None:
@@ -147,10 +152,13 @@ def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") 
         "same_text": sum(same) if same else None,
         "texts": len(same),
         "requests": len(answers),
-        **{
-            outcome: sum(answer.outcome == outcome for answer in answers) for outcome in ("answered", "refused", "lost")
-        },
+        **outcomes(answers),
     }
+
+
+def outcomes(answers: Sequence[Answer]) -> dict[str, int]:
+    """How many requests ended how."""
+    return {outcome: sum(answer.outcome == outcome for answer in answers) for outcome in OUTCOMES}
 
 
 def _median_and_spread(name: str, values: list[float | None]) -> dict:
@@ -218,10 +226,10 @@ def _times(row: dict) -> str:
 
 def losses(rows: list[dict]) -> str:
     """What became of the requests, in a sentence."""
-    total = {what: sum(row[what] for row in rows) for what in ("requests", "answered", "refused", "lost")}
+    total = {what: sum(row[what] for row in rows) for what in ("requests", *OUTCOMES)}
     return (
         f"Of {total['requests']:,} requests {total['answered']:,} were answered, {total['refused']:,} refused with an "
-        f"error of the API, {total['lost']:,} lost."
+        f"error of the API, {total['cut off']:,} cut off, {total['lost']:,} lost."
     )
 
 
@@ -238,7 +246,7 @@ def table(rows: list[dict]) -> str:
         "drafted": [_number(one["mean_draft_length"]) for one in rows],
         "block eff.": [_number(one["block_efficiency"]) for one in rows],
         "text as alone": [_same(one) for one in rows],
-        **{what: [str(one[what]) for one in rows] for what in ("answered", "refused", "lost")},
+        **{what: [str(one[what]) for one in rows] for what in OUTCOMES},
     }
     widths = [max(map(len, [name, *column])) for name, column in columns.items()]
     lines = []

@@ -45,6 +45,7 @@ COLUMNS = {
     "requests": ("requests", PLAIN),
     "answered": ("answered", PLAIN),
     "refused": ("refused", PLAIN),
+    "cut off": ("cut off", PLAIN),
     "lost": ("lost", PLAIN),
     "cache_bytes": ("caches (MB)", "{:.0f}"),
     "ratio": ("ratio", SHARE),

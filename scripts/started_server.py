@@ -1,7 +1,10 @@
 """samples/serve/serve_pair.py in a process of its own, from when it is ready until it is no longer needed.
 
-with StartedServer(["models/embedded/main", "models/embedded/draft"]) as server:
-    print(server.url)
+server = StartedServer(["models/embedded/main", "models/embedded/draft"])
+try:
+    print(server.url())
+finally:
+    server.end()
 """
 
 import collections
@@ -19,65 +22,57 @@ SERVE_PAIR = Path(__file__).resolve().parent.parent / "samples/serve/serve_pair.
 READY = "ready: "  # then the URL, on a line of its standard error
 START = 180.0  # seconds to get ready
 END = 60.0  # seconds to answer what it has taken, and to end what it started
-SHOWN = 200  # characters of what it said last
+SHOWN = 300  # characters of what it said last
 
 
 class StartedServer:
+    """A server that gets ready while others do, too."""
+
     def __init__(self, arguments: Sequence[object]):
-        """`arguments` of serve_pair.py, but for the port: a free one is taken."""
-        self.arguments = list(map(str, arguments))
-        self.url = ""
-
-    def __enter__(self) -> "StartedServer":
-        """Raises RuntimeError, with what it said last, where it does not get ready."""
-        command = [
-            sys.executable,
-            str(SERVE_PAIR),
-            *self.arguments,
-            "--port",
-            str(free_port()),
-            "--metrics-port",
-            str(free_port()),
-        ]
-        own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}
+        """`arguments` of serve_pair.py, but for the ports: free ones are taken."""
+        ports = ["--port", str(free_port()), "--metrics-port", str(free_port())]
+        own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}  # Ctrl-C is ours
         self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", **own_group
+            [sys.executable, str(SERVE_PAIR), *map(str, arguments), *ports],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            **own_group,
         )
-        said, ready = collections.deque(maxlen=20), threading.Event()
+        self._url = ""
+        self._said = collections.deque(maxlen=20)
+        self._ready = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-        def listen() -> None:
-            for line in self.process.stderr:
-                if line.startswith(READY):
-                    self.url = line.removeprefix(READY).split()[0]
-                    ready.set()
-                elif line.strip():
-                    said.append(line.strip())
-            ready.set()
+    def url(self) -> str:
+        """Where it answers, once it does. Raises RuntimeError, with what it said last, where it does not."""
+        self._ready.wait(START)
+        if not self._url:
+            self.end()
+            said = self._said[-1][:SHOWN].removeprefix("error: ") if self._said else "it said nothing"
+            raise RuntimeError(f"the server did not get ready: {said}")
+        return self._url
 
-        self._listener = threading.Thread(target=listen, daemon=True)
-        self._listener.start()
-        try:
-            ready.wait(START)
-        except BaseException:  # Ctrl-C
-            self.__exit__()
-            raise
-        if not self.url:
-            self.__exit__()
-            last = (
-                said[-1][:SHOWN].removeprefix("error: ") if said else f"it ended with status {self.process.returncode}"
-            )
-            raise RuntimeError(f"the server did not get ready: {last}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
         try:
             self.process.wait(END)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL) if os.name != "nt" else self.process.kill()
+                self.process.kill() if os.name == "nt" else os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+    def _listen(self) -> None:
+        for line in self.process.stderr:
+            if line.startswith(READY):
+                self._url = line.removeprefix(READY).split()[0]
+                self._ready.set()
+            elif line.strip():
+                self._said.append(line.strip())
+        self._ready.set()
 
 
 def free_port() -> int:

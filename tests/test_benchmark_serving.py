@@ -1,0 +1,220 @@
+"""The load tests as their user runs them, on the embedded pair; what they count, and what they say of figures."""
+
+import csv
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from load_clients import Endpoint, ask, closed_loop
+from load_figures import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+
+SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
+QUICK = ["--clients", "1,3", "--seconds", "0.7", "--rounds", "1", "--max-new-tokens", "12", "--max-prompts", "4"]
+QUICK += ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
+
+
+@pytest.fixture(scope="module", params=[SERVING, BATCHING])
+def measured(request, tmp_path_factory):
+    """One run in exact arithmetic: the program, what it printed, and the folder of what it wrote."""
+    folder = tmp_path_factory.mktemp("load")
+    files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
+    command = [sys.executable, request.param, str(MAIN), str(DRAFT), *QUICK, *files]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=500)
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    return request.param, process.stdout, folder
+
+
+def test_every_way_is_measured_with_every_number_of_clients(measured):
+    program, printed, folder = measured
+    result = json.loads(printed.splitlines()[-1])
+    serving = ["main model alone", "with draft"]
+    batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, draft as pays"]
+    ways = serving if program == SERVING else batching
+    assert [(row["way"], row["clients"]) for row in result["rows"]] == [(way, n) for way in ways for n in (1, 3)]
+    for one in result["rows"]:
+        assert one["answered"] == one["requests"] >= one["clients"]
+        assert one["refused"] == one["cut off"] == one["lost"] == 0
+        assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
+        assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
+        if one["way"] in ("with draft", "ours, draft as pays"):
+            assert 0 < one["acceptance_rate"] <= 1 and one["block_efficiency"] >= 1 and one["mean_draft_length"] > 0
+        if one["speedup"] is not None:
+            assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text
+    assert result["program"] in program and len(result["summary"]) >= 4
+    assert any("stops paying" in line or "pays" in line for line in result["summary"])
+    assert json.loads((folder / "load.json").read_text(encoding="utf-8")) == result
+    rows = list(csv.DictReader((folder / "load.csv").open(encoding="utf-8")))
+    assert [row["name"] for row in rows] == [row["name"] for row in result["rows"]]
+    page = (folder / "load.html").read_text(encoding="utf-8")
+    assert all(f'id="load-{key}"' in page for key in ("throughput", "ttft", "tpot", "mean_draft_length"))
+    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_is_told_for_each_choice(measured):
+    program, printed, _ = measured
+    if program == SERVING:
+        pytest.skip("in process only")
+    starts = {start["name"]: start for start in json.loads(printed.splitlines()[-1])["starts"]}
+    assert len(starts) == 4
+    for name, start in starts.items():
+        assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
+        assert ("ours" in name) == bool(start["cache_bytes"])
+    assert starts["ours, draft"]["cache_bytes"] > starts["ours, main alone"]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        ([], 2, "--url"),
+        ([MAIN], 2, "no draft"),
+        ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
+        ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),
+        ([MAIN, DRAFT, "--clients", "4,2"], 2, "4,2"),
+        ([MAIN, DRAFT, "--seconds", "0"], 2, "0"),
+        ([MAIN, DRAFT, "--prompts", "no/such/file.jsonl"], 2, "no/such/file.jsonl"),
+        ([MAIN, DRAFT, "--max-new-tokens", "5000"], 2, "5,0"),
+        (["--url", "http://127.0.0.1:1/v1"], 1, "127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, arguments, status, word):
+    process = run(SERVING, *arguments)
+    assert process.returncode == status, process.stderr
+    assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
+
+
+def test_a_server_that_does_not_start_is_one_sentence(run):
+    process = run(SERVING, MAIN, DRAFT, "--device", "GPX")
+    assert process.returncode == 1 and "did not get ready" in process.stderr and "GPX" in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+# ---- what clients see -----------------------------------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+PIECE = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+STOP = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+USAGE = (
+    b'data: {"choices": [], "usage": {"completion_tokens": 3, "completion_tokens_details": '
+    b'{"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 4}}}\n\n'
+)
+DONE, FAILED = b"data: [DONE]\n\n", b'data: {"error": {"message": "Decoding failed."}}\n\n'
+FULL = b'{"error": {"message": "The queue is full."}}'
+
+
+def chunks(*parts):
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+ANSWERS = {
+    "whole": (HEAD + chunks(PIECE, STOP, USAGE, DONE, b""), "answered"),
+    "an error in the stream": (HEAD + chunks(PIECE, FAILED, b""), "refused"),
+    "refused": (b"HTTP/1.1 429 No\r\nRetry-After: 3\r\nContent-Length: %d\r\n\r\n%s" % (len(FULL), FULL), "refused"),
+    "not the API's error": (b"HTTP/1.1 500 No\r\nContent-Length: 4\r\n\r\nOops", "cut off"),
+    "cut in the middle": (HEAD + chunks(PIECE), "cut off"),
+    "nothing": (b"", "cut off"),
+    "a part that looks whole": (HEAD + chunks(PIECE, b""), "lost"),
+    "no end": (HEAD + chunks(PIECE, DONE, b""), "lost"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_became_of_a_request(name):
+    answer, outcome = ANSWERS[name]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        endpoint = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m")
+        got = ask(endpoint.connect(), endpoint, 7, "x", {})
+        thread.join()
+    assert (got.outcome, got.number) == (outcome, 7)
+    if name == "whole":
+        assert (got.text, got.tokens, got.accepted, got.rejected) == ("a", 3, 1, 4) and got.ttft > 0
+    if name == "refused":
+        assert (got.status, got.retry_after) == (429, 3)
+
+
+def test_silence_is_lost_and_nobody_there_is_cut_off():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "m")
+        assert ask(endpoint.connect(timeout=0.2), endpoint, 0, "x", {}).outcome == "lost"
+    span = closed_loop(endpoint, 2, 0.15, ["x"], {})
+    assert outcomes(span.answers)["cut off"] == len(span.answers) >= 2
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_count_where_they_fall():
+    answer = Answer(0, sent=0.0, first=1.0, end=3.0, tokens=20)
+    assert answer.tokens_between(0, 4) == 20 and answer.tokens_between(2, 9) == 10
+    assert answer.tokens_between(0, 1) == answer.tokens_between(3, 4) == 0
+    assert answer.ttft == 1 and answer.tpot == pytest.approx(2 / 19)
+    assert Span([answer, answer], 1.0, 3.0).throughput == 20
+
+
+def spans(speed, drafted):
+    """Two rounds of one answer: 1 + 5 tokens, of which two were drafted and accepted."""
+    told = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
+    return [Span([Answer(0, 0, 0.1, 1, "t", 6 * speed, **told, finish_reason="length", whole=True)], 0, 1)] * 2
+
+
+def test_where_speculation_stops_paying_is_said():
+    alone, draft = (Load(name, lambda *_: None) for name in ("alone", "draft"))
+    alone.rounds = {n: spans(10, 0) for n in (1, 4, 16)}
+    draft.rounds = {1: spans(20, 100), 4: spans(11, 20), 16: spans(9, 2)}
+    rows = [row(draft, n, alone) for n in draft.rounds]
+    said = " ".join(stops_paying(rows))
+    assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
+    assert "stops paying at 16 clients; from there on it takes 10% at worst" in said
+    assert "drafting shrinks" in said
+    assert stops_paying(rows[:2])[1] == "Speculation pays at every number of clients that was measured, up to 4."
+    assert "surely at no number" in stops_paying(rows[2:])[1]
+    assert stops_paying([row(alone, 1, None)]) == []
+    assert len({len(line) for line in table(rows).splitlines()}) == 1
+
+
+def test_ways_take_turns_on_the_same_prompts():
+    asked = []
+    ways = [
+        Load(name, lambda n, s, first, name=name: asked.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
+    ]
+    assert take_turns(ways, [1, 2], 0.1, rounds=2, warm_up=1)
+    assert [(name, n) for name, n, _ in asked] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)] * 3
+    firsts = [first for _, _, first in asked]
+    assert firsts[::2] == firsts[1::2] and len(set(firsts[::2])) == 6  # the same for both, none twice
+    assert [len(way.rounds[n]) for way in ways for n in (1, 2)] == [2] * 4
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+def test_ctrl_c_ends_what_was_started(tmp_path):
+    command = [sys.executable, SERVING, str(MAIN), str(DRAFT)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
+    import psutil
+
+    def servers():
+        return [one for one in psutil.Process(process.pid).children() if "serve_pair" in " ".join(one.cmdline())]
+
+    until = time.monotonic() + 60
+    while len(servers()) < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    started = servers()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert not psutil.wait_procs(started, timeout=5)[1]

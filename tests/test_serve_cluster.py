@@ -1,0 +1,134 @@
+"""The smallest cluster: two Ray nodes on this machine, a replica on each, clients that never stop asking, and what they
+see when a replica is killed, a node is removed, the head starts again.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from conftest import ROOT
+from serving import Server
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from load_clients import Endpoint, ask
+from load_figures import outcomes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
+ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+SOON = 90  # seconds that something may take that is looked at again and again
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args=ROOM)
+    cluster.other = cluster.add_node(**ROOM)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    with Server("--address", cluster.address, "--replicas", 2, "--drain", 5) as server:
+        yield server
+
+
+class Load:
+    """Clients that ask again and again while the block runs; `answers` so far."""
+
+    def __init__(self, server):
+        self.answers = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(server, i)) for i in range(CLIENTS)]
+
+    def _ask(self, server, number):
+        endpoint = Endpoint(server.url, server.model)
+        while not self._stop.is_set():
+            number += CLIENTS
+            connection = endpoint.connect()  # a new one each time: at either node
+            settings = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+            self.answers.append(ask(connection, endpoint, number, f"def f{number}(x):", settings))
+            connection.close()
+            if self.answers[-1].outcome != "answered":
+                time.sleep(0.1)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(SOON)
+        assert not any(thread.is_alive() for thread in self._threads), "a client waits in vain"
+
+    def wait_for_answers(self, number):
+        """So many more."""
+        before, until = outcomes(self.answers)["answered"], time.monotonic() + SOON
+        while outcomes(self.answers)["answered"] < before + number:
+            assert time.monotonic() < until, outcomes(self.answers)
+            time.sleep(0.1)
+
+
+def replicas():
+    """The processes of the replicas on both nodes: the nodes are this process's own."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ServeReplica" in "".join(process.cmdline()):
+                found[process.pid] = process.ppid()
+    return found
+
+
+def wait_for_replicas(number, without=()):
+    until = time.monotonic() + SOON
+    while len(there := {pid: node for pid, node in replicas().items() if pid not in without}) < number:
+        assert time.monotonic() < until, f"there are {len(there)} replicas, not {number}"
+        time.sleep(0.2)
+    return there
+
+
+def test_replicas_are_on_both_nodes(server):
+    there = wait_for_replicas(2)
+    assert len(set(there.values())) == 2  # each the child of another node's raylet
+
+
+def test_a_killed_replica_comes_back_and_others_go_on(server):
+    before = wait_for_replicas(2)
+    with Load(server) as load:
+        load.wait_for_answers(2 * CLIENTS)
+        victim = next(iter(before))
+        os.kill(victim, signal.SIGKILL)
+        load.wait_for_answers(2 * CLIENTS)  # from the other one
+        wait_for_replicas(2, without=[victim])
+        load.wait_for_answers(4 * CLIENTS)
+    ended = outcomes(load.answers)
+    print(ended)
+    assert ended["lost"] == 0
+    assert ended["cut off"] + ended["refused"] < ended["answered"]
+
+
+def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(server, cluster):
+    wait_for_replicas(2)
+    with Load(server) as load:
+        load.wait_for_answers(2 * CLIENTS)
+        cluster.remove_node(cluster.other, allow_graceful=False)
+        load.wait_for_answers(6 * CLIENTS)
+    ended = outcomes(load.answers)
+    print(ended)
+    assert ended["lost"] == 0
+    assert len(replicas()) == 1
+    cluster.other = cluster.add_node(**ROOM)
+    with Load(server) as load:
+        wait_for_replicas(2)
+        load.wait_for_answers(4 * CLIENTS)
+    assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)

@@ -1,0 +1,134 @@
+"""The server in use for 20 minutes by clients of all kinds: memory stays flat, no place and no block is lost.
+
+python -m pytest tests/test_serve_soak.py --long -s
+SOAK_MINUTES=5 python -m pytest tests/test_serve_soak.py --long -s
+"""
+
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+from serving import Server
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from load_clients import Endpoint, ask
+from load_figures import outcomes
+
+CONTEXT = 1024  # tokens, of the embedded pair
+RUNNING, WAITING, CLIENTS = 6, 8, 10
+GROWTH = 32_000_000  # bytes that a process may have more at the end than when it was warm
+EVERY = 5.0  # seconds
+
+
+def memory(server):
+    """Bytes in memory, by the name of the process."""
+    main = psutil.Process(server.process.pid)
+    found = {}
+    for process in (main, *main.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if words:
+                found[f"{Path(words[0].split()[0]).name[:30]} {process.pid}"] = process.memory_info().rss
+    return found
+
+
+def client(server, number, stop, answers, vanished):
+    """Asks for all kinds of things, and sometimes does not wait for the answer."""
+    chance = random.Random(number)
+    completions, chats = (Endpoint(server.url, server.model, chat=chat) for chat in (False, True))
+    connection = completions.connect()
+    while not stop.is_set():
+        asked = {"max_tokens": chance.choice([1, 5, 40, 200]), "temperature": chance.choice([0, 0, 0.7, 1.3])}
+        if chance.random() < 0.3:
+            asked["seed"] = chance.randrange(100)
+        if chance.random() < 0.3:
+            asked["stop"] = chance.sample(["\n\n", "return", "self", "def"], 2)
+        if chance.random() < 0.1:
+            asked["temperature"] = 7  # to be refused
+        prompt = "# some text\n" * chance.choice([0, 1, 20, 100]) + f"def f{chance.randrange(50)}(x):"
+        endpoint = chance.choice([completions, chats])
+        if chance.random() < 0.1:
+            path, body = endpoint.request(prompt, {**asked, "max_tokens": 500})
+            other = endpoint.connect()
+            other.request("POST", path, body, endpoint.headers)
+            time.sleep(chance.random())
+            other.close()
+            vanished.append(number)
+            continue
+        answers.append(ask(connection, endpoint, number, prompt, asked))
+        if answers[-1].status == 429:
+            time.sleep(min(answers[-1].retry_after, 2))
+
+
+def health(server):
+    with urllib.request.urlopen(server.url.replace("/v1", "/health"), timeout=10) as answer:
+        return json.load(answer)
+
+
+def wait_until(true, what, seconds=60):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_long_use_leaves_memory_flat_and_every_place_free(request):
+    if not request.config.getoption("--long"):
+        pytest.skip("20 minutes: --long")
+    seconds = 60 * float(os.environ.get("SOAK_MINUTES", "20"))
+    options = ("--max-running", RUNNING, "--max-waiting", WAITING, "--cache-tokens", 2 * CONTEXT)
+    with Server(*options) as server:
+        stop, answers, vanished, samples = threading.Event(), [], [], []
+        clients = [
+            threading.Thread(target=client, args=(server, i, stop, answers, vanished), daemon=True)
+            for i in range(CLIENTS)
+        ]
+        for one in clients:
+            one.start()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(EVERY)
+            samples.append(memory(server))
+        stop.set()
+        for one in clients:
+            one.join(120)
+        assert not any(one.is_alive() for one in clients), "a client waits in vain"
+
+        ended = outcomes(answers)
+        statuses = Counter(answer.status for answer in answers)
+        print(f"\n{len(answers)} requests: {ended}, by status {dict(statuses)}; {len(vanished)} clients vanished")
+        third = len(samples) // 3
+        for name in samples[-1]:
+            warm, last = (
+                max(sample.get(name, 0) for sample in part) for part in (samples[: third + 1], samples[-third:])
+            )
+            print(f"{name:40} {warm / 1e6:7.1f} MB when warm, {last / 1e6:7.1f} MB at the end")
+            assert last - warm < GROWTH, name
+        assert ended["lost"] == ended["cut off"] == 0 and set(statuses) <= {200, 400, 429}
+        assert ended["answered"] > len(answers) / 3 and vanished
+
+        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
+        endpoint = Endpoint(server.url, server.model)
+        whole = {"max_tokens": CONTEXT - 20, "ignore_eos": True, "temperature": 0}  # half of the cache
+        last = []
+        halves = [
+            threading.Thread(target=lambda i=i: last.append(ask(endpoint.connect(), endpoint, i, f"# {i}", whole)))
+            for i in range(2)
+        ]
+        for half in halves:
+            half.start()
+        wait_until(lambda: health(server)["running"] == 2, "both have room at once: no block is lost")
+        for half in halves:
+            half.join()
+        assert outcomes(last)["answered"] == 2
