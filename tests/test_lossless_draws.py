@@ -41,7 +41,7 @@ RULES = ("K=1", "K=2", "K=4", "K=8", "confidence", "adaptive")
 TEMPERATURES = (1.0, 0.5, 1.5)
 ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it is called
     "same": (0.99, 1),
-    "good": (0.5, 0.98),
+    "good": (0.4, 0.98),
     "useless": (0.05, 0.7),
     "wrong": (0, 0.3),
     "lookup": (0, 0.7),
