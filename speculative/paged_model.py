@@ -81,7 +81,8 @@ class PagedModel:
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
     def run_together(self, runs: Sequence[Run]) -> np.ndarray:
-        """One inference on the tokens of all `runs`, sequences that share no blocks; each start as for `run`.
+        """One inference on the tokens of all `runs`; each start as for `run`. Sequences may have blocks in common that
+        end before their start.
 
         Returns logits float32 [sum of last, V], one after the other: a view that the next run overwrites. `run` has the
         first blocks of the table for its sequence: who calls both must not mind.

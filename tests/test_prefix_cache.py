@@ -1,0 +1,445 @@
+"""Texts that begin alike share that part of the cache, and are what they are without: nothing is shared but verified
+tokens behind the same beginning, none of it is ever written to, and every block comes back.
+
+What the cache holds is followed token by token beside the engine, in main and draft model; that finds the planted bugs.
+"""
+
+import dataclasses
+
+import numpy as np
+import openvino
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN
+from openvino_genai import GenerationConfig
+from tiny_llama import tiny_llama
+
+from scripts import llama_ir
+from speculative import cached_model
+from speculative.batch_decoder import BatchDecoder
+from speculative.batch_draft_length import BatchDraftLength
+from speculative.batch_model import BatchModel, Slot
+from speculative.block_pool import BlockPool, Lease, NoRoom
+from speculative.cost_curve import CostCurve
+from speculative.decoder import Decoder
+from speculative.draft_source import ModelDraft
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
+ONE_THREAD = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+F32 = {**EXACT, **ONE_THREAD}
+U8 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", **ONE_THREAD}
+BLOCK, ROOM, CONTEXT = 32, 640, 200  # tokens: of a block, of all texts, of the longest one
+RULES = ({"num_assistant_tokens": 3}, {"assistant_confidence_threshold": 0.5}, {"num_assistant_tokens": 1}, {})
+
+
+def decoder_of(main, draft, share=True):
+    costs = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+    return BatchDecoder(BatchModel(main, CONTEXT, share), BatchModel(draft, CONTEXT, share), costs)
+
+
+def greedy(tokens, **options):
+    return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
+
+
+def finish(decoder):
+    while decoder.busy:
+        decoder.step()
+
+
+def models_of(decoder):
+    return decoder.main, decoder.draft
+
+
+def blocks_are_back(decoder):
+    return all(model.pool.free == model.pool.blocks and not model.pool.promised for model in models_of(decoder))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A pair of two layers each: with one, what the cache holds of a token would not depend on those before."""
+    base = tmp_path_factory.mktemp("tiny")
+    for name, noise in (("main", 0.0), ("draft", 0.2)):
+        llama = tiny_llama(1, noise)
+        llama = dataclasses.replace(llama, layers=[*llama.layers, *tiny_llama(2, noise).layers])
+        (base / name).mkdir()
+        openvino.save_model(llama_ir.build(llama), base / name / "openvino_model.xml", compress_to_fp16=False)
+    return base / "main", base / "draft"
+
+
+@pytest.fixture(scope="module")
+def tiny(folders):
+    return [cached_model.load(folder, "CPU", F32, ROOM) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def conversations(folders):
+    """Requests that begin alike, first turns and second ones, and what the decoder of one text makes of each."""
+    main, draft = (cached_model.load(folder, "CPU", F32, CONTEXT) for folder in folders)
+    decoder, random = Decoder(main, ModelDraft(draft, main.width)), np.random.default_rng(3)
+    system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
+    requests, texts = [], []
+    for seed in range(36):
+        if seed % 3 == 2:  # goes on with what was said before
+            earlier = int(random.integers(len(requests)))
+            prompt = np.concatenate([requests[earlier][0], texts[earlier].tokens])
+        else:
+            prompt = np.concatenate([system[random.integers(3)], user[random.integers(2)]])
+        prompt = np.concatenate([prompt, random.integers(0, 8, random.integers(1, 20))])[-CONTEXT + 40 :]
+        config = greedy(int(random.integers(2, 40)), do_sample=seed % 2 == 0, **RULES[seed % 3])
+        requests.append((prompt, config, seed))
+        texts.append(decoder.generate(prompt, config, seed=seed))
+    return requests, [text.tokens for text in texts]
+
+
+class Shadow:
+    """What the cache holds, told from the inferences alone: in each place the text up to there that was written last.
+
+    `wrong` counts what texts read there that is not theirs, and what others may have although it bears traces.
+    """
+
+    def __init__(self, decoder, patch):
+        self.decoder, self.wrong = decoder, 0
+        self.places = {id(model): {} for model in models_of(decoder)}
+        self.soiled = {id(model): set() for model in models_of(decoder)}
+        logits = BatchModel.logits
+
+        def watched(model, parts):
+            starts = [part.start for part in parts]
+            rows = logits(model, parts)
+            texts = [[hash(part.tokens[: i + 1].tobytes()) for i in range(len(part.tokens))] for part in parts]
+            where = [
+                [(int(block), offset) for block in part.slot.blocks(len(part.tokens)) for offset in range(BLOCK)]
+                for part in parts
+            ]
+            for start, text, places in zip(starts, texts, where, strict=True):
+                for i in range(start, len(text)):
+                    self.write(id(model), *places[i], text[i])
+            for text, places in zip(texts, where, strict=True):
+                held = self.places[id(model)]
+                self.wrong += any(held.get(place) != state for state, place in zip(text, places, strict=False))
+            return rows
+
+        patch.setattr(BatchModel, "logits", watched)
+
+    def write(self, model, block, offset, state):
+        held, soiled = self.places[model], self.soiled[model]
+        if offset == 0:
+            soiled.discard(block)
+            for i in range(BLOCK):
+                held.pop((block, i), None)
+        elif (block, offset) in held:
+            soiled.add(block)
+        held[block, offset] = state
+
+    def look(self):
+        """Every block that is shared holds what it is found by, and none that a text has is free."""
+        for model in models_of(self.decoder):
+            held, soiled = self.places[id(model)], self.soiled[id(model)]
+            for shared in model.pool._shared.values():
+                text, before = shared.tokens, shared.before
+                while before:
+                    text, before = before.tokens + text, before.before
+                begin = len(text) - len(shared.tokens)
+                texts = [hash(text[: begin + 8 * (i + 1)]) for i in range(BLOCK)]
+                self.wrong += any(held.get((shared.block, i)) != text for i, text in enumerate(texts))
+                self.wrong += model.leaves_traces and shared.block in soiled
+        for request in self.decoder._requests:
+            self.wrong += any(shared in self.decoder.main.pool._idle for shared in request.slot._lease._shared)
+
+
+def run_all(decoder, requests, patch, most=12):
+    """All requests, joining as others leave; returns them and what the shadow found wrong."""
+    random, shadow = np.random.default_rng(0), Shadow(decoder, patch)
+    waiting, added = list(reversed(requests)), []
+    while waiting or decoder.busy:
+        going = sum(not request.finished for request in added)
+        if waiting and going < most and random.random() < 0.5:
+            prompt, config, seed = waiting[-1]
+            if decoder.has_room(len(prompt) + config.max_new_tokens):
+                added.append(decoder.add(prompt, config, seed))
+                waiting.pop()
+        decoder.step()
+        shadow.look()
+    return added, shadow.wrong
+
+
+def test_texts_are_what_they_are_alone(tiny, conversations, monkeypatch):
+    """Under eviction, too: the cache has room for a fraction of what was said."""
+    requests, alone = conversations
+    decoder = decoder_of(*tiny)
+    added, wrong = run_all(decoder, requests, monkeypatch)
+    assert [request.generation.tokens for request in added] == alone and not wrong
+    prompts, cached = sum(len(prompt) for prompt, *_ in requests), sum(request.cached_tokens for request in added)
+    assert 0.3 < cached / prompts < 1
+    assert sum(len(prompt) for prompt, *_ in requests) > 4 * ROOM and blocks_are_back(decoder)
+
+
+def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
+    requests, alone = conversations
+    decoder = decoder_of(*tiny, share=False)
+    added, wrong = run_all(decoder, requests[:15], monkeypatch)
+    assert [request.generation.tokens for request in added] == alone[:15] and not wrong
+    assert not any(request.cached_tokens for request in added) and not decoder.main.pool._shared
+    assert blocks_are_back(decoder)
+
+
+@pytest.fixture(scope="module")
+def small(folders):
+    """In u8, where a rejected token leaves a trace."""
+    return [cached_model.load(folder, "CPU", U8, ROOM) for folder in folders]
+
+
+def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkeypatch):
+    requests, _ = conversations
+    decoder = decoder_of(*small)
+    added, wrong = run_all(decoder, requests, monkeypatch)
+    assert not wrong and sum(request.cached_tokens for request in added) > 0.2 * sum(len(p) for p, *_ in requests)
+    assert blocks_are_back(decoder)
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        (EXACT, False),
+        ({"KV_CACHE_PRECISION": "u8"}, True),
+        ({"KV_CACHE_PRECISION": "u8", "KEY_CACHE_QUANT_MODE": "BY_TOKEN"}, False),
+    ],
+    ids=str,
+)
+def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
+    assert BatchModel(cached_model.load(DRAFT, "CPU", properties, capacity=64)).leaves_traces is expected
+
+
+def test_what_was_computed_once_is_not_computed_again(tiny):
+    """A common beginning of 100 tokens: 96 of them are in full blocks. A second turn: what was said is there, too."""
+    decoder, computed = decoder_of(*tiny), {}
+    for model in models_of(decoder):
+        run = model._backend.run_together
+
+        def counted(runs, run=run, model=model):
+            computed[model] = computed.get(model, 0) + sum(len(one.tokens) for one in runs)
+            return run(runs)
+
+        model._backend.run_together = counted
+    random = np.random.default_rng(4)
+    beginning = random.integers(0, 8, 100)
+    try:
+        first = decoder.add(beginning, greedy(40))
+        finish(decoder)
+        computed.clear()
+        other = decoder.add(np.concatenate([beginning, [1, 2, 3]]), greedy(2, num_assistant_tokens=1))
+        finish(decoder)
+        assert (first.cached_tokens, other.cached_tokens) == (0, 96)
+        assert computed[decoder.main] == 103 - 96 + 1  # and one iteration, in which nothing can be drafted
+        second = np.concatenate([beginning, first.generation.tokens, [4] * 5])
+        computed.clear()
+        turn = decoder.add(second, greedy(3, num_assistant_tokens=1))
+        finish(decoder)
+        assert turn.cached_tokens == (140 - 1) // BLOCK * BLOCK
+        assert computed[decoder.draft] < 30
+    finally:
+        for model in models_of(decoder):
+            del model._backend.run_together
+
+
+def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch):
+    monkeypatch.setattr("speculative.batch_decoder.CHUNK", 64)
+    decoder = decoder_of(*tiny)
+    beginning = np.random.default_rng(5).integers(0, 8, 130)
+    requests = [decoder.add(np.append(beginning, i), greedy(4), seed=i) for i in range(4)]
+    finish(decoder)
+    assert sum(request.cached_tokens for request in requests) >= 3 * 96
+    assert decoder.main.pool.promised == 0 and len(decoder.main.pool._shared) == 4
+
+
+def test_one_block_that_several_have_is_promised_once(tiny):
+    decoder = decoder_of(*tiny)
+    beginning = np.random.default_rng(6).integers(0, 8, 4 * BLOCK)
+    for i in range(5):
+        decoder.add(np.append(beginning, i), greedy(20, num_assistant_tokens=1))
+        decoder.step()
+    assert decoder.main.pool.promised == 4 + 5
+    with pytest.raises(ValueError, match=r"^128 tokens are shared with other texts"):
+        decoder._requests[0].slot.begin(100, 110)
+    finish(decoder)
+    assert blocks_are_back(decoder)
+
+
+def test_what_fails_is_not_shared(tiny, monkeypatch):
+    """An inference that fails may have written anything; a text whose logits are no numbers ends."""
+    decoder = decoder_of(*tiny)
+    prompt = np.random.default_rng(7).integers(0, 8, 80)
+    request = decoder.add(prompt, greedy(20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder.main._backend, "run_together", lambda runs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decoder.step()
+    assert not decoder.main.pool._shared
+    bad = decoder.add(prompt[:70], greedy(20))
+    monkeypatch.setattr(bad.text, "_transform", lambda logits, *text: logits * np.nan)
+    monkeypatch.setattr(request.text, "_transform", lambda logits, *text: logits * np.nan)
+    decoder.step()
+    assert bad.error and request.error and not decoder.main.pool._shared and blocks_are_back(decoder)
+
+
+def test_the_embedded_pair_in_a_conversation():
+    """Greedy tokens, turn by turn, are those of the main model alone; each turn computes little but its own."""
+    alone = Decoder(cached_model.load(MAIN, "CPU", F32, CONTEXT), None, tokenizer=openvino_genai.Tokenizer(str(MAIN)))
+    decoder = decoder_of(*(cached_model.load(folder, "CPU", F32, ROOM) for folder in (MAIN, DRAFT)))
+    said = alone.encode(
+        'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        self.items = []\n'
+    )
+    before = 0
+    for question in ("\n    def push(self, item):\n", "\n    def pop(self):\n", "\n    def peek(self):\n"):
+        said = np.concatenate([said, alone.encode(question)])
+        request = decoder.add(said, greedy(24))
+        finish(decoder)
+        assert request.generation.tokens == alone.generate(said, greedy(24)).tokens
+        assert request.cached_tokens == before // BLOCK * BLOCK
+        said = np.concatenate([said, request.generation.tokens])
+        before = len(said) - 1
+    assert request.cached_tokens >= 64 and blocks_are_back(decoder)
+
+
+def test_blocks_are_shared_by_what_they_hold_and_never_lost():
+    """Texts of blocks of four numbers that come, grow, are shared and go, against a plain account of it."""
+    pool, random = BlockPool(40, 4), np.random.default_rng(0)
+    leases, content, found = {}, {}, 0
+    for _ in range(4000):
+        if random.random() < 0.3 and pool.has_room(most := int(random.integers(1, 60))):
+            lease = pool.promise(most)
+            text = np.repeat(random.integers(0, 2, 15), 4)[:most]  # often alike
+            held = lease.adopt(text[:-1])
+            found += held > 0
+            leases[lease] = text, held
+        elif leases:
+            lease = list(leases)[random.integers(len(leases))]
+            text, held = leases[lease]
+            if random.random() < 0.15:
+                lease.give_back()
+                del leases[lease]
+            else:
+                end = int(random.integers(held, len(text) + 1))
+                for i, block in enumerate(lease.blocks(end).tolist()):
+                    if (i + 1) * 4 > held:
+                        content[block] = text[: min((i + 1) * 4, end)].tobytes()
+                lease.share(text[:end] if random.random() < 0.7 else text[:0])
+                leases[lease] = text, max(held, end)
+        own = [block for lease in leases for block in lease._blocks[len(lease._shared) : lease._taken].tolist()]
+        shared = {shared.block for lease in leases for shared in lease._shared}
+        assert len(set(own)) == len(own) and not shared & set(own)
+        assert len(own) + len(shared) == pool.blocks - pool.free <= pool.promised <= pool.blocks
+        for lease, (text, held) in leases.items():
+            for i, block in enumerate(lease.blocks(held).tolist()):
+                assert content[block] == text[: min((i + 1) * 4, held)].tobytes()
+        for known in pool._shared.values():
+            assert known.before is None or known.before in pool._shared.values()
+    assert found > 200
+    with pytest.raises(NoRoom):
+        pool.promise(4 * 40 + 1)
+    for lease in leases:
+        lease.give_back()
+    assert pool.free == pool.blocks and pool.promised == 0
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def tokens_alone_name_a_block(patch):
+    """Whatever is before them."""
+    own = Lease._next
+    patch.setattr(Lease, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+
+
+def drafted_tokens_are_shared(patch):
+    """Before anybody has verified them."""
+
+    def wrong(self, tokens):
+        n = min(self._length, len(tokens)) // BLOCK * BLOCK
+        self._lease.share(self._held[:n])
+
+    patch.setattr(Slot, "share", wrong)
+    logits = BatchModel.logits
+
+    def at_once(self, parts):
+        rows = logits(self, parts)
+        for part in parts:
+            part.slot.share(part.tokens)
+        return rows
+
+    patch.setattr(BatchModel, "logits", at_once)
+    patch.setattr(Slot, "begin", begin_anywhere)
+
+
+def begin_anywhere(self, start, end):
+    self._length, self._written = start, max(self._written, end)
+
+
+def the_last_block_is_shared_when_it_is_not_full(patch):
+    patch.setattr(Slot, "begin", begin_anywhere)
+    share = Slot.share
+
+    def wrong(self, tokens):
+        share(self, tokens)
+        left = tokens[self._lease.shared : self._length]
+        if BLOCK - 4 < len(left) < BLOCK and self._length < len(tokens):
+            self._lease.share(np.concatenate([tokens[: self._length], np.zeros(BLOCK - len(left), np.int64)]))
+
+    patch.setattr(Slot, "share", wrong)
+
+
+def blocks_are_free_while_others_have_them(patch):
+    release = BlockPool._release
+
+    def wrong(self, shared):
+        shared.holders = 1
+        if (shared.before, shared.tokens) in self._shared:
+            release(self, shared)
+
+    patch.setattr(BlockPool, "_release", wrong)
+
+
+def what_is_evicted_is_still_found(patch):
+    def wrong(self):
+        if self._empty:
+            return self._empty.pop()
+        oldest = next(iter(self._idle))
+        del self._idle[oldest]
+        return oldest.block
+
+    patch.setattr(BlockPool, "_take", wrong)
+
+
+def one_token_more_than_is_there(patch):
+    adopt = Slot.adopt
+
+    def wrong(self, tokens):
+        spared = adopt(self, tokens)
+        if spared and self._length < len(tokens) - 1:
+            self.hold(self._length, tokens[self._length : self._length + 1])
+        return spared
+
+    patch.setattr(Slot, "adopt", wrong)
+
+
+BUGS = (
+    tokens_alone_name_a_block,
+    drafted_tokens_are_shared,
+    the_last_block_is_shared_when_it_is_not_full,
+    blocks_are_free_while_others_have_them,
+    what_is_evicted_is_still_found,
+    one_token_more_than_is_there,
+)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tiny, conversations, monkeypatch):
+    bug(monkeypatch)
+    _, wrong = run_all(decoder_of(*tiny), conversations[0][:24], monkeypatch)
+    assert wrong > 5
+
+
+def test_traces_that_do_not_count_are_found(small, conversations, monkeypatch):
+    monkeypatch.setattr(Slot, "begin", begin_anywhere)
+    _, wrong = run_all(decoder_of(*small), conversations[0][:24], monkeypatch)
+    assert wrong > 5
