@@ -4,6 +4,7 @@ import argparse
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 from ray import serve
@@ -61,7 +62,8 @@ def drain(handle: DeploymentHandle, seconds: float) -> int:
 
 def stop() -> None:
     """End the application, and Ray Serve unless it serves others."""
-    serve.delete(NAME)
+    with suppress(RuntimeError):  # nothing was started
+        serve.delete(NAME)
     if not serve.status().applications:
         serve.shutdown()
 

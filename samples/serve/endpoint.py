@@ -75,6 +75,8 @@ class Endpoint:
 
     async def health(self) -> dict:
         self._check_open()
+        if self.engine.error:
+            raise self._as_answer(self.engine.error)
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
 
     async def models(self) -> dict:

@@ -8,12 +8,20 @@ import logging
 import os
 import secrets
 import shutil
+import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+import psutil
 
 from samples.serve import resources
 
+EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
+ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
 OBJECT_STORE = 128 << 20  # bytes; what goes between processes here is small
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
@@ -26,11 +34,15 @@ OWN = {
 }
 
 
+class Lost(Exception):
+    """Ray's head is gone."""
+
+
 @contextmanager
 def joined(address: str | None, metrics_port: int) -> Iterator[None]:
     """Ray is there inside, and what was started for it is gone afterwards. Raises ConnectionError.
 
-    Ray reads its settings when it is imported: not before.
+    Where Lost is raised inside, this program begins anew. Ray reads its settings when it is imported: not before.
     """
     os.environ.update(ALWAYS if address else {**ALWAYS, **OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
@@ -39,7 +51,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
     folder = None if address else tempfile.mkdtemp(prefix="serve-")
     try:
         if address:
-            ray.init(address, log_to_driver=False, logging_level="ERROR")
+            _join(address)
         else:
             ray.init(
                 "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
@@ -47,10 +59,58 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
                 _temp_dir=folder,
             )  # fmt: skip
         yield
+    except Lost:
+        _begin_anew(folder)
     finally:
         ray.shutdown()
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until_lost() -> NoReturn:
+    """Raises Lost once nobody has listened where Ray's head was for some seconds."""
+    missed = 0
+    while missed < MISSES:
+        time.sleep(EVERY)
+        missed = 0 if _is_there() else missed + 1
+    raise Lost
+
+
+def _is_there() -> bool:
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # slow, or far
+        return True
+    return True
+
+
+def _join(address: str) -> None:
+    import ray
+
+    while True:
+        try:
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
+            return
+        except (ConnectionError, RuntimeError) as error:
+            if ANEW not in os.environ:  # a head that was lost may come back, one that never was will not
+                raise ConnectionError(error) from error
+            time.sleep(EVERY)
+
+
+def _begin_anew(folder: str | None) -> NoReturn:
+    """What Ray has in this process does not outlive its head."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.environ[ANEW] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:

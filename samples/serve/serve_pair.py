@@ -16,7 +16,6 @@ same paths. Ctrl-C lets answers under way end, then all of it; twice, at once.
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,29 +32,39 @@ def main():
     try:
         with ray_here.joined(args.address, args.metrics_port):
             listen()  # Ray has handlers of its own
-            from samples.serve import application  # imports Ray, which takes seconds
-
-            each = {"CPU": args.num_cpus or 1, **args.resources}
-            if lacking := ray_here.lacking(args.replicas, each):
-                console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
-            try:
-                serve(args, application)
-            except application.Failed as error:
-                console.fail(str(error), status=1)
-            finally:
-                application.stop()
+            serve(args)
     except ConnectionError as error:
         console.fail(f"there is no Ray at {args.address}: {error}", status=1)
 
 
-def serve(args, application):
-    handle = application.start(args)
+def serve(args):
+    """On the Ray that is there, until Ctrl-C."""
+    from samples.serve import application  # imports Ray, which takes seconds
+
+    each = {"CPU": args.num_cpus or 1, **args.resources}
+    if lacking := ray_here.lacking(args.replicas, each):
+        console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
     try:
-        cache = handle.cache_bytes.remote().result() / 1e6
-        say_ready(args, cache)
-        while True:
-            time.sleep(3600)
-    except KeyboardInterrupt:
+        run(args, application)
+    except ray_here.Lost:
+        console.say("Ray's head is gone: starting again ...")
+        raise
+    except BaseException:
+        if args.address:  # a Ray of its own ends with this process
+            application.stop()
+        raise
+
+
+def run(args, application):
+    """Start the application; in the end let its answers end."""
+    try:
+        handle = application.start(args)
+    except application.Failed as error:
+        console.fail(str(error), status=1)
+    say_ready(args, handle.cache_bytes.remote().result() / 1e6)
+    try:
+        ray_here.wait_until_lost()
+    except (KeyboardInterrupt, Terminated):
         console.say(f"stopping: answers under way have {args.drain:g} s to end (Ctrl-C: none)")
         if left := application.drain(handle, args.drain):
             console.say(f"{left} answers did not end in time")
@@ -78,15 +87,19 @@ def check_port(host, port, name):
         console.fail(f"{name} {port} at {host} cannot be had ({error.strerror}): choose another.", status=1)
 
 
+class Terminated(SystemExit):
+    """A service manager asks for the end, which is then a success."""
+
+
 def listen():
-    """Ctrl-C and the end that a service manager asks for become KeyboardInterrupt: there is much to end in order."""
+    """Ctrl-C and SIGTERM are raised where this program is: there is much to end in order."""
     signal.set_wakeup_fd(-1)  # console's, which would end the process at once
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, terminate)
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
+def terminate(*_):
+    raise Terminated(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,424 @@
+"""The real server, asked by the real `openai` client: answers, streams, limits, errors, and its end.
+
+It computes in exact arithmetic, so that a text in a crowd is the text alone.
+"""
+
+import json
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import openvino_genai
+import pytest
+from conftest import DRAFT, MAIN
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import Server
+
+KEY = "a key that only tests know"
+EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
+PROMPTS = ["def is_prime(n):", "class Stack:", "def read_file(path):", "import os\n"]
+PROGRAM = "samples/serve/serve_pair.py"
+
+
+@pytest.fixture(scope="module")
+def server():
+    options = (*EXACT, "--max-running", 4, "--max-waiting", 4, "--max-output-tokens", 400, "--timeout", 60)
+    env = {"SPECULATIVE_API_KEY": KEY, "RAY_metrics_report_interval_ms": "1000"}
+    with Server(*options, env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client(api_key=KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def main_alone():
+    """Greedy text of the main model by GenAI's pipeline, without a draft."""
+    pipe = openvino_genai.LLMPipeline(str(MAIN), "CPU", EXECUTION_MODE_HINT="ACCURACY")
+
+    def main_alone(prompt, max_new_tokens):
+        config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, apply_chat_template=False)
+        return pipe.generate(prompt, config)
+
+    return main_alone
+
+
+def complete(client, prompt=PROMPTS[0], **asked):
+    return client.completions.create(
+        **{"model": "embedded", "prompt": prompt, "temperature": 0, "max_tokens": 60, **asked}
+    )
+
+
+def chat(client, *messages, **asked):
+    messages = [{"role": role, "content": content} for role, content in messages]
+    return client.chat.completions.create(**{"model": "embedded", "messages": messages, "temperature": 0, **asked})
+
+
+def long_answer(client, **asked):
+    """One of 400 tokens, which takes seconds."""
+    return complete(client, max_tokens=400, extra_body={"ignore_eos": True}, **asked)
+
+
+def load(server):
+    return httpx.get(f"http://127.0.0.1:{server.port}/health").json()
+
+
+def wait_until(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.02)
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_a_greedy_completion_is_the_main_models_text(client, main_alone, prompt):
+    answer = complete(client, prompt)
+    assert answer.choices[0].text == main_alone(prompt, 60)
+    assert answer.object == "text_completion" and answer.model == "embedded"
+
+
+def test_a_chat_is_the_completion_of_its_template(client):
+    question = "Write code to count the words of a text."
+    tokenizer = openvino_genai.Tokenizer(str(MAIN))
+    turns = [("user", question), ("assistant", "def f():"), ("user", "Now a class.")]
+    history = [{"role": role, "content": content} for role, content in turns]
+    prompt = tokenizer.encode(
+        tokenizer.apply_chat_template(history, add_generation_prompt=True), add_special_tokens=False
+    )
+    answer = chat(client, *turns, max_completion_tokens=40)
+    assert answer.choices[0].message.role == "assistant"
+    ids = prompt.input_ids.data[0].tolist()
+    assert answer.choices[0].message.content == complete(client, ids, max_tokens=40).choices[0].text
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_usage_tells_the_draft_tokens_and_adds_up(client):
+    usage = complete(client).usage
+    details = usage.completion_tokens_details
+    assert 0 < details.accepted_prediction_tokens < usage.completion_tokens
+    assert details.rejected_prediction_tokens >= 0
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_an_answer_that_is_cut_says_so(client):
+    cut, whole = complete(client, max_tokens=5), complete(client, max_tokens=400)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 5)
+    assert whole.choices[0].finish_reason == "stop"
+
+
+def test_a_completion_without_max_tokens_has_16_and_a_chat_as_many_as_the_limits_allow(client):
+    extra = {"extra_body": {"ignore_eos": True}}
+    assert complete(client, max_tokens=None, **extra).usage.completion_tokens == 16
+    assert chat(client, ("user", "Write a class."), **extra).usage.completion_tokens == 400
+
+
+def test_a_stream_is_the_same_text_in_pieces_with_the_usage_last(client):
+    whole = complete(client, max_tokens=300)
+    events = list(complete(client, max_tokens=300, stream=True, stream_options={"include_usage": True}))
+    texts = [event for event in events if event.choices]
+    assert "".join(event.choices[0].text for event in texts) == whole.choices[0].text
+    assert [event.choices[0].finish_reason for event in texts][-2:] == [None, "stop"]
+    assert len(texts) > 3
+    assert events[-1].usage.total_tokens == whole.usage.total_tokens
+    assert len({event.id for event in events}) == 1
+
+
+def test_a_streamed_chat_begins_with_the_role(client):
+    events = list(chat(client, ("user", "Write a class."), max_tokens=50, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text == chat(client, ("user", "Write a class."), max_tokens=50).choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_before_the_first_stop_string(client, stream):
+    text = complete(client).choices[0].text
+    assert "return" in text and "for" in text
+    answer = complete(client, stop=["return", "for"], stream=stream)
+    found = "".join(event.choices[0].text for event in answer) if stream else answer.choices[0].text
+    assert found == text[: min(text.index("return"), text.index("for"))]
+
+
+def test_the_same_seed_gives_the_same_text_in_any_crowd(client):
+    def drawn(seed):
+        return complete(client, PROMPTS[3], temperature=1.5, seed=seed, top_p=0.95).choices[0].text
+
+    alone = [drawn(seed) for seed in (1, 2, -3)]
+    assert len(set(alone)) == 3
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(drawn, (1, 2, -3, 1, 2, -3))) == 2 * alone
+
+
+def test_without_a_temperature_texts_are_drawn(client):
+    texts = {complete(client, PROMPTS[3], temperature=None).choices[0].text for _ in range(4)}
+    assert len(texts) > 1  # 60 tokens at temperature 1: four times the same has no chance
+
+
+def test_several_conversations_at_once_are_what_each_is_alone(client, main_alone):
+    def talk(prompt):
+        return "".join(event.choices[0].text for event in complete(client, prompt, stream=True))
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(talk, PROMPTS * 2))
+    assert texts == 2 * [main_alone(prompt, 60) for prompt in PROMPTS]
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == ["embedded"]
+    assert client.models.retrieve("embedded").object == "model"
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ({"model": "gpt-5"}, 404, "model_not_found", "gpt-5"),
+    ({"prompt": ""}, 400, "invalid_request", "empty"),
+    ({"prompt": ["a", "b"]}, 400, "invalid_request", "one prompt"),
+    ({"prompt": [1, 99999]}, 400, "invalid_request", "99999"),
+    ({"prompt": "a " * 1100}, 400, "context_length_exceeded", "1023"),
+    ({"max_tokens": 401}, 400, "max_tokens_exceeded", "400"),
+    ({"prompt": "a " * 900, "max_tokens": 400}, 400, "context_length_exceeded", "1024"),
+    ({"max_tokens": 0}, 400, "invalid_request", "max_tokens"),
+    ({"n": 2}, 400, "invalid_request", "n: "),
+    ({"best_of": 3}, 400, "invalid_request", "best_of"),
+    ({"logprobs": 2}, 400, "invalid_request", "logprobs"),
+    ({"temperature": 2.5}, 400, "invalid_request", "temperature"),
+    ({"top_p": -0.1}, 400, "invalid_request", "top_p"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_request", "4 stop strings"),
+    ({"logit_bias": {"5": 10}}, 400, "invalid_request", "logit_bias"),
+    ({"extra_body": {"temperatur": 1}}, 400, "invalid_request", "temperatur"),
+    ({"extra_body": {"temperature": "0"}}, 400, "invalid_request", "temperature"),
+    ({"prompt": "a" * 5_000_000}, 413, "body_too_large", "bytes"),
+]
+
+
+@pytest.mark.parametrize(("asked", "status", "code", "said"), REFUSED)
+def test_what_cannot_be_served_is_refused_in_the_apis_words(client, asked, status, code, said):
+    with pytest.raises(openai.APIStatusError) as refused:
+        complete(client, **asked)
+    error = refused.value.body
+    assert (refused.value.status_code, error["code"]) == (status, code)
+    assert said in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"response_format": {"type": "json_object"}},
+        {"logprobs": True},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    ],
+)
+def test_a_chat_with_what_the_engine_cannot_do_is_refused(client, asked):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            **{"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], **asked}
+        )
+    assert refused.value.body["param"].startswith(next(iter(asked)))
+
+
+@pytest.mark.parametrize("key", ["wrong", KEY + "x", KEY[:-1], "ключ"])
+def test_without_the_key_nothing_but_the_health_is_told(server, key):
+    for path in ("/v1/models", "/v1/nothing", "/openapi.json"):
+        answer = httpx.get(f"http://127.0.0.1:{server.port}{path}", headers={"Authorization": f"Bearer {key}".encode()})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert load(server)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b'{"prompt": "\\ud800"}', 400)],
+)
+def test_a_malformed_body_is_answered_with_an_error_object(server, body, status):
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/completions", content=body, headers=headers)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_other_paths_and_methods_are_answered_with_an_error_object(server):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
+        answer = httpx.request(method, f"http://127.0.0.1:{server.port}{path}", headers=headers)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = ["messages", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "n", "stream_options"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["chat/completions", "completions"]),
+    valid=st.booleans(),
+    fields=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), json_values, max_size=4),
+)
+def test_whatever_is_sent_is_answered_or_refused_cleanly(server, path, valid, fields):
+    """Never a 500, always either what the API gives or its error object."""
+    body = {"model": "embedded", "max_tokens": 2} if valid else {}
+    if valid:
+        body |= {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    content = json.dumps({**body, **fields}).encode()
+    answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    elif "text/event-stream" in answer.headers["content-type"]:
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+# ---- places and limits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_gives_its_place_back(server, client, stream):
+    if stream:
+        answer = long_answer(client, stream=True)
+        next(iter(answer))
+        assert load(server)["running"] == 1
+        answer.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            long_answer(client, timeout=0.3)
+    wait_until(lambda: load(server)["running"] == 0)
+    assert complete(client).choices[0].finish_reason == "stop"
+
+
+def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(server, client):
+    holding = [long_answer(client, stream=True) for _ in range(4)]
+    for answer in holding:
+        next(iter(answer))
+    with ThreadPoolExecutor(5) as pool:
+        waiting = [pool.submit(complete, client) for _ in range(4)]
+        wait_until(lambda: load(server)["waiting"] == 4)
+        with pytest.raises(openai.RateLimitError) as refused:
+            complete(client)
+        assert refused.value.body["code"] == "queue_full"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        patient = pool.submit(complete, client.with_options(max_retries=20))
+        for answer in holding:
+            answer.close()
+        texts = {future.result().choices[0].text for future in (*waiting, patient)}
+    assert len(texts) == 1
+
+
+def test_metrics_count_what_was_served(server, client):
+    """Ray's agent collects them every second here (by default every ten)."""
+
+    def sums():
+        totals = Counter()
+        for line in httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text.splitlines():
+            if line.startswith("ray_speculative_"):
+                totals[line.partition("{")[0].removeprefix("ray_speculative_")] += float(line.rsplit(" ", 1)[1])
+        return totals
+
+    def settled():
+        before = sums()
+        time.sleep(4)
+        return before if before == sums() else None
+
+    wait_until(lambda: sums()["ttft_seconds_count"])
+    wait_until(settled)
+    before, usage = sums(), complete(client).usage
+    wanted = {
+        "generated_tokens_total": usage.completion_tokens,
+        "accepted_tokens_total": usage.completion_tokens_details.accepted_prediction_tokens,
+        "requests_total": 1,
+        "ttft_seconds_count": 1,
+        "tpot_seconds_count": 1,
+        "prompt_tokens_total": usage.prompt_tokens,
+    }
+    wait_until(lambda: {name: sums()[name] - before[name] for name in wanted} == wanted)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing():
+    with Server("--timeout", 5) as server:
+        children = descendants(server.process.pid)
+        client = server.client()
+
+        def code_of_a_long_answer(_):
+            try:
+                return long_answer(client).choices[0].finish_reason
+            except openai.APIStatusError as error:
+                return error.status_code, error.body["code"]
+
+        with ThreadPoolExecutor(32) as pool:  # more tokens than any machine makes in that time
+            ends = set(pool.map(code_of_a_long_answer, range(32)))
+        assert (504, "timeout") in ends and ends <= {"length", (504, "timeout")}
+
+        answer = complete(client, max_tokens=200, extra_body={"ignore_eos": True}, stream=True)
+        first = next(iter(answer)).choices[0].text
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("stopping")
+        assert first and list(answer)[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(60) == 130
+    wait_until(lambda: not any(alive(child) for child in children))
+
+
+def descendants(pid):
+    import psutil
+
+    return psutil.Process(pid).children(recursive=True)
+
+
+def alive(process):
+    import psutil
+
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "required"),
+        (("nowhere", DRAFT), "nowhere"),
+        ((MAIN, "nowhere"), "nowhere"),
+        ((MAIN, DRAFT, "--device", "GPU.7"), "GPU.7"),
+        ((MAIN, DRAFT, "--port", "http"), "http"),
+        ((MAIN, DRAFT, "--replicas", "3", "--max-replicas", "2"), "--max-replicas 2"),
+        ((MAIN, DRAFT, "--resource", "gpu"), "NAME=AMOUNT"),
+        ((MAIN, DRAFT, "--api-key-file", "nowhere.key"), "nowhere.key"),
+        ((MAIN, DRAFT, "--recommended"), "recommended.json"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_status_2(run, arguments, said):
+    done = run(PROGRAM, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
+
+
+def test_a_draft_with_another_tokenizer_is_refused(run, other_tokenizer, tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for file in (*DRAFT.iterdir(), *other_tokenizer.glob("openvino_*")):
+        (draft / file.name).unlink(missing_ok=True)
+        (draft / file.name).symlink_to(file)
+    done = run(PROGRAM, MAIN, draft)
+    assert done.returncode == 2 and "the same tokenizer" in done.stderr
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run, server):
+    done = run(PROGRAM, MAIN, DRAFT, "--port", server.port)
+    assert done.returncode == 1 and f"--port {server.port}" in done.stderr and "Loading" not in done.stderr
