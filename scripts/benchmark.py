@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
     add_huge_pages_argument(parser)
+    parser.add_argument("--no-starts", action="store_true", help="leave out seconds to load and peak memory")
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -352,7 +353,8 @@ def table(rows: list[dict], result: dict) -> str:
                 f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
                 f"   {acceptance:>10}   {part['repetition']:10.2f}"
             )
-    lines += ["", "start                     seconds   second time   peak memory"]
+    if result["starts"]:
+        lines += ["", "start                     seconds   second time   peak memory"]
     lines += [
         f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
         for cost in result["starts"]
@@ -380,7 +382,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        costs = starts(arguments)
+        costs = [] if arguments.no_starts else starts(arguments)
         ways, ours = load(arguments)
         with OtherLoad() as other:
             complete = interleave(ways, ids, arguments.rounds)

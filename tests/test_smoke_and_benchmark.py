@@ -193,7 +193,7 @@ def test_no_prompt_is_answered_from_a_cache():
 def test_a_full_disk_loses_nothing(run, tmp_path):
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--paths", "draft", "--max-prompts", "1", "--max-new-tokens", "8",
-        "--rounds", "1", "--json", "/dev/full", "--csv", tmp_path / "rows.csv",
+        "--rounds", "1", "--no-starts", "--json", "/dev/full", "--csv", tmp_path / "rows.csv",
     )  # fmt: skip
     assert process.returncode == 1 and "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].endswith(
@@ -215,6 +215,7 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
         "16",
         "--rounds",
         "500",
+        "--no-starts",
     ]
     command = [sys.executable, "scripts/benchmark.py", str(MAIN), str(DRAFT), *arguments]
     progress = tmp_path / "progress"
@@ -257,7 +258,7 @@ def test_benchmark_behind_other_text(run, tmp_path):
     prompts.write_text("def area(width, height):\n", encoding="utf-8")
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "-k", "3", "--max-new-tokens", "10",
-        "--rounds", "1", "--paths", "engine", "--context", "300",
+        "--rounds", "1", "--no-starts", "--paths", "engine", "--context", "300",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     result = last_line(process)
