@@ -37,18 +37,18 @@ def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], Non
         child = None
         try:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group)
-            with _no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
+            with no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
                 child.stdin.write(json.dumps(job).encode() + b"\n")
                 child.stdin.flush()
             _wait(child, timeout, waiting)
         finally:
             if child:  # interrupted while it starts, it reads an empty standard input
-                _end(child)
-        return _answer(child.returncode, _last_line(out), _last_line(said))
+                end(child)
+        return _answer(child.returncode, last_line(out), last_line(said))
 
 
 @contextlib.contextmanager
-def _no_sigpipe() -> Iterator[None]:
+def no_sigpipe() -> Iterator[None]:
     """Writing to a process that is gone raises BrokenPipeError, also where the signal would end this program."""
     if os.name == "nt" or threading.current_thread() is not threading.main_thread():
         yield
@@ -72,7 +72,7 @@ def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) 
         time.sleep(LOOK)
 
 
-def _end(child: subprocess.Popen) -> None:
+def end(child: subprocess.Popen) -> None:
     """End the child, if it still runs, and all that it started."""
     if os.name == "nt":
         if child.poll() is None:
@@ -82,7 +82,7 @@ def _end(child: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says it otherwise
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    with _no_sigpipe(), contextlib.suppress(OSError):  # closing writes what is still in the buffer
+    with no_sigpipe(), contextlib.suppress(OSError):  # closing writes what is still in the buffer
         child.stdin.close()
 
 
@@ -108,7 +108,8 @@ def how_it_ended(status: int) -> str:
     return f"its process ended with status {status} and no answer"
 
 
-def _last_line(file) -> str:
+def last_line(file) -> str:
+    """The last line of a file of what a process said that holds anything."""
     file.seek(0)
     lines = file.read().decode("utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -43,7 +43,7 @@ def look_up(names: list[str] | None) -> dict:
         missing = [f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing]
         if not facts:
             missing = [f"{name} leaves no device: name one"]
-        full_name = " and ".join(fact.full_name for fact in facts if fact.full_name)
+        full_name = ", ".join(fact.full_name for fact in facts if fact.full_name)
         stands_for = [fact.name for fact in facts]
         devices.append(
             {"name": name, "full_name": full_name, "missing": missing[0] if missing else "", "stands_for": stands_for}

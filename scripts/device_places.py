@@ -72,11 +72,9 @@ def _emulated() -> Device:
 def _device(facts: dict, machine: Machine | None) -> Device:
     device = Device(**{**facts, "stands_for": tuple(facts["stands_for"])})
     declared = machine.declared if machine else []
-    if declared and not device.missing:
-        alike = {name for one in declared for name in (one, one.removesuffix(".0"), f"{one}.0")}
-        if other := [name for name in device.stands_for if name not in alike]:
-            missing = f"its node was started with {', '.join(declared)} and not with {other[0]}"
-            return dataclasses.replace(device, missing=missing)
+    others = [name for name in device.stands_for if name.partition(".")[0] not in declared]
+    if declared and others and not device.missing:
+        return dataclasses.replace(device, missing=f"its node was started with {', '.join(declared)} only")
     return device
 
 
@@ -131,3 +129,19 @@ def assign(cells: list[Cell], places: list[Place]) -> dict[int, str]:
         chosen |= {id(cell): kind for cell in able[kind]}
         left = [cell for cell in left if id(cell) not in chosen]
     return chosen
+
+
+def equal_machines(places: list[Place], wanted: str | None) -> list[Place]:
+    """The machines equal to the one named `wanted`, or of the kind of which there are most, with the most devices."""
+    if wanted:
+        named = [place for place in places if place.name == wanted]
+        if not named:
+            raise ValueError(
+                f"no machine is called {wanted!r}: take one of {', '.join(place.name for place in places)}"
+            )
+        kind = named[0].kind
+    else:
+        kinds = [place.kind for place in places]
+        devices = {place.kind: sum(not one.missing for one in place.devices.values()) for place in places}
+        kind = max(kinds, key=lambda one: (kinds.count(one), devices[one]))
+    return [place for place in places if place.kind == kind]

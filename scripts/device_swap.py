@@ -19,7 +19,7 @@ the NPU's code path on the CPU: it tells whether the pair works there, and nothi
     python scripts/device_swap.py MAIN DRAFT --address HOST:PORT
 
 measures on the machines of a Ray cluster, each cell alone on one that has its devices: those OpenVINO finds there, or
-those its node was started with (--resources='{"openvino:GPU": 1, "openvino:NPU": 1}'). The models must be at the same
+those its node was started with (--resources='{"intel_gpu": 1, "intel_npu": 1}'). The models must be at the same
 path on each machine; this project's code travels with the job. Equal machines share the cells; unequal ones measure
 only what the others have no devices for, as their tokens/s cannot be compared. A cell whose machine is lost goes to
 another one.

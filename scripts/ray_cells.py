@@ -7,9 +7,9 @@ Each machine gets an actor that holds all of its CPUs and declared devices, so t
 machines that are one computer (several Ray nodes on it) take turns: what is measured is alone. This project's code
 travels with the job. Models do not: they must be at the same path on each machine, with the same weights.
 
-A machine's devices are what OpenVINO finds on it, or of these the ones it was started with as custom resources:
-`ray start --address=... --resources='{"openvino:GPU": 1, "openvino:NPU": 1}'` (its CPU needs none). A node without CPUs
-(`--num-cpus=0`, as heads often have) is left alone. Ray is only imported here, and only when `connect` is called.
+A machine's devices are what OpenVINO finds on it, or of these the CPU and those it was started with as resources:
+`ray start --address=HEAD:6379 --resources='{"intel_gpu": 1, "intel_npu": 1}'`, the names samples/serve has. A node
+without CPUs (`--num-cpus=0`, as heads often have) is left alone. Ray is imported here only, when `connect` is called.
 """
 
 import argparse
@@ -26,10 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import child_process
+import worker_process
 from child_process import Failed, OutOfTime
+from worker_process import RAISED, WorkerProcess
 
 HERE = Path(__file__).resolve().parent
-RESOURCE = "openvino:"  # what the custom resource of a device begins with
+RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # devices as resources of Ray
 WAIT = 60  # seconds for a machine to be free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 
@@ -59,25 +61,39 @@ class Host:
         except Failed as error:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
+    def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
+        """`what` ("call" or "remember") of the one worker_process.WorkerProcess here: the error's name, the answer."""
+        self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, str(HERE / program)])
+        try:
+            return "", getattr(self._worker, what)(*arguments)
+        except (Failed, *RAISED.values()) as error:
+            return type(error).__name__, str(error)
+
 
 @dataclass
 class Machine:
-    """One node. `declared`: the devices it was started with, empty where that was left to OpenVINO."""
+    """One node. `declared`: the kinds of device it was started with, empty where that was left to OpenVINO. `alone` is
+    one lock for all machines that are one computer."""
 
     name: str
     declared: list[str]
     actor: object
     cores: int = 0
-    prints: dict[str, str] | None = None
-    alone: contextlib.AbstractContextManager = field(
-        default_factory=contextlib.nullcontext
-    )  # one for all machines that are one computer
+    alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def run(self, program: str, job: dict, timeout: float) -> dict | list:
         """Like child_process.run, there. Raises Failed, and Lost when the machine is."""
         state, answer = self.ask(self.actor.run.remote, program, job, timeout, timeout=timeout)
         if state != "ok":
             raise (OutOfTime if state == "timeout" else Failed)(answer)
+        return answer
+
+    def worker(self, what: str, program: str, *arguments) -> object:
+        """As of a WorkerProcess, there; its errors are raised here, too."""
+        asked = self.actor.worker.remote
+        error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
+        if error:
+            raise RAISED.get(error, Failed)(answer)
         return answer
 
     def ask(self, method: Callable, *arguments, timeout: float) -> object:
@@ -162,7 +178,7 @@ def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
     names = [_name(node) for node in nodes]
     waiting = {}
     for node, name in zip(nodes, names, strict=True):
-        declared = {key: n for key, n in node["Resources"].items() if key.startswith(RESOURCE)}
+        declared = {key: n for key, n in node["Resources"].items() if key in RESOURCES}
         actor = (
             ray.remote(Host)
             .options(
@@ -174,7 +190,7 @@ def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
         )
         actors.append(actor)
         unique = name if names.count(name) == 1 else f"{name}/{node['NodeID'][:6]}"
-        devices = ["CPU", *(key.removeprefix(RESOURCE) for key in declared)] if declared else []
+        devices = ["CPU", *(RESOURCES[key] for key in declared)] if declared else []
         waiting[actor.facts.remote([])] = Machine(unique, devices, actor)
     ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=WAIT) if waiting else ([], [])
     locks: dict[str, threading.Lock] = {}
@@ -206,9 +222,12 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
     """All machines have the same models at the same paths."""
     here = Host().facts(folders)["prints"]
     for machine in machines:
-        machine.prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
+        try:
+            prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
+        except Lost as error:
+            raise ValueError(f"{error}: try again, or without that machine") from None
         for folder in folders:
-            found = machine.prints.get(folder)
+            found = prints.get(folder)
             if found is None:
                 raise ValueError(f"machine {machine.name} has no model in {folder}: copy it there, to the same path")
             if found != here.get(folder):

@@ -13,16 +13,29 @@ the main model alone with its defaults. The last ones decode longer, in several 
 Speed never hides what a setting does to the text (scripts/text_quality.py says how that is judged, and where the limit
 is): a set of properties beyond it is shown and marked, and recommended only with --allow-quality-loss.
 
-Ctrl-C ends it early with the best so far. Several drafts may be given: the best one is found.
+Ctrl-C ends it early with the best so far. Several drafts may be given: the best one is found. All models are in a
+process of their own: a driver's crash costs the candidate that was tried just then, which is listed as failed; the
+others are loaded again and go on, with what was measured of them so far.
+
+    python scripts/tune.py MAIN DRAFT --address HOST:PORT
+
+shares the work among the equal machines of a Ray cluster (same processor, cores, devices, versions); the others are
+left out, as what is fastest on one kind of machine says nothing about another: --machine NAME tunes for that one and
+its equals. The models must be at the same path on each machine. Ratios stay fair because each machine measures the main
+model alone beside its share of the candidates, in turns with them, and compares with that; the last ones are measured
+on all machines, each round on one of them. A machine that is lost costs its share a retry on another one.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +46,17 @@ if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import child_process  # noqa: E402
+import device_places  # noqa: E402
 import measuring  # noqa: E402
 import numpy as np  # noqa: E402
-import openvino as ov  # noqa: E402
+import ray_cells  # noqa: E402
 import text_quality  # noqa: E402
 import tune_verdict  # noqa: E402
 from arguments import add_prompt_arguments, key_value, refuse_unsound, whole  # noqa: E402
+from child_process import Failed  # noqa: E402
+from device_matrix import device_list  # noqa: E402
+from device_places import Place  # noqa: E402
 from measuring import Way  # noqa: E402
 from prompt_files import read_prompts, token_ids  # noqa: E402
 from text_quality import Quality  # noqa: E402
@@ -46,18 +64,16 @@ from tqdm import tqdm  # noqa: E402
 from tune_settings import (  # noqa: E402
     EXACT,
     SCHEDULERS,
-    Models,
     Properties,
     PropertySet,
     Setting,
-    available,
     kind,
     merged,
-    property_values,
 )
+from worker_process import RAISED, WorkerProcess  # noqa: E402
 
-from speculative import costs, device_facts, metrics, recommendation  # noqa: E402
-from speculative.draft_length import LONGEST  # noqa: E402
+from speculative import costs, metrics, recommendation  # noqa: E402
+from speculative.draft_length import LONGEST, Costs  # noqa: E402
 
 NOISE = 1.02  # gain below which a property is left at its default
 SAMPLE_K = 5  # of samples/speculative_decoding_lm.py with its defaults
@@ -66,6 +82,8 @@ FIRST_TOKENS = 24  # of a run in the first round of halving; doubled from round 
 MOST_REFERENCES = 8  # texts in f32
 LEAST_SETS = 2  # property sets that have more time: the default one and the most promising
 LEAST_RUN = 2  # prompts of a round of halving, at least
+WORKER = Path(__file__).with_name("tune_worker.py")
+KINDS = ["CPU", "GPU", "NPU"]  # of devices that are tried unless others are named
 ROUNDS = 6  # of the last ones, if the budget allows
 # Shares of the budget by whose end each stage is over.
 REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY = 0.06, 0.15, 0.4, 0.7
@@ -98,33 +116,73 @@ class Clock:
     begin: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
+        self._one = threading.Lock()  # machines of a cluster tick at once
         # a bar of time, not of runs: how many runs there are depends on how long they take
         form = "{desc} |{bar}| {n:.0f} of {total:.0f} s{postfix}"
         self.bar = tqdm(total=self.seconds, bar_format=form, leave=False, dynamic_ncols=True)
 
     def tick(self, stage: str = "") -> None:
-        if stage:
-            self.bar.set_description_str(stage, refresh=False)
-        spent = min(time.perf_counter() - self.begin, self.seconds)
-        self.bar.set_postfix_str(f"{self.seconds - spent:.0f} s left", refresh=False)
-        self.bar.update(spent - self.bar.n)
-        if stage:
-            self.bar.refresh()
+        with self._one:
+            if stage:
+                self.bar.set_description_str(stage, refresh=False)
+            spent = min(time.perf_counter() - self.begin, self.seconds)
+            self.bar.set_postfix_str(f"{self.seconds - spent:.0f} s left", refresh=False)
+            self.bar.update(spent - self.bar.n)
+            if stage:
+                self.bar.refresh()
 
     def until(self, share: float) -> float:
         """Seconds left until this share of the budget is spent."""
         return self.begin + share * self.seconds - time.perf_counter()
 
 
+class Ended(Exception):
+    """It cannot go on; what was measured counts. The message says why."""
+
+
+class Bench:
+    """The models on a machine, in a process of their own: tune_worker.py's, whose methods are called by name."""
+
+    def __init__(self, place: Place):
+        self.machine = place.machine
+        self._worker = None if place.machine else WorkerProcess([sys.executable, str(WORKER)])
+
+    def call(self, name: str, *arguments) -> object:
+        """Raises what tune_worker.py raises, Failed when its process crashed, ray_cells.Lost when the machine is."""
+        return self._do("call", name, *arguments)
+
+    def ask(self, name: str, *arguments) -> object:
+        """Call what no candidate can be blamed for: once more where the process crashed."""
+        try:
+            return self.call(name, *arguments)
+        except Failed:
+            return self.call(name, *arguments)
+
+    def remember(self, name: str, *arguments) -> None:
+        """Call, and again whenever the process had to be started anew."""
+        self._do("remember", name, *arguments)
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+
+    def _do(self, what: str, *arguments) -> object:
+        if self.machine:
+            return self.machine.worker(what, WORKER.name, *arguments)
+        return getattr(self._worker, what)(*arguments)
+
+
 class Tuning:
     """One run: what was tried, what came out. Its stages are called in the order they stand in."""
 
-    def __init__(self, arguments: argparse.Namespace, prompts: list[np.ndarray]):
+    def __init__(self, arguments: argparse.Namespace, prompts: list[np.ndarray], places: list[Place]):
         self.arguments = arguments
         self.prompts = prompts
+        self.place = places[0]  # the others are equal
+        self.benches = [Bench(place) for place in places]  # those that were not lost
+        self.machines = [place.name for place in places if place.machine]
         self.drafts: list[Path] = arguments.drafts
-        longest = max(len(ids) for ids in prompts) + arguments.max_new_tokens
-        self.models = Models(arguments.main, max(longest + LONGEST + 2, 128))
+        self.costs: dict[tuple[PropertySet, Path], Costs] = {}
         self.clock = Clock(60 * arguments.minutes)
         fixed = merged((), tuple(arguments.property))
         devices = [(one, other) for one in arguments.devices for other in arguments.devices]
@@ -141,39 +199,87 @@ class Tuning:
         self.failed: dict[str, str] = {}
         self.k = 0  # a first guess of the best draft length
         self.note = ""  # what the budget left no time for
+        self.other_load = 0.0  # on the machines of a cluster
+        self._shaken: set[str] = set()  # what everything is compared with, where it failed once
+        self._one = threading.Lock()  # for what several machines change
 
     def run(self) -> None:
+        longest = max(len(ids) for ids in self.prompts) + self.arguments.max_new_tokens
+        self.remember("open", self.arguments.main, max(longest + LONGEST + 2, 128))
         self.make_references()
         self.try_drafts()
         self.try_properties()
         self.halve()
         self.compare()
 
-    # ---- loading, and judging what is loaded
+    # ---- what is tried, on which machine
 
-    def loads(self, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
-        """Load a candidate's models; what cannot be loaded is kept as failed, with the reason."""
-        self.clock.tick()
-        try:
-            if isinstance(setting, Setting):
-                self.models.load(setting)
-            else:
-                for draft in drafts or self.drafts:
-                    self.models.pair(setting, draft)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            self.failed[str(setting)] = " ".join(str(error).split())[-300:]
-            return False
-        finally:
-            self.clock.tick()
-        return True
+    def share(self, items: list, work: Callable[[list, Bench], None]) -> None:
+        """`work` on parts of `items`, one for each machine, all at once. The part of a lost machine goes to another."""
+        if len(self.benches) == 1 and not self.benches[0].machine:
+            work(items, self.benches[0])
+            return
+        n = max(1, min(len(self.benches), len(items)))
+        parts = [items[i * len(items) // n : (i + 1) * len(items) // n] for i in range(n)]
+        left = ray_cells.spread(parts, self.benches, lambda *_: True, work, lambda *_: None)
+        if left:
+            raise Ended(f"no machine is left: {left[0][1]}")
 
-    def judge(self, models: PropertySet) -> None:
+    def on_one(self, work: Callable[[Bench], object]) -> object:
+        """What `work` returns, on one machine."""
+        found = []
+        self.share([None], lambda _, bench: found.append(work(bench)))
+        return found[-1]
+
+    def remember(self, name: str, *arguments) -> None:
+        """On all machines."""
+        for bench in list(self.benches):
+            try:
+                bench.remember(name, *arguments)
+            except ray_cells.Lost:
+                self.benches.remove(bench)
+        if not self.benches:
+            raise Ended("all machines were lost")
+
+    def tried(self, bench: Bench, setting: Setting | PropertySet, name: str, *arguments) -> object:
+        """What a call for a candidate returns. None: it failed, or crashed the process, and is kept as failed, with the
+        reason; what it is compared with is tried once more, as without that nothing goes on."""
+        while True:
+            try:
+                return bench.call(name, *arguments)
+            except (*RAISED.values(), Failed) as error:
+                reason = " ".join(str(error).split())[-300:]
+            finally:
+                self.clock.tick()
+            if setting not in (self.default, self.baseline):
+                self.failed[str(setting)] = reason
+                return None
+            if str(setting) in self._shaken:
+                raise Ended(f"what all is compared with failed twice ({setting}): {reason}")
+            self._shaken.add(str(setting))
+
+    def loads(self, bench: Bench, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
+        """Load a candidate's models."""
+        wanted = [] if isinstance(setting, Setting) else (drafts or self.drafts)
+        return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
+
+    def decode(self, bench: Bench, setting: Setting, ids: np.ndarray, tokens: int):
+        """A run, or None where that failed."""
+        adaptive = setting.draft_length == "adaptive"
+        known = self.costs.get((setting.models, setting.draft)) if adaptive else None
+        return self.tried(bench, setting, "decode", setting, ids, tokens, known)
+
+    def warm(self, bench: Bench, settings: list[Setting]) -> list[Setting]:
+        """Load them, and decode a little: shapes are compiled when they first occur. Those that ran."""
+        loaded = [one for one in settings if self.loads(bench, one)]
+        return [one for one in loaded if self.decode(bench, one, self.prompts[0], 8)]
+
+    def judge(self, bench: Bench, models: PropertySet) -> None:
         """What these properties do to the text: once, as draft and draft length change none of it."""
         if models not in self.quality and self.references:
-            main, _ = self.models.pair(models, None)
-            self.quality[models] = text_quality.judge(main, self.references)
-            main.forget()
-            self.clock.tick()
+            quality = self.tried(bench, models, "judge", models)
+            if quality:
+                self.quality[models] = quality
 
     def fits(self, models: PropertySet) -> bool:
         if self.arguments.allow_quality_loss or models not in self.quality:
@@ -184,12 +290,18 @@ class Tuning:
 
     def make_references(self) -> None:
         self.clock.tick("f32 reference")
+        self.on_one(self.references_on)
+        self.remember("take_references", self.references)
+
+    def references_on(self, bench: Bench) -> None:
+        self.references.clear()
         exact = self.default.with_properties(EXACT)
-        main, _ = self.models.pair(exact, None)
+        tokens = min(64, self.arguments.max_new_tokens)
         for ids in self.prompts:
-            tokens = min(64, self.arguments.max_new_tokens)
-            self.references.append(text_quality.reference_text(main, ids, tokens))
-            self.clock.tick()
+            reference = self.tried(bench, exact, "reference", exact, ids, tokens)
+            if not reference:
+                break
+            self.references.append(reference)
             enough = len(self.references) >= MOST_REFERENCES or self.clock.until(REFERENCE_BY) < 0
             if enough and len(self.references) >= LEAST_RUN:
                 break
@@ -199,34 +311,39 @@ class Tuning:
     def try_drafts(self) -> None:
         """How often each draft is right, and what it costs with default properties: a first guess of K."""
         self.clock.tick("drafts")
-        for draft in list(self.drafts):
-            if not self.loads(self.default, [draft]):
-                self.drafts.remove(draft)
-                continue
-            runs = []
-            for ids in self.prompts[:4]:
-                runs.append(self.models.decode(Setting(self.default, "ours", draft, 4), ids, 2 * FIRST_TOKENS))
-                self.clock.tick()
-                if self.clock.until(DRAFTS_BY) < 0:
-                    break
-            proposed = [n for run in runs for n in run.proposed]
-            gained = [n for run in runs for n in run.gained]
-            self.alpha[draft] = metrics.per_token_acceptance(proposed, gained) or 0.0
-            self.measure_costs(self.default, draft)
+        self.on_one(self.try_drafts_on)
         if not self.drafts:
-            raise RuntimeError(next(iter(self.failed.values())))
+            raise Ended(next(iter(self.failed.values())))
         self.drafts.sort(key=lambda draft: max(self.predicted(self.default, draft).values()), reverse=True)
         best = self.predicted(self.default, self.drafts[0])
         self.k = max(best, key=best.__getitem__)
 
-    def measure_costs(self, models: PropertySet, draft: Path) -> None:
-        if (models, draft) not in self.models.costs:
-            self.models.costs[models, draft] = costs.measure(*self.models.pair(models, draft))
-            self.clock.tick()
+    def try_drafts_on(self, bench: Bench) -> None:
+        for draft in list(self.drafts):
+            setting, runs = Setting(self.default, "ours", draft, 4), []
+            for ids in self.prompts[:4]:
+                run = self.decode(bench, setting, ids, 2 * FIRST_TOKENS)
+                runs += [run] if run else []
+                if not run or self.clock.until(DRAFTS_BY) < 0:
+                    break
+            if not runs or not self.measure_costs(bench, self.default, draft):
+                self.drafts.remove(draft)
+                continue
+            proposed = [n for run in runs for n in run.proposed]
+            gained = [n for run in runs for n in run.gained]
+            self.alpha[draft] = metrics.per_token_acceptance(proposed, gained) or 0.0
+
+    def measure_costs(self, bench: Bench, models: PropertySet, draft: Path) -> bool:
+        if (models, draft) not in self.costs:
+            found = self.tried(bench, Setting(models, "ours", draft, 1), "measure_costs", models, draft)
+            if not found:
+                return False
+            self.costs[models, draft] = found
+        return True
 
     def predicted(self, models: PropertySet, draft: Path) -> dict[int, float]:
         """Speedup by K, from the costs of these models and the draft's acceptance."""
-        measured = self.models.costs[models, draft]
+        measured = self.costs[models, draft]
         verify = measured.verify()
         c = measured.draft / verify[1]
         alpha = self.alpha[draft]
@@ -236,7 +353,6 @@ class Tuning:
         }
 
     def try_properties(self) -> None:
-        core, draft = ov.Core(), self.drafts[0]
         self.clock.tick("properties")
         if len(self.sets) > 1:  # devices first, as they are
             self.time_sets(self.sets, 3)
@@ -245,7 +361,9 @@ class Tuning:
             self.drop(self.property_candidates.values(), kept, "devices")
             self.sets = [one for one in self.sets if one in kept]
         for found in list(self.sets):
-            self.sets += [found.with_properties(value) for value in property_values(found.device, core)]
+            ask = lambda bench, found=found: self.tried(bench, found, "property_values", found.device)  # noqa: E731
+            values = self.on_one(ask) or []
+            self.sets += [found.with_properties(value) for value in values]
         self.sets = list(dict.fromkeys(self.sets))
 
         repeats, round_ = 5, 0
@@ -272,8 +390,6 @@ class Tuning:
         self.fastest = [one.models for one in by_iteration[:2]] or [self.default]
         alone = max(ranked, key=lambda one: one.alone, default=None)
         self.fastest_alone = alone.models if alone and alone.alone > NOISE else self.default
-        for models in self.fastest:
-            self.loads(models, [draft])
 
     def measured_sets(self) -> list[Candidate]:
         return [one for one in self.property_candidates.values() if one.speedup]
@@ -294,55 +410,54 @@ class Tuning:
         return self.default.with_properties(tuple(item for _, added in best.values() for item in added))
 
     def time_sets(self, sets: list[PropertySet], repeats: int) -> None:
-        """Time K draft steps and one check, and one plain step, of all sets in turns; judge their texts."""
+        """Time K draft steps and one check, and one plain step, of all sets in turns; judge their texts. Each machine
+        has a part of them, and the default set."""
+        most_time = sets[:LEAST_SETS]
+        others = [one for one in sets if one != self.default]
+        self.share(others, lambda part, bench: self.time_part(bench, part, most_time, repeats))
+
+    def time_part(self, bench: Bench, sets: list[PropertySet], most_time: list[PropertySet], repeats: int) -> None:
         draft = self.drafts[0]
-        for group in self.models.groups([self.default], sets):
-            self.models.keep(group, [draft])
+        for group in bench.ask("groups", [self.default], sets):
+            bench.ask("keep", group, [draft])
             here = []
             for models in group:
-                allowed = LENGTHS_BY if models in sets[:LEAST_SETS] else PROPERTIES_BY
-                out_of_time = self.clock.until(allowed) < 0 and models != self.default
-                if out_of_time and not self.models.is_loaded(models, [draft]):
+                out_of_time = self.clock.until(LENGTHS_BY if models in most_time else PROPERTIES_BY) < 0
+                if out_of_time and models != self.default and not bench.ask("is_loaded", models, [draft]):
                     self.note = "the budget had no time for all properties: give more --minutes"
-                elif str(models) not in self.failed and self.loads(models, [draft]):
-                    self.judge(models)
-                    here.append(models)
-            seconds = self.time_iterations(here, draft, repeats)
-            if not seconds[self.default]:
+                elif self.loads(bench, models, [draft]):
+                    self.judge(bench, models)
+                    here += [models] if str(models) not in self.failed else []
+            seconds = self.time_iterations(bench, here, draft, repeats)
+            if self.default not in seconds:
                 continue
             plain, iteration = seconds[self.default]
-            for models in here:
+            for models, (alone, drafting) in seconds.items():
                 one = self.property_candidates.setdefault(models, Candidate(models))
-                one.alone, one.speedup = plain / seconds[models][0], iteration / seconds[models][1]
+                one.alone, one.speedup = plain / alone, iteration / drafting
 
     def time_iterations(
-        self, sets: list[PropertySet], draft: Path, repeats: int
+        self, bench: Bench, sets: list[PropertySet], draft: Path, repeats: int
     ) -> dict[PropertySet, tuple[float, float]]:
-        """Seconds of a plain step and of an iteration with K draft tokens, medians of runs in turns."""
-        pairs = {models: self.models.pair(models, draft) for models in sets}
-        times: dict[PropertySet, list[list[float]]] = {models: [[], [], []] for models in sets}
-        width = min(model.width for pair in pairs.values() for model in pair)
-        context = max(
-            1, min(costs.CONTEXT, *(model.capacity - self.k - 1 for pair in pairs.values() for model in pair))
-        )
+        """Seconds of a plain step and of an iteration with K draft tokens, medians of runs in turns; none of what
+        failed."""
+        rooms = [room for room in (self.tried(bench, one, "room", one, draft) for one in sets) if room]
+        width, capacity = min(room[0] for room in rooms), min(room[1] for room in rooms)
+        context = max(1, min(costs.CONTEXT, capacity - self.k - 1))
         tokens = (np.arange(context + self.k + 1, dtype=np.int64) * 7919 + 1) % width
-        for pair in pairs.values():
-            for model in pair:
-                model.logits(tokens[:context])
+        times: dict[PropertySet, list[tuple]] = {models: [] for models in sets if str(models) not in self.failed}
         for _ in range(repeats + 1):
-            for models, (main, drafter) in pairs.items():
-                for seconds, model, n in zip(times[models], (main, main, drafter), (1, self.k + 1, 1), strict=True):
-                    begin = time.perf_counter()
-                    model.backend.run(context, tokens[context : context + n], n)
-                    seconds.append(time.perf_counter() - begin)
-            self.clock.tick()
+            for models in list(times):
+                seconds = self.tried(bench, models, "iteration", models, draft, tokens, self.k)
+                if seconds:
+                    times[models].append(seconds)
+                else:
+                    del times[models]
         found = {}
         for models, measured in times.items():
-            plain, check, step = (statistics.median(seconds[1:]) for seconds in measured)
+            plain, check, step = (statistics.median(seconds) for seconds in zip(*measured[1:], strict=True))
             found[models] = plain, check + self.k * step
-        for pair in pairs.values():
-            for model in pair:
-                model.forget()
+            bench.ask("forget", models, draft)
         return found
 
     def drop(self, candidates, kept: set, where: str) -> None:
@@ -377,7 +492,7 @@ class Tuning:
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
         found.append(Setting(self.fastest_alone, "ours"))
         found = list(dict.fromkeys(found))
-        plain = self.models.costs[self.default, self.drafts[0]].main[1]
+        plain = self.costs[self.default, self.drafts[0]].main[1]
         affordable = int(self.clock.until(LENGTHS_BY) / (LEAST_RUN * FIRST_TOKENS * plain))
         if affordable < len(found):
             self.note = "the budget had no time for all draft lengths: give more --minutes"
@@ -385,8 +500,8 @@ class Tuning:
 
     def lengths(self, models: PropertySet, draft: Path) -> list[int]:
         """Fixed lengths worth a look, the likeliest first. Acceptance comes in runs, which favours longer ones."""
-        if (models, draft) not in self.models.costs and self.loads(models, [draft]):
-            self.measure_costs(models, draft)
+        if not self.on_one(lambda bench: self.measure_costs(bench, models, draft)):
+            return [self.k]
         gains = self.predicted(models, draft)
         best = max(gains, key=gains.__getitem__)
         near = [k for k in gains if gains[k] > 0.85 * gains[best]] + [k for k in (best + 2, best + 4) if k in gains]
@@ -418,27 +533,32 @@ class Tuning:
             tokens *= 2
 
     def decode_round(self, settings: list[Setting], tokens: int, start: int, seconds: float) -> list[Setting]:
-        """Decode with all settings in turns, each prompt once, as many prompts as `seconds` allow. Those that ran."""
-        ran = []
+        """Decode with all settings in turns, each prompt once, as many prompts as `seconds` allow. Those that ran. Each
+        machine has a part of them, and the baseline."""
+        ran: list[Setting] = []
         by_models = sorted(settings, key=lambda one: (str(one.models), one.engine, str(one.draft), one.scheduler))
-        groups = self.models.groups([self.baseline], by_models)
+        others = [one for one in by_models if one != self.baseline]
+        self.share(others, lambda part, bench: ran.extend(self.decode_part(bench, part, tokens, start, seconds)))
+        return list(dict.fromkeys(ran))
+
+    def decode_part(
+        self, bench: Bench, settings: list[Setting], tokens: int, start: int, seconds: float
+    ) -> list[Setting]:
+        ran = []
+        groups = bench.ask("groups", [self.baseline], settings)
         for group in groups:
-            self.models.keep(group, [])
-            here = [one for one in group if str(one) not in self.failed and self.loads(one)]
-            for one in here:  # shapes are compiled when they first occur
-                self.models.decode(one, self.prompts[start % len(self.prompts)], 8)
-                self.clock.tick()
+            bench.ask("keep", group, [])
+            here = self.warm(bench, group)
             gained, spent = dict.fromkeys(here, 0), dict.fromkeys(here, 0.0)
             begin, prompts = time.perf_counter(), 0
             while prompts < min(LEAST_RUN, len(self.prompts)) or time.perf_counter() - begin < seconds / len(groups):
                 if prompts == len(self.prompts):
                     break
                 ids = self.prompts[(start + prompts) % len(self.prompts)]
-                for one in here:
-                    run = self.models.decode(one, ids, tokens)
+                for one, run in self.in_turns(bench, here, ids, tokens):
                     gained[one] += len(run.tokens) - 1
                     spent[one] += run.decode_seconds
-                    self.clock.tick()
+                here = [one for one in here if str(one) not in self.failed]
                 for one in here:
                     candidate = self.candidates.setdefault(one, Candidate(one))
                     candidate.throughput = gained[one] / spent[one]
@@ -447,7 +567,16 @@ class Tuning:
                 if self.clock.until(1) < 0:
                     break
             ran += here
-        return list(dict.fromkeys(ran))
+        return ran
+
+    def in_turns(self, bench: Bench, settings: list[Setting], ids: np.ndarray, tokens: int):
+        """Yields each setting with its run. Behind one that failed the others are warmed up again."""
+        for number, one in enumerate(settings):
+            run = self.decode(bench, one, ids, tokens)
+            if run:
+                yield one, run
+            else:
+                self.warm(bench, [*settings[:number], *settings[number + 1 :]])
 
     # ---- stage 3: the last ones, against the main model alone
 
@@ -464,42 +593,61 @@ class Tuning:
 
     def compare(self) -> None:
         """Rounds of all finalists in turns until the budget is spent. Each round has other prompts than the one before,
-        so that the ranges say how much depends on the prompt, too."""
+        so that the ranges say how much depends on the prompt, too. On a cluster each machine has rounds of its own."""
         settings = self.finalists()
         self.clock.tick("the last ones")
-        self.models.keep(settings, [])
-        settings = [one for one in settings if str(one) not in self.failed and self.loads(one)]
-        ways = {one: self.way(one) for one in settings}
+        machines = len(self.benches)
+        try:
+            self.share(
+                list(range(machines)), lambda numbers, bench: self.compare_on(bench, settings, *numbers, machines)
+            )
+        except Ended:
+            if not self.ways:
+                raise
+
+    def compare_on(self, bench: Bench, settings: list[Setting], number: int, machines: int) -> None:
+        if self.ways and self.clock.until(1) < 0:  # the share of a machine that was lost
+            return
+        bench.ask("keep", settings, [])
+        settings = [one for one in settings if self.loads(bench, one)]
         begin = time.perf_counter()
-        warm_up = self.decode_all(ways, self.prompts[-1:])
+        warm_up = self.decode_all(bench, settings, self.prompts[-1:])
         seconds = time.perf_counter() - begin  # of one prompt
         at_once = min(max(1, int(self.clock.until(1) / seconds / ROUNDS)), len(self.prompts))
-        start = 0
+        start = number * at_once
         while self.clock.until(1) > 1.1 * at_once * seconds:
             prompts = [self.prompts[(start + i) % len(self.prompts)] for i in range(at_once)]
-            self.keep_round(ways, self.decode_all(ways, prompts), prompts)
-            start += at_once
+            self.keep_round(self.decode_all(bench, settings, prompts), prompts)
+            start += machines * at_once
         if not self.ways:
-            self.keep_round(ways, warm_up, self.prompts[-1:])
+            self.keep_round(warm_up, self.prompts[-1:])
+        if bench.machine:
+            self.other_load = max(self.other_load, bench.ask("other_load"))
 
-    def decode_all(self, ways: dict[Setting, Way], prompts: list[np.ndarray]) -> dict[Setting, list]:
-        runs: dict[Setting, list] = {one: [] for one in ways}
+    def decode_all(self, bench: Bench, settings: list[Setting], prompts: list[np.ndarray]) -> dict[Setting, list]:
+        runs: dict[Setting, list] = {one: [] for one in settings}
         for ids in prompts:
-            for one, way in ways.items():
-                runs[one].append(way.decode(ids))
-                self.clock.tick()
-        return runs
+            here = [one for one in settings if str(one) not in self.failed]
+            for one, run in self.in_turns(bench, here, ids, self.arguments.max_new_tokens):
+                runs[one].append(run)
+        return {one: found for one, found in runs.items() if str(one) not in self.failed}
 
-    def keep_round(self, ways: dict[Setting, Way], runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
-        for one, way in ways.items():
-            way.rounds.append(runs[one])
-        self.decoded_prompts += prompts
-        self.ways = ways
+    def keep_round(self, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
+        """Of what failed no round is kept."""
+        with self._one:
+            ways = self.ways or {one: self.way(one) for one in runs}
+            ways = {one: way for one, way in ways.items() if len(runs.get(one, [])) == len(prompts)}
+            for one, way in ways.items():
+                way.rounds.append(runs[one])
+            self.decoded_prompts += prompts
+            self.ways = ways
 
     def way(self, setting: Setting) -> Way:
         length = setting.draft_length if isinstance(setting.draft_length, int) else setting.length
         tokens = self.arguments.max_new_tokens
-        return Way(str(setting), setting.engine, length, 0.0, lambda ids: self.models.decode(setting, ids, tokens))
+        return Way(
+            str(setting), setting.engine, length, 0.0, lambda ids: self.decode(self.benches[0], setting, ids, tokens)
+        )
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------
@@ -515,30 +663,25 @@ def minutes(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0 and up to 1440")
 
 
-def devices(text: str) -> list[str]:
-    """CPU,GPU,NPU; as in OpenVINO, the names behind AUTO: or HETERO: belong to it."""
-    names: list[str] = []
-    for part in text.split(","):
-        name = part.strip()
-        if ":" not in name and names and ":" in names[-1]:
-            names[-1] += f",{name}"
-        else:
-            names.append(name)
-    for name in names:
-        for fact in device_facts.look_up(name):
-            if fact.missing and kind(fact.name) != "NPU":  # which NPUW_DEVICES=CPU stands in for
-                raise argparse.ArgumentTypeError(f"there is no {fact.name!r}: {fact.missing}")
-    return list(dict.fromkeys(names))
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("drafts", type=Path, nargs="+", metavar="draft", help="draft (IR folder), or several")
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time budget (default: 10)")
     parser.add_argument(
-        "--devices", type=devices, metavar="CPU,GPU", help="for main and draft (default: those of CPU, GPU, NPU here)"
+        "--devices",
+        type=device_list,
+        metavar="CPU,GPU",
+        help="for main and draft (default: those of CPU, GPU, NPU here); as in OpenVINO, the names behind AUTO: or "
+        "HETERO: belong to it",
     )
+    parser.add_argument(
+        "--address",
+        type=ray_cells.ray_address,
+        metavar="HOST:PORT",
+        help="head of a Ray cluster whose equal machines share the work: HOST:PORT, ray://HOST:PORT or auto",
+    )
+    parser.add_argument("--machine", metavar="NAME", help="with --address: tune for this machine and its equals")
     add_prompt_arguments(parser, max_prompts=40)
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens of the longest runs (default: 100)"
@@ -562,12 +705,46 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.max_new_tokens < 8:
         parser.error(f"--max-new-tokens {arguments.max_new_tokens} leaves too little to time: take 8 or more")
     arguments.drafts = list(dict.fromkeys(arguments.drafts))
-    if not arguments.devices:
-        here = available(ov.Core())
-        arguments.devices = [name for name in ("CPU", "GPU", "NPU") if name in here]
-    arguments.device = arguments.draft_device = arguments.devices[0]  # for the environment
     arguments.draft = arguments.drafts[0]
+    if arguments.machine and not arguments.address:
+        parser.error("--machine is for a cluster: add --address")
+    if arguments.address:  # where the other machines have them, too
+        arguments.main, arguments.drafts = arguments.main.resolve(), [one.resolve() for one in arguments.drafts]
     return arguments
+
+
+def run_here(job: dict, timeout: float) -> dict:
+    return child_process.run([sys.executable, str(Path(__file__).with_name("device_cell.py"))], job, timeout)
+
+
+def this_machine(names: list[str] | None) -> list[Place]:
+    try:
+        return [device_places.of(None, run_here, names or KINDS, False)]
+    except Failed as error:
+        raise ValueError(f"looking the devices up failed ({error}): name those that work with --devices") from None
+
+
+def in_cluster(machines: list, arguments: argparse.Namespace) -> list[Place]:
+    """The equal machines that are to be tuned for; the others are noted."""
+    note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
+    places = device_places.in_cluster(machines, arguments.devices or KINDS, False, note)
+    if not places:
+        raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
+    equal = device_places.equal_machines(places, arguments.machine)
+    for place in places:
+        if place not in equal:
+            note(f"machine {place.name} is left out, as it is another kind ({place.kind}): --machine tunes for it")
+    return equal
+
+
+def choose_devices(arguments: argparse.Namespace, place: Place) -> None:
+    """Those that were named, if they are there, or all that are."""
+    for name in arguments.devices or []:
+        if place.devices[name].missing and kind(name) != "NPU":  # which NPUW_DEVICES=CPU stands in for
+            raise ValueError(f"--devices names {name!r}, but {place.devices[name].missing}")
+    if not arguments.devices:
+        arguments.devices = [one.name for one in place.devices.values() if not one.missing]
+    arguments.device = arguments.draft_device = arguments.devices[0]  # for the environment
 
 
 @contextmanager
@@ -579,6 +756,23 @@ def nothing_lost():
             yield interrupted
     except KeyboardInterrupt:
         interrupted.append(True)
+
+
+def tune(tuning: Tuning) -> tuple[measuring.OtherLoad, list[bool], str]:
+    """Run it: the other load, whether Ctrl-C came, and why it could not go on."""
+    ended = ""
+    with measuring.OtherLoad() as load, nothing_lost() as interrupted:
+        try:
+            tuning.run()
+        except (Ended, Failed, ray_cells.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:
+            ended = " ".join(str(error).split())
+        finally:
+            tuning.clock.bar.close()
+            for bench in tuning.benches:
+                bench.close()
+    if tuning.machines:
+        load.share = tuning.other_load
+    return load, interrupted, ended
 
 
 def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
@@ -604,19 +798,19 @@ def main() -> int:
     try:
         chosen = read_prompts(arguments.prompts, arguments.max_prompts)
         prompts = token_ids(chosen, arguments.main, arguments.max_new_tokens)
+        with contextlib.ExitStack() as stack:
+            if arguments.address:
+                note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
+                folders = [arguments.main, *arguments.drafts]
+                places = in_cluster(stack.enter_context(ray_cells.connect(arguments.address, folders, note)), arguments)
+            else:
+                places = this_machine(arguments.devices)
+            choose_devices(arguments, places[0])
+            tuning = Tuning(arguments, prompts, places)
+            load, interrupted, ended = tune(tuning)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        tuning = Tuning(arguments, prompts)
-        with measuring.OtherLoad() as load, nothing_lost() as interrupted:
-            try:
-                tuning.run()
-            finally:
-                tuning.clock.bar.close()
-    except (RuntimeError, ValueError, KeyError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
     verdict = tune_verdict.judge(tuning)
     if verdict:
@@ -624,10 +818,16 @@ def main() -> int:
     elif interrupted:
         sentences = ["Nothing was decoded with the draft yet, so there is nothing to recommend."]
     else:
-        print(f"error: nothing could be decoded: {'; '.join(tuning.failed.values())}", file=sys.stderr)
+        reasons = [ended] if ended else list(tuning.failed.values())
+        print(f"error: nothing could be decoded: {'; '.join(reasons)}", file=sys.stderr)
         return 1
     sentences = [*sentences, *([load.sentence] if load.sentence else [])]
-    if interrupted:
+    left = [bench.machine.name for bench in tuning.benches if bench.machine]
+    if lost := [name for name in tuning.machines if name not in left]:
+        sentences.append(f"Lost on the way, so that others measured their share: {', '.join(lost)}.")
+    if ended:
+        sentences.append(f"It ended early: {ended}; recommended.json is only written at the end.")
+    elif interrupted:
         sentences.append("Interrupted: recommended.json is only written at the end.")
     else:
         sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
@@ -640,8 +840,10 @@ def main() -> int:
         "candidates": tune_verdict.candidates(tuning),
         "recommendation": verdict.as_dict() if verdict else None,
     }
+    if tuning.machines:
+        result["environment"]["machines"] = dict.fromkeys(tuning.machines, tuning.place.kind)
     measuring.write_outputs(arguments, result)
-    return 130 if interrupted else 0
+    return 130 if interrupted else 1 if ended else 0
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import measuring
 import openvino as ov
-import openvino_genai
 import text_quality
+from device_places import Place
 from tune_settings import PropertySet, Setting, shown
 
-from speculative import device_facts, metrics, recommendation, weights
+from speculative import metrics, recommendation, weights
 from speculative.draft_length import LONGEST, Costs
 
 WORTH_IT = 1.05  # speedup over the main model's best settings from which on a draft is recommended
@@ -116,7 +116,7 @@ def judge(tuning) -> Verdict | None:
         sentences,
         settings,
         _quality(quality),
-        measured_on(chosen.setting.models),
+        measured_on(tuning.place, chosen.setting.models),
     )
 
 
@@ -127,14 +127,10 @@ def fastest(found: list[Figures]) -> Figures:
     return min(good, key=lambda one: (len(one.setting.models.properties) + len(one.setting.scheduler), -one.speedup))
 
 
-def measured_on(models: PropertySet) -> dict:
+def measured_on(place: Place, models: PropertySet) -> dict:
     """What else the figures depend on; speculative/recommendation.py compares it."""
-    core = ov.Core()
     names = dict.fromkeys([models.device, models.draft_device])
-    devices = {
-        name: ", ".join(fact.full_name for fact in device_facts.look_up(name, core) if fact.full_name) for name in names
-    }
-    return {"openvino_genai": openvino_genai.__version__, **devices}
+    return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
 
 
 def _tokens_each(tuning, one: Figures) -> float:
@@ -217,7 +213,7 @@ def _why(tuning, best: Figures) -> str:
     }
     model = ov.Core().read_model(tuning.arguments.main / "openvino_model.xml")
     read = weights.read(model).bytes_per_step
-    plain = tuning.models.costs[best.setting.models, best.setting.draft].main[1]
+    plain = tuning.costs[best.setting.models, best.setting.draft].main[1]
     bound = "memory-bound: that is why checking several tokens is cheap" if v <= MEMORY_BOUND else (
         "checking several tokens is no longer free: computing begins to count"
     )  # fmt: skip
@@ -231,7 +227,7 @@ def _why(tuning, best: Figures) -> str:
 
 def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> str:
     """What was measured, and what its acceptance and costs make of it."""
-    measured: Costs = tuning.models.costs[tuning.default, best.setting.draft]
+    measured: Costs = tuning.costs[tuning.default, best.setting.draft]
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
@@ -254,7 +250,7 @@ def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> 
 
 def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | None:
     """tau, acceptance rate, K (the mean one, rounded), cost ratio, verify ratio."""
-    measured = tuning.models.costs.get((one.setting.models, one.setting.draft))
+    measured = tuning.costs.get((one.setting.models, one.setting.draft))
     way = tuning.ways.get(one.setting)
     if not measured or not way:
         return None

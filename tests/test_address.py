@@ -24,7 +24,7 @@ from device_matrix import Cell, Device
 from device_places import Place
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Ray's clusters are for Linux")
-SWAP = "scripts/device_swap.py"
+SWAP, TUNE = "scripts/device_swap.py", "scripts/tune.py"
 ROOM = {"object_store_memory": 80 * 2**20}
 QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 
@@ -185,7 +185,7 @@ def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
         ("127.0.0.1:9", ["no Ray cluster at 127.0.0.1:9", "ray start --head"]),
     ],
 )
-@pytest.mark.parametrize("program", [SWAP])
+@pytest.mark.parametrize("program", [SWAP, TUNE])
 def test_a_wrong_address_is_one_sentence(run, program, address, words):
     done = run(program, DRAFT, DRAFT, "--address", address)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
@@ -202,6 +202,40 @@ def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
     assert done.returncode == 0, done.stderr
     done = run(program, DRAFT, DRAFT, *options, "--address", "127.0.0.1:9", **here)
     assert done.returncode == 2 and "--address needs Ray" in done.stderr.splitlines()[-1]
+
+
+# ---- tune.py --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluster, two, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def area(width, height):\nimport os\n", encoding="utf-8")
+    files = ["--out", tmp_path / "found.json", "--prompts", prompts]
+    short = ["--minutes", 0.2, "--max-new-tokens", 12, "--devices", "CPU"]
+    process = start(TUNE, "--address", cluster.address, *files, *short)
+    wait_for(lambda: all(running("tune_worker.py", node) for node in two))
+    worker = running("tune_worker.py", two[1])
+    wait_for(lambda: worker.cpu_times().user > 3)  # it has models
+    cluster.remove_node(two[1], allow_graceful=False)
+    result, said = finish(process)
+    assert "2 Ray nodes are on 1 computer" in said
+    assert set(result["environment"]["machines"]) == {"one", "two"}
+    assert any("Lost on the way" in line and "two" in line for line in result["summary"])
+    names = {row["name"] for row in result["rows"]}
+    assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
+    assert all(row["speedup"] == 1 for row in result["rows"] if row["name"].startswith("GenAI, main alone, default"))
+    kept = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert kept["measured_on"].keys() == {"openvino_genai", "CPU"}
+    assert psutil.wait_procs([worker], timeout=30)[1] == []
+
+
+def test_tuning_is_for_equal_machines_only():
+    server = [place("server", "CPU"), place("server", "CPU")]
+    laptop = place("laptop", "CPU", "GPU")
+    assert device_places.equal_machines([laptop, *server], None) == server
+    assert device_places.equal_machines([laptop, *server], "laptop") == [laptop]
+    with pytest.raises(ValueError, match="no machine is called 'desk': take one of laptop, server, server"):
+        device_places.equal_machines([laptop, *server], "desk")
 
 
 # ---- which machine measures what ------------------------------------------------------------------------------------
@@ -227,13 +261,18 @@ def test_a_node_has_the_devices_it_was_started_with():
     found = {
         "devices": [
             {"name": name, "full_name": name, "missing": "", "stands_for": stands_for}
-            for name, stands_for in (("CPU", ["CPU"]), ("GPU", ["GPU"]), ("GPU.1", ["GPU.1"]), ("AUTO", ["CPU", "NPU"]))
+            for name, stands_for in (
+                ("CPU", ["CPU"]),
+                ("GPU", ["GPU"]),
+                ("GPU.1", ["GPU.1"]),
+                ("NPU", ["NPU"]),
+                ("AUTO", ["CPU", "NPU"]),
+            )
         ],
         "processor": "CPU",
         "openvino_genai": "1",
     }
-    machine = SimpleNamespace(name="one", declared=["CPU", "GPU.0"], cores=4)
+    machine = SimpleNamespace(name="one", declared=["CPU", "GPU"], cores=4)
     devices = device_places.of(machine, lambda job, seconds: found, None, False).devices
-    assert [name for name, one in devices.items() if not one.missing] == ["CPU", "GPU"]
-    assert devices["GPU.1"].missing == "its node was started with CPU, GPU.0 and not with GPU.1"
-    assert "not with NPU" in devices["AUTO"].missing
+    assert [name for name, one in devices.items() if not one.missing] == ["CPU", "GPU", "GPU.1"]
+    assert devices["NPU"].missing == devices["AUTO"].missing == "its node was started with CPU, GPU only"

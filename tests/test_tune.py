@@ -14,6 +14,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 
@@ -21,7 +22,9 @@ sys.path.append(str(ROOT / "scripts"))
 
 import text_quality
 import tune
+from child_process import Failed
 from text_quality import Quality, ReferenceText
+from worker_process import WorkerProcess
 
 from speculative import cached_model, recommendation
 
@@ -194,6 +197,74 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
         assert "Nothing was decoded" in result["summary"][0]
 
 
+CRASHES = """
+import os, signal, sys
+sys.path.insert(0, "scripts")
+import tune_worker
+decode = tune_worker.Bench.decode
+
+def crash(self, setting, *arguments):
+    if setting.draft_length == "adaptive":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return decode(self, setting, *arguments)
+
+tune_worker.Bench.decode = crash
+tune_worker.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
+    """Here it is the adaptive length that ends the process of the models."""
+    pair = copy_pair(tmp_path)
+    (tmp_path / "worker.py").write_text(CRASHES, encoding="utf-8")
+    program = "import sys, pathlib, tune; tune.WORKER = pathlib.Path(sys.argv.pop(1)); sys.exit(tune.main())"
+    command = [sys.executable, "-c", program, tmp_path / "worker.py", pair / "main", pair / "draft"]
+    done = subprocess.run(
+        list(map(str, [*command, "--minutes", 0.2, "--max-prompts", 2, *SHORT])),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts")},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    result = last_line(done)
+    failed = {one["name"]: one["failed"] for one in result["candidates"] if "failed" in one}
+    assert all("adaptive" in name and "killed by SIGSEGV" in reason for name, reason in failed.items()) and failed
+    names = {row["name"] for row in result["rows"]}
+    assert "GenAI, main alone, default properties" in names and not names & set(failed)
+    assert result["recommendation"]["settings"]["alone"]["throughput"] > 0
+    assert "failed: its process was killed by SIGSEGV" in done.stdout and (pair / NAME).exists()
+
+
+def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_remember(tmp_path):
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import worker_process\n"
+        "kept = []\n"
+        "functions = {'keep': kept.append, 'all': lambda: kept, 'end': lambda: os._exit(3), 'find': {}.__getitem__}\n"
+        "print('noise')\n"
+        "worker_process.serve(functions.__getitem__)\n",
+        encoding="utf-8",
+    )
+    worker = WorkerProcess([sys.executable, str(program)])
+    worker.remember("keep", "a")
+    worker.remember("keep", "b")
+    worker.call("keep", "c")
+    assert worker.call("all") == ["a", "b", "c"]
+    with pytest.raises(KeyError):
+        worker.call("find", 0)
+    with pytest.raises(Failed, match="status 3"):
+        worker.call("end")
+    assert worker.call("all") == ["a", "b"] and worker.started == 2
+    child = psutil.Process().children()[-1]
+    worker.close()
+    assert not child.is_running()
+
+
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / NAME).mkdir()
     arguments = SimpleNamespace(main=tmp_path / "main", out=None)
@@ -212,7 +283,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
         ([MAIN], ["draft"]),
         ([MAIN, DRAFT, "--minutes", "0"], ["'0'", "minutes"]),
         ([MAIN, DRAFT, "--minutes", "soon"], ["'soon'", "minutes"]),
-        ([MAIN, DRAFT, "--devices", "GPX"], ["'GPX'", "no device of OpenVINO"]),
+        ([MAIN, DRAFT, "--devices", "GPX"], ["'GPX'", "is no device"]),
+        ([MAIN, DRAFT, "--devices", "CPU,GPU.7"], ["'GPU.7'", "there is no GPU.7"]),
+        ([MAIN, DRAFT, "--machine", "one"], ["--machine", "--address"]),
         ([MAIN, DRAFT, "--max-new-tokens", "2"], ["2", "8 or more"]),
         ([MAIN, DRAFT, "--property", "fast"], ["'fast'", "KEY=VALUE"]),
         ([MAIN, DRAFT, "--out", "no/such/folder/x.json"], ["no/such/folder"]),

@@ -1,0 +1,124 @@
+"""What tune.py does with models, in a process of its own: a driver that crashes costs what was just tried, no more.
+
+One process holds all models that are compared, so that they take turns in it. tune.py calls the methods of `Bench` by
+their names, over scripts/worker_process.py; on a cluster each machine has such a process.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import openvino as ov
+import text_quality
+import worker_process
+from measuring import OtherLoad
+from text_quality import Quality, ReferenceText
+from tune_settings import Models, Properties, PropertySet, Setting, property_values
+
+from speculative import costs, genai_runs
+from speculative.decoder import Generation
+from speculative.draft_length import Costs
+
+
+class Bench:
+    """The models, and what is measured of them."""
+
+    def __init__(self, main: Path, capacity: int):
+        self.models = Models(main, capacity)
+        self.references: list[ReferenceText] = []
+        self.load = OtherLoad()
+        self.load.__enter__()
+
+    def load_models(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+        """True. Raises RuntimeError or ValueError where a device or plugin refuses."""
+        if isinstance(setting, Setting):
+            self.models.load(setting)
+        for draft in drafts:
+            self.models.pair(setting, draft)
+        return True
+
+    def keep(self, settings: list, drafts: list[Path]) -> None:
+        self.models.keep(settings, drafts)
+
+    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+        return self.models.is_loaded(setting, drafts)
+
+    def groups(self, always: list, settings: list) -> list[list]:
+        return self.models.groups(always, settings)
+
+    def property_values(self, device: str) -> list[Properties]:
+        return property_values(device, ov.Core())
+
+    def other_load(self) -> float:
+        """The share of the machine's time that other programs took since this process was started."""
+        self.load.__exit__()
+        return self.load.share
+
+    # ---- texts
+
+    def reference(self, models: PropertySet, ids: np.ndarray, tokens: int) -> ReferenceText:
+        return text_quality.reference_text(self.models.pair(models, None)[0], ids, tokens)
+
+    def take_references(self, references: list[ReferenceText]) -> None:
+        self.references = references
+
+    def judge(self, models: PropertySet) -> Quality:
+        main, _ = self.models.pair(models, None)
+        quality = text_quality.judge(main, self.references)
+        main.forget()
+        return quality
+
+    def decode(
+        self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None
+    ) -> genai_runs.Run | Generation:
+        if costs:  # of the adaptive length
+            self.models.costs[setting.models, setting.draft] = costs
+        return self.models.decode(setting, ids, tokens)
+
+    # ---- times
+
+    def measure_costs(self, models: PropertySet, draft: Path) -> Costs:
+        return costs.measure(*self.models.pair(models, draft))
+
+    def room(self, models: PropertySet, draft: Path) -> tuple[int, int]:
+        """What both models have: the width of the logits, the longest text."""
+        pair = self.models.pair(models, draft)
+        return min(model.width for model in pair), min(model.capacity for model in pair)
+
+    def iteration(self, models: PropertySet, draft: Path, tokens: np.ndarray, k: int) -> tuple[float, float, float]:
+        """Seconds of a plain step, of a check of k draft tokens and of a draft step, behind all but k + 1 tokens."""
+        main, drafter = self.models.pair(models, draft)
+        context = len(tokens) - k - 1
+        for model, lengths in ((main, (1, k + 1)), (drafter, (1,))):
+            if model.common_prefix(tokens[:context]) < context:
+                model.logits(tokens[:context])
+                for n in lengths:  # shapes are compiled when they first occur
+                    model.backend.run(context, tokens[context : context + n], n)
+        seconds = []
+        for model, n in ((main, 1), (main, k + 1), (drafter, 1)):
+            begin = time.perf_counter()
+            model.backend.run(context, tokens[context : context + n], n)
+            seconds.append(time.perf_counter() - begin)
+        return tuple(seconds)
+
+    def forget(self, models: PropertySet, draft: Path) -> None:
+        for model in self.models.pair(models, draft):
+            model.forget()
+
+
+def main() -> None:
+    bench: list[Bench] = []
+
+    def function(name: str):
+        if name == "open":
+            return lambda main, capacity: bench.append(Bench(main, capacity))
+        return getattr(bench[0], name)
+
+    worker_process.serve(function)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A process that keeps what it made between calls, and that a crash costs only that: for tune.py.
+
+    worker = WorkerProcess([sys.executable, "tune_worker.py"])
+    worker.remember("open", main, capacity)  # a call that is made again whenever the process is started anew
+    run = worker.call("decode", setting, ids, 100)
+
+Calls and answers are pickled, over the child's standard input and output. An error that the other side raised is raised
+here, too; where the process dies or takes too long, `Failed` says what happened to it, and the next call starts
+another one. It leads a process group of its own, of which nothing is left behind `close`; it ends itself when this
+program does.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+
+import child_process
+from child_process import Failed, OutOfTime
+
+SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
+LENGTH = struct.Struct("<Q")  # before each message
+RAISED = {kind.__name__: kind for kind in (RuntimeError, ValueError, KeyError, TypeError, MemoryError)}
+
+
+class WorkerProcess:
+    """One at a time calls it. `started` counts the processes so far."""
+
+    def __init__(self, command: list[str], seconds: float = SECONDS):
+        """`seconds`: the limit of one call."""
+        self.started = 0
+        self._command, self._seconds = command, seconds
+        self._remembered: list[tuple] = []
+        self._child: subprocess.Popen | None = None
+
+    def remember(self, name: str, *arguments) -> object:
+        self._remembered.append((name, *arguments))
+        return self.call(name, *arguments) if self._child else self._start()
+
+    def call(self, name: str, *arguments) -> object:
+        if not self._child:
+            self._start()
+        return self._exchange((name, *arguments))
+
+    def close(self) -> None:
+        if self._child:
+            child_process.end(self._child)
+            self._child = None
+
+    def _start(self) -> object:
+        own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}
+        quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._answers: queue.Queue = queue.Queue()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
+        self._child = subprocess.Popen(self._command, env=quiet, **pipes, **own_group)
+        self.started += 1
+        threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
+        answer = None
+        for call in self._remembered:
+            answer = self._exchange(call)
+        return answer
+
+    def _exchange(self, call: tuple) -> object:
+        done = False
+        try:
+            with child_process.no_sigpipe(), contextlib.suppress(OSError):  # it may be gone: then no answer comes
+                write(self._child.stdin, call)
+            error, answer = self._wait()
+            done = True
+        finally:
+            if not done:  # it crashed, took too long, or Ctrl-C came: what it answers now belongs to no call
+                self.close()
+        if error:
+            raise RAISED.get(error, RuntimeError)(answer)
+        return answer
+
+    def _wait(self) -> tuple[str, object]:
+        try:
+            message = self._answers.get(timeout=self._seconds)
+        except queue.Empty:
+            raise OutOfTime(f"it was not done after {self._seconds:g} seconds") from None
+        if message is None:
+            status = self._child.wait()
+            said = child_process.last_line(self._said)[: child_process.SHOWN]
+            raise Failed(child_process.how_it_ended(status) + (f"; it said last: {said}" if said else ""))
+        return message
+
+
+# ---- the messages; the child's side too -----------------------------------------------------------------------------
+
+
+def write(stream, message: object) -> None:
+    data = pickle.dumps(message, protocol=5)
+    stream.write(LENGTH.pack(len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def read(stream) -> object:
+    """The next message; None where there is none any more."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    length = LENGTH.unpack(head)[0]
+    data = stream.read(length)
+    return pickle.loads(data) if len(data) == length else None
+
+
+def _read(stream, answers: queue.Queue) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed here
+        while (message := read(stream)) is not None:
+            answers.put(message)
+    answers.put(None)
+
+
+def serve(functions: Callable[[str], Callable]) -> None:
+    """The child's side: answer calls until there are none any more. What libraries print goes to standard error."""
+    calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    waiting: queue.Queue = queue.Queue()
+    threading.Thread(target=_read_calls, args=(calls, waiting), daemon=True).start()
+    while True:
+        name, *arguments = waiting.get()
+        try:
+            answer = "", functions(name)(*arguments)
+        except tuple(RAISED.values()) as error:
+            kind = next(name for name, kind in RAISED.items() if isinstance(error, kind))
+            answer = kind, " ".join(str(error).split())
+        write(answers, answer)
+
+
+def _read_calls(stream, waiting: queue.Queue) -> None:
+    """In a thread of its own, so that the process ends with the program that asks, whatever it is doing."""
+    while (call := read(stream)) is not None:
+        waiting.put(call)
+    os._exit(0)
