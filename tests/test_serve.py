@@ -237,14 +237,25 @@ def test_without_the_key_nothing_but_the_health_is_told(server, key):
     assert load(server)["status"] == "ok"
 
 
+HALF = b'{"model": "embedded", "prompt": "\\ud800"}'  # of a character
+
+
 @pytest.mark.parametrize(
-    ("body", "status"),
-    [(b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b'{"prompt": "\\ud800"}', 400)],
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": "embedded", "prompt": "\\ud800"}',
+        b'{"seed": 1' + b"0" * 5000,
+    ],
 )
-def test_a_malformed_body_is_answered_with_an_error_object(server, body, status):
+def test_a_malformed_body_is_answered_with_an_error_object(server, body):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}/completions", content=body, headers=headers)
-    assert answer.status_code == status and answer.json()["error"]["message"]
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_other_paths_and_methods_are_answered_with_an_error_object(server):
@@ -354,7 +365,7 @@ def test_metrics_count_what_was_served(server, client):
 
 
 def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing():
-    with Server("--timeout", 5) as server:
+    with Server("--timeout", 8) as server:
         children = descendants(server.process.pid)
         client = server.client()
 
@@ -368,7 +379,7 @@ def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing():
             ends = set(pool.map(code_of_a_long_answer, range(32)))
         assert (504, "timeout") in ends and ends <= {"length", (504, "timeout")}
 
-        answer = complete(client, max_tokens=200, extra_body={"ignore_eos": True}, stream=True)
+        answer = complete(client, max_tokens=50, extra_body={"ignore_eos": True}, stream=True)
         first = next(iter(answer)).choices[0].text
         server.process.send_signal(signal.SIGINT)
         server.wait_for("stopping")

@@ -109,6 +109,17 @@ class Asked(BaseModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def whole_characters(cls, data: Any) -> Any:
+        """JSON can escape halves of characters, and tokenizers do not take them."""
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise ValueError(f"the body holds half a character, {half} (a lone surrogate): send whole ones") from None
+        return data
+
     @field_validator("stop")
     @classmethod
     def few_and_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
