@@ -1,0 +1,316 @@
+"""What clients of the real server see when something goes wrong: each request is answered, refused in the words of the
+API or cut off, which its client notices; none is lost. The server counts as its clients do.
+"""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+
+import psutil
+import pytest
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import Server
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from load_clients import Endpoint, ask
+from load_figures import outcomes
+
+LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}  # seconds of text
+SHORT = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+RUNNING, WAITING = 2, 2  # of a replica
+SOON = 60  # seconds that something may take that is looked at again and again
+
+
+def endpoint(server):
+    return Endpoint(server.url, server.model)
+
+
+def one(server, settings=SHORT, number=0, piece=lambda text: None):
+    return ask(endpoint(server).connect(), endpoint(server), number, f"def f{number}(x):", settings, piece)
+
+
+class Clients:
+    """Many at once, each in a thread; `answers` when they are done, `streaming` once so many have got text."""
+
+    def __init__(self, server, number, settings=LONG):
+        self._first = threading.Semaphore(0)
+        self._pool = concurrent.futures.ThreadPoolExecutor(number)
+        self._futures = [self._pool.submit(self._ask, server, settings, i) for i in range(number)]
+
+    def _ask(self, server, settings, number):
+        began = []
+
+        def piece(text):
+            if not began:
+                began.append(self._first.release())
+
+        return one(server, settings, number, piece)
+
+    def wait_until_streaming(self, number):
+        for _ in range(number):
+            assert self._first.acquire(timeout=SOON), "no text came"
+
+    def answers(self):
+        found = [future.result(timeout=2 * SOON) for future in self._futures]
+        self._pool.shutdown()
+        return found
+
+
+def wait_until(true, what):
+    until = time.monotonic() + SOON
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            if found := true():
+                return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {SOON} seconds")
+
+
+def health(server):
+    with urllib.request.urlopen(server.url.replace("/v1", "/health"), timeout=10) as answer:
+        return json.load(answer)
+
+
+def is_idle(server):
+    return health(server) == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def counted(server):
+    """The requests that the server has counted, by how they ended."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if match := re.match(r'ray_speculative_requests(?:_total)?\{.*outcome="(\w+)".*\} ([\d.e+]+)', line):
+            found[match[1]] = found.get(match[1], 0) + int(float(match[2]))
+    return found
+
+
+def post(server, body, path="/completions", headers=()):
+    """The raw answer to a raw body: status and the parsed JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SOON)
+    with contextlib.closing(connection):
+        connection.request("POST", f"/v1{path}", body, {"Content-Type": "application/json", **dict(headers)})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def runs(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+# ---- one replica ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--max-running", RUNNING, "--max-waiting", WAITING) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sent():
+    """What the tests below sent on purpose, by how the server is to count it."""
+    return {}
+
+
+def count(sent, **more):
+    for outcome, number in more.items():
+        sent[outcome] = sent.get(outcome, 0) + number
+
+
+def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
+    clients = Clients(server, RUNNING + WAITING + 6)
+    answers = clients.answers()
+    ended = outcomes(answers)
+    assert ended == {"answered": RUNNING + WAITING, "refused": 6, "cut off": 0, "lost": 0}
+    for answer in answers:
+        if answer.outcome == "refused":
+            assert answer.status == 429 and answer.retry_after >= 1 and "queue" in answer.error
+        else:
+            assert answer.tokens == 500 and answer.finish_reason == "length"
+    count(sent, length=RUNNING + WAITING, refused_429=6)
+    wait_until(lambda: is_idle(server), "every place is free")
+
+
+def test_clients_that_vanish_make_room(server, sent):
+    """Some while their text comes, some while they wait in the queue; the next one is served at once."""
+    gone = []
+    for i in range(RUNNING + WAITING):
+        path, body = endpoint(server).request(f"def f{i}(x):", LONG)
+        connection = endpoint(server).connect()
+        connection.request("POST", path, body, endpoint(server).headers)
+        gone.append(connection)
+    streaming = gone[0].getresponse()
+    assert streaming.readline().startswith(b"data: ")
+    wait_until(lambda: health(server)["waiting"] == WAITING, "the others wait")
+    for connection in gone:
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    wait_until(lambda: is_idle(server), "their places are free")
+    assert one(server).outcome == "answered"
+    count(sent, disconnected=RUNNING + WAITING, length=1)
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_all(server, sent):
+    path, body = endpoint(server).request("class Stack:", LONG)
+    request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.settimeout(SOON)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(request % (path.encode(), len(body)) + body)
+        got = slow.recv(1)
+        answers = [one(server, {**SHORT, "max_tokens": 200}, i) for i in range(5)]
+        assert outcomes(answers)["answered"] == 5
+        wait_until(lambda: health(server)["running"] == 0, "its text is decoded though it is not read")
+        while b"data: [DONE]" not in got:
+            got += slow.recv(1 << 16)
+    usage = json.loads(got.rpartition(b"data: {")[2].partition(b"\n")[0].join([b"{", b""]))["usage"]
+    assert usage["completion_tokens"] == 500
+    count(sent, length=6)
+
+
+BODIES = {
+    "not JSON": b"{",
+    "no UTF-8": b'{"model": "embedded", "prompt": "\xff"}',
+    "empty": b"",
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+    "no prompt": b'{"model": "embedded"}',
+    "unknown field": b'{"model": "embedded", "prompt": "x", "no_such_field": 1}',
+    "wrong type": b'{"model": "embedded", "prompt": "x", "max_tokens": "5"}',
+    "no number": b'{"model": "embedded", "prompt": "x", "temperature": NaN}',
+    "too many answers": b'{"model": "embedded", "prompt": "x", "n": 2}',
+    "a lone surrogate": b'{"model": "embedded", "prompt": "\\ud800"}',
+    "tokens that are none": b'{"model": "embedded", "prompt": [5, 99999999]}',
+    "too many tokens": b'{"model": "embedded", "prompt": "x", "max_tokens": 100000}',
+    "a prompt beyond the context": json.dumps({"model": "embedded", "prompt": "x = 1\n" * 2000}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_malformed_body_is_refused_in_the_apis_words(server, name):
+    status, answer = post(server, BODIES[name])
+    assert status in (400, 422), answer
+    assert answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+    assert "Traceback" not in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with its length", "in chunks"])
+def test_an_oversized_body_is_refused(server, told):
+    body = json.dumps({"model": "embedded", "prompt": "x" * (8 << 20)}).encode()
+    pieces = body if told else (body[i : i + 65536] for i in range(0, len(body), 65536))
+    try:
+        status, answer = post(server, pieces)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it does not wait for the rest
+    else:
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    assert one(server).outcome == "answered"
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+SENSIBLE = {
+    "max_tokens": st.integers(1, 3),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "seed": st.integers(-9, 9),
+    "stop": st.text(min_size=1, max_size=5) | st.lists(st.text(min_size=1, max_size=5), max_size=4),
+    "n": st.just(1),
+    "frequency_penalty": st.floats(-2, 2),
+    "presence_penalty": st.floats(-2, 2),
+    "user": st.text(max_size=9),
+}
+OTHERS = ("prompt", "messages", "stream_options", "logprobs", "echo", "tools", "top_k", "model", "logit_bias")
+fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(
+    st.sampled_from([*SENSIBLE, *OTHERS]), anything, max_size=3
+)
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
+    """Bodies of hypothesis: a valid one of which some fields are anything."""
+    valid = {"model": "embedded", "prompt": "x"} if path == "/completions" else {
+        "model": "embedded", "messages": [{"role": "user", "content": "x"}]}  # fmt: skip
+    statuses = {}
+
+    @settings(
+        max_examples=2000 if request.config.getoption("--long") else 60,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(fields)
+    def check(fields):
+        body = json.dumps({**valid, "max_tokens": 2, **fields}).encode()
+        status, answer = post(server, body, path)
+        statuses[status] = statuses.get(status, 0) + 1
+        if status == 200:
+            assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+        else:
+            assert 400 <= status < 500, (status, answer, body)
+            assert answer["error"]["message"] and answer["error"]["type"]
+
+    check()
+    assert {200, 400} <= set(statuses), statuses  # both kinds were tried
+    wait_until(lambda: is_idle(server), "every place is free")
+
+
+def test_the_server_counts_as_its_clients_do(server, sent):
+    """After all of the above: nothing is counted that was not sent, and nothing that was is missing."""
+    wait_until(
+        lambda: all(counted(server).get(name, 0) >= number for name, number in sent.items()),
+        f"the server has counted {sent}",
+    )
+    found = counted(server)
+    assert all(found[name] == sent[name] for name in ("disconnected", "refused_429")), found
+    assert not [name for name in found if name.startswith("refused_5") or "failed" in name or "internal" in name], found
+
+
+def test_when_rays_head_is_killed_the_server_begins_anew(server):
+    """Who streams then is cut off; who asks again is answered."""
+    before = psutil.Process(server.process.pid).children(recursive=True)
+    head = next(process for process in before if "gcs_server" in process.name())
+    clients = Clients(server, RUNNING)
+    clients.wait_until_streaming(RUNNING)
+    head.kill()
+    server.wait_for("ready: ")
+    assert outcomes(clients.answers())["lost"] == 0
+    assert one(server).outcome == "answered"
+    wait_until(lambda: not any(runs(process) for process in before), "none of what was lost is left")
+
+
+def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
+    """Last: the server of the tests above is stopped while it streams."""
+    before = psutil.Process(server.process.pid).children(recursive=True)
+    clients = Clients(server, RUNNING)
+    clients.wait_until_streaming(RUNNING)
+    server.process.send_signal(signal.SIGTERM)
+    refused = []
+    while server.process.poll() is None and len(refused) < 1000:
+        answer = one(server)
+        if answer.outcome != "answered":
+            refused.append(answer)
+            time.sleep(0.1)
+    assert server.end() == 0
+    answers = clients.answers()
+    assert outcomes(answers)["answered"] == RUNNING and {answer.tokens for answer in answers} == {500}
+    assert refused and outcomes(refused)["lost"] == 0
+    assert {answer.status for answer in refused if answer.outcome == "refused"} <= {503}
+    wait_until(lambda: not any(runs(process) for process in before), "none of its processes is left")
+    assert not any("Traceback" in line for line in server.lines), server.lines
