@@ -25,6 +25,7 @@ import child_process
 from child_process import Failed, OutOfTime
 
 SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
+START = b"\0answers\0"  # behind what libraries print while they are imported
 LENGTH = struct.Struct("<Q")  # before each message
 RAISED = {kind.__name__: kind for kind in (RuntimeError, ValueError, KeyError, TypeError, MemoryError)}
 
@@ -115,6 +116,9 @@ def read(stream) -> object:
 
 def _read(stream, answers: queue.Queue) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed here
+        seen = b""
+        while not seen.endswith(START) and (byte := stream.read(1)):
+            seen = seen[1 - len(START) :] + byte
         while (message := read(stream)) is not None:
             answers.put(message)
     answers.put(None)
@@ -124,6 +128,8 @@ def serve(functions: Callable[[str], Callable]) -> None:
     """The child's side: answer calls until there are none any more. What libraries print goes to standard error."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    answers.write(START)
+    answers.flush()
     waiting: queue.Queue = queue.Queue()
     threading.Thread(target=_read_calls, args=(calls, waiting), daemon=True).start()
     while True:

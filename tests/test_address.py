@@ -167,7 +167,6 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
     statuses = [cell["status"] for cell in cells_of(result).values()]
     assert "ok" in statuses and "not run" in statuses
     assert psutil.wait_procs([child], timeout=30)[1] == []
-    assert cells_of(finish(start(SWAP, *asked, *QUICK, "--max-new-tokens", 400))[0]).keys() == cells_of(result).keys()
 
 
 def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):

@@ -218,7 +218,7 @@ def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
     """Here it is the adaptive length that ends the process of the models."""
     pair = copy_pair(tmp_path)
     (tmp_path / "worker.py").write_text(CRASHES, encoding="utf-8")
-    program = "import sys, pathlib, tune; tune.WORKER = pathlib.Path(sys.argv.pop(1)); sys.exit(tune.main())"
+    program = "import sys, tune, tune_bench; tune_bench.WORKER = tune.Path(sys.argv.pop(1)); sys.exit(tune.main())"
     command = [sys.executable, "-c", program, tmp_path / "worker.py", pair / "main", pair / "draft"]
     done = subprocess.run(
         list(map(str, [*command, "--minutes", 0.2, "--max-prompts", 2, *SHORT])),
