@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from serving import Server
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
@@ -62,9 +63,21 @@ def as_tested(command):
     return command
 
 
+@pytest.fixture(scope="module")
+def server():
+    """Told where the README's own server is, a text says where this one is, which its command starts."""
+    with Server() as server:
+        yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="the README's bash blocks; PowerShell's are compared with them below")
 @pytest.mark.parametrize("command", dict.fromkeys([*commands("bash"), *commands("bash", FIGURES)]))
-def test_command(command, checkout):
+def test_command(command, checkout, request):
+    if command == "python samples/serve/serve_pair.py models/embedded/main models/embedded/draft":
+        request.getfixturevalue("server")  # it is what `Server` starts, and runs until Ctrl-C
+        return
+    if "//127.0.0.1:800" in command:
+        command = request.getfixturevalue("server")(command)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     process = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", as_tested(command)],
@@ -79,7 +92,9 @@ def test_command(command, checkout):
 
 
 @pytest.mark.parametrize("program", re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL))
-def test_python_block(program, checkout):
+def test_python_block(program, checkout, request):
+    if "//127.0.0.1:800" in program:
+        program = request.getfixturevalue("server")(program)
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=checkout, capture_output=True, encoding="utf-8", timeout=300
     )
