@@ -35,7 +35,8 @@ def pytest_addoption(parser):
 LONGEST = [
     *("test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
-    "test_verify_lossless",
+    *("test_verify_lossless", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address"),
+    *("test_benchmark_serving", "test_prefix_cache"),
 ]
 
 
