@@ -22,6 +22,7 @@ from samples.serve import resources
 
 EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
 ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
+AS_GIVEN = dict(os.environ)  # Ray adds to it
 OBJECT_STORE = 128 << 20  # bytes; what goes between processes here is small
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
@@ -109,8 +110,7 @@ def _begin_anew(folder: str | None) -> NoReturn:
             child.kill()
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.environ[ANEW] = "1"
-    os.execv(sys.executable, [sys.executable, *sys.argv])
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**AS_GIVEN, ANEW: "1"})
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:
