@@ -47,6 +47,7 @@ class Server:
             errors="replace",
             cwd=ROOT,
             env={**os.environ, **(env or {})},
+            start_new_session=True,  # Ctrl-C is then for the tests alone, and `interrupt` for it
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -69,6 +70,10 @@ class Server:
     def client(self, **options) -> openai.OpenAI:
         """Without retries: a test is to see the first answer."""
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal gives it: to Ray's processes, too."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Stop it as its user would, or harder if it does not; returns the exit status."""

@@ -4,7 +4,6 @@ It computes in exact arithmetic, so that a text in a crowd is the text alone.
 """
 
 import json
-import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -381,7 +380,7 @@ def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing():
 
         answer = complete(client, max_tokens=50, extra_body={"ignore_eos": True}, stream=True)
         first = next(iter(answer)).choices[0].text
-        server.process.send_signal(signal.SIGINT)
+        server.interrupt()
         server.wait_for("stopping")
         assert first and list(answer)[-1].choices[0].finish_reason == "length"
         assert server.process.wait(60) == 130
