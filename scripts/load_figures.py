@@ -196,20 +196,22 @@ def stops_paying(rows: list[dict]) -> list[str]:
         return []
     first, last = rows[0], rows[-1]
     lines = [f"Tokens with a draft over those of the main model alone: {'; '.join(map(_times, rows))}."]
-    unpaid = []
-    for one in reversed(rows):
-        if one["speedup_range"][0] > 1:
-            break
-        unpaid.append(one)
+    unpaid = [one for one in rows if one["speedup_range"][0] <= 1]
     if not unpaid:
-        lines.append(f"Speculation pays at every number of clients that was measured, up to {last['clients']}.")
+        lines.append(
+            f"Speculation pays at every number of {last['counted']}s that was measured, up to {last['clients']}."
+        )
     elif len(unpaid) == len(rows):
-        lines.append("Speculation pays surely at no number of clients that was measured.")
+        lines.append(f"Speculation pays surely at no number of {last['counted']}s that was measured.")
     else:
-        end = unpaid[-1]
         worst = min(one["speedup"] for one in unpaid)
         cost = f"takes {1 - worst:.0%} at worst" if worst < 0.995 else "costs nothing"
-        lines.append(f"Speculation stops paying at {counted(end['clients'], end['counted'])}; from there on it {cost}.")
+        if unpaid == rows[-len(unpaid) :]:
+            stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])
+            lines.append(f"Speculation stops paying at {stop}; from there on it {cost}.")
+        else:
+            numbers = ", ".join(str(one["clients"]) for one in unpaid)
+            lines.append(f"Speculation does not surely pay with {numbers} {rows[0]['counted']}s; there it {cost}.")
     if first["mean_draft_length"] is not None and last["mean_draft_length"] is not None and last is not first:
         drafted = ", ".join(f"{row['mean_draft_length']:.2f} with {row['clients']}" for row in rows)
         shrinks = last["mean_draft_length"] < 0.8 * first["mean_draft_length"]

@@ -182,6 +182,9 @@ def test_where_speculation_stops_paying_is_said():
     assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
     assert "stops paying at 16 clients; from there on it takes 10% at worst" in said
     assert "drafting shrinks" in said
+    assert (
+        "does not surely pay with 16, 17 clients" in stops_paying([*rows[2:], {**rows[2], "clients": 17}, rows[0]])[1]
+    )
     assert stops_paying(rows[:2])[1] == "Speculation pays at every number of clients that was measured, up to 4."
     assert "surely at no number" in stops_paying(rows[2:])[1]
     assert stops_paying([row(alone, 1, None)]) == []

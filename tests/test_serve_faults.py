@@ -106,7 +106,9 @@ def post(server, body, path="/completions", headers=()):
 
 
 def runs(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 # ---- one replica ----------------------------------------------------------------------------------------------------

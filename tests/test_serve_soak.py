@@ -4,7 +4,9 @@ python -m pytest tests/test_serve_soak.py --long -s
 SOAK_MINUTES=5 python -m pytest tests/test_serve_soak.py --long -s
 """
 
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -12,13 +14,19 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import DRAFT, ROOT
+from openvino_genai import GenerationConfig
 from serving import Server
+
+from samples.serve.engine_thread import Engine
+from speculative import batch_decoder
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -80,6 +88,30 @@ def wait_until(true, what, seconds=60):
     while not true():
         assert time.monotonic() < until, what
         time.sleep(0.1)
+
+
+def test_a_request_that_is_over_is_forgotten():
+    """Long before its time limit."""
+
+    async def ask_and_forget():
+        engine = Engine(batch_decoder.load(DRAFT, cache_tokens=1024), max_running=1, max_waiting=9)
+        config = GenerationConfig(max_new_tokens=5, ignore_eos=True)
+        jobs = [engine.submit(np.arange(1, 9), config, seed, seconds=600) for seed in range(4)]
+        ended, streamed, gone, waiting = jobs
+        await ended.end()
+        assert [piece async for piece in streamed.pieces()]
+        for job in jobs:
+            engine.cancel(job)  # as the endpoint does, however a request ends
+        left = [weakref.ref(job) for job in jobs]
+        del jobs, ended, streamed, gone, waiting, job
+        while not engine.idle:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        gc.collect()
+        assert not any(ref() for ref in left)
+        engine.close()
+
+    asyncio.run(ask_and_forget())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")

@@ -44,6 +44,7 @@ class Job:
         self.prompt, self.config, self.seed = prompt, config, seed
         self.request: Request | None = None  # once it is in the batch
         self.finished = False
+        self.expiry: asyncio.TimerHandle  # of its time; set when it is submitted
         self.error: Exception | None = None  # what ended it before its time
         self.submitted = time.perf_counter()
         self.first_at = self.last_at = 0.0  # when tokens came
@@ -136,14 +137,15 @@ class Engine:
         if self.waiting >= self.max_waiting + max(self.max_running - self.running, 0):
             raise QueueFull(self._seconds_to_place())
         job = Job(prompt, config, seed)
-        self._loop.call_later(seconds, self._expire, job)
+        job.expiry = self._loop.call_later(seconds, self._expire, job)
         with self._changed:
             self._waiting.append(job)
             self._changed.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Let it leave: nobody wants it any more. One that is finished stays as it is."""
+        """Let it leave: nobody wants it any more. One that is finished stays as it is, and is forgotten."""
+        job.expiry.cancel()  # or the loop would hold it until then
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
