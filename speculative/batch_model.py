@@ -45,8 +45,10 @@ class Slot:
         return self._lease.blocks(tokens)
 
     def give_back(self) -> None:
-        """The blocks; the text is gone."""
+        """The blocks, and what else takes memory; the text is gone."""
         self._lease.give_back()
+        self.rows = np.zeros((0, 0), np.float32)
+        self._held = np.zeros(0, np.int64)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """How many of `tokens` the cache holds."""

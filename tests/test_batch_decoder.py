@@ -292,6 +292,7 @@ def test_load_measures_and_serves():
     requests = [decoder.add(prompt, greedy(20)) for prompt in PROMPTS[:4]]
     finish(decoder)
     assert [len(request.generation.tokens) for request in requests] == [20] * 4
+    assert not any(request.draft_slot.rows.size for request in requests)  # logits that nobody needs
     assert "draft tokens as pay in the batch" in requests[0].generation.draft_length and blocks_are_back(decoder)
 
 
