@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -35,9 +36,11 @@ def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **ROOM})
-    yield cluster
-    cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # sockets: a short path
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **ROOM}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        cluster.shutdown()
 
 
 @pytest.fixture
@@ -210,14 +213,17 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(width, height):\nimport os\n", encoding="utf-8")
     files = ["--out", tmp_path / "found.json", "--prompts", prompts]
-    short = ["--minutes", 0.2, "--max-new-tokens", 12, "--devices", "CPU"]
+    short = ["--minutes", 0.3, "--max-new-tokens", 12, "--devices", "CPU"]
     process = start(TUNE, "--address", cluster.address, *files, *short)
-    wait_for(lambda: all(running("tune_worker.py", node) for node in two))
+    early = ""
+    while "properties" not in early:
+        early += (piece := process.stderr.read(1))
+        assert piece, early
     worker = running("tune_worker.py", two[1])
-    wait_for(lambda: worker.cpu_times().user > 3)  # it has models
+    assert running("tune_worker.py", two[0]) and worker
     cluster.remove_node(two[1], allow_graceful=False)
-    result, said = finish(process)
-    assert "2 Ray nodes are on 1 computer" in said
+    result, _ = finish(process)
+    assert "2 Ray nodes are on 1 computer" in early
     assert set(result["environment"]["machines"]) == {"one", "two"}
     assert any("Lost on the way" in line and "two" in line for line in result["summary"])
     names = {row["name"] for row in result["rows"]}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,9 +21,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import device_matrix
 from child_process import how_it_ended
 from device_matrix import Cell, Device, device_list
+from openvino_genai import GenerationConfig
 from results_file import ResultsFile
 
+from speculative import genai_runs
+
 PROGRAM = "scripts/device_swap.py"
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 QUICK = ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 EMULATED = ["--devices", "CPU,GPU,NPU", "--emulate-npu", "--k", "9", "--property", "NPU:MAX_PROMPT_LEN=128", *QUICK]
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
@@ -145,9 +150,52 @@ def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swa
     assert found["expected"] != found["seen"]
     assert found["expected_continuation"].startswith(found["expected"])
     assert found["continuation"].startswith(found["seen"])
-    said = "The greedy text is not that of main on CPU, alone in: main on NPU (emulated), draft on CPU."
-    assert said in result["summary"]
+    assert found["margins"][0] > 0.5 and flagged["difference_is"] == f"real, {found['margins'][0]:.1f} nats"
+    said = (
+        "The greedy text is really another one than that of main on CPU, alone in: main on NPU (emulated), draft on CPU"
+    )
+    assert f"{said} ({flagged['difference_is']})." in result["summary"]
+    assert len(results.read_text(encoding="utf-8").splitlines()) == 7  # the verdict is kept, too
     assert f"{found['seen']!r} instead of {found['expected']!r}" in process.stdout and " !" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("margins", "mark", "words"),
+    [
+        (
+            [0.1, 0.4],
+            "~",
+            "near-ties, words that f32 finds about as good, in: main on GPU, alone (near-ties, up to 0.40",
+        ),
+        (
+            [0.1, 2.0],
+            "!",
+            "really another one than that of main on CPU, alone in: main on GPU, alone (1 of 2 real, up to",
+        ),
+        ([], "!", "which was not judged, in: main on GPU, alone."),
+    ],
+)
+def test_near_ties_are_told_from_real_differences(margins, mark, words):
+    devices = ("CPU", "GPU")
+    cells = [cell(main, draft, 10.0, 1.0, 1.0, 1.0) for main in devices for draft in (None, *devices)]
+    changed = cells[3]  # main alone on GPU
+    changed.job, changed.answer["tokens"] = {"prompts": [[7]]}, [[[1, 3]]]
+    device_matrix.compare(cells, ["1"], SimpleNamespace(decode=str))
+    assert changed.difference["places"] == [{"text": [7, 1], "token": 3}]
+    changed.difference["margins"] = margins
+    assert any(words in line for line in device_matrix.summary(cells))
+    assert f"10.0 {mark} " in device_matrix.table(cells)
+
+
+def test_a_pair_with_an_npu_goes_on_past_the_end_of_the_text():
+    """GenAI stops there in spite of ignore_eos, where the end is the last of the accepted tokens."""
+    pair = genai_runs.load(MAIN, "CPU", DRAFT, "NPU", EXACT, {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
+    prompt = json.loads((ROOT / "scripts/prompts/embedded_code.jsonl").open(encoding="utf-8").readline())["prompt"]
+    ids = pair.get_tokenizer().encode(prompt).input_ids.data[0]
+    config = GenerationConfig(max_new_tokens=60, ignore_eos=True, num_assistant_tokens=2)
+    assert len(pair.generate(genai_runs.inputs(ids), config).tokens[0]) < 60  # the day it is mended we know it
+    run = genai_runs.generate(pair, genai_runs.inputs(ids), 60, 2)
+    assert len(run.tokens) == sum(run.gained) + 1 == 60
 
 
 @posix
