@@ -112,7 +112,7 @@ class Endpoint:
             return EventStream(self._until_over(job), lambda: self._events(job, answer))
         with self._until_over(job):
             generation = await job.end()
-            return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation)))
+            return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
 
     async def _events(self, job: Job, answer: Answer) -> AsyncIterator[bytes]:
         if head := answer.begin():
@@ -120,7 +120,9 @@ class Endpoint:
         try:
             async for text in job.pieces():
                 yield answer.piece(text)
-            yield answer.end(job.generation.finish_reason, usage(len(job.prompt), job.generation))
+            yield answer.end(
+                job.generation.finish_reason, usage(len(job.prompt), job.generation, job.request.cached_tokens)
+            )
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _Said from error

@@ -264,8 +264,11 @@ class Answer:
         return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(prompt_tokens: int, generation: Generation, cached_tokens: int = 0) -> dict:
-    """Token counts. Draft tokens that were rejected are not part of the text, nor of `completion_tokens`."""
+def usage(prompt_tokens: int, generation: Generation, cached_tokens: int) -> dict:
+    """Token counts; `cached_tokens` of the prompt were not computed again.
+
+    Draft tokens that were rejected are not part of the text, nor of `completion_tokens`.
+    """
     accepted, proposed = sum(generation.from_draft), sum(generation.proposed)
     return {
         "prompt_tokens": prompt_tokens,

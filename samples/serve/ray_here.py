@@ -105,9 +105,11 @@ def _join(address: str) -> None:
 
 def _begin_anew(folder: str | None) -> NoReturn:
     """What Ray has in this process does not outlive its head."""
-    for child in psutil.Process().children(recursive=True):
+    children = psutil.Process().children(recursive=True)
+    for child in children:
         with suppress(psutil.Error):
             child.kill()
+    psutil.wait_procs(children, timeout=10)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     os.execve(sys.executable, [sys.executable, *sys.argv], {**AS_GIVEN, ANEW: "1"})
