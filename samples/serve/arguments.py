@@ -69,8 +69,10 @@ def parse(description: str) -> argparse.Namespace:
     parser.add_argument("--debug", **console.ARGUMENTS["--debug"])
 
     args = parser.parse_args()
-    if args.recommended:
+    if args.recommended:  # but for its draft length, which is that of a single text: many under way want less
+        draft_length = args.num_assistant_tokens
         args = console.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
+        args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
     args.property = dict(args.property)
