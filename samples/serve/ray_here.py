@@ -32,6 +32,7 @@ OWN = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: on Linux, too, it listens at 127.0.0.1 only
     "RAY_AUTH_MODE": "token",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # to files
+    "RAY_worker_niceness": "0",  # serving is no background work; Ray's own choice is 15
 }
 
 
