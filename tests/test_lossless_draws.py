@@ -28,7 +28,7 @@ from speculative.metrics import per_token_acceptance
 from speculative.paged_model import PagedModel
 from speculative.rejection_sampling import Verdict, draw, residual
 
-DRAWS, DRAWS_LONG = 3_000, 20_000  # of each case
+DRAWS, DRAWS_LONG = 2_000, 20_000  # of each case
 LENGTH = 3  # tokens compared
 PROMPT = np.array([1, 5, 2, 7, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning

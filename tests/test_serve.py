@@ -61,8 +61,8 @@ def chat(client, *messages, **asked):
 
 
 def long_answer(client, **asked):
-    """One of 400 tokens, which takes seconds."""
-    return complete(client, max_tokens=400, extra_body={"ignore_eos": True}, **asked)
+    """One of 400 tokens that the draft does not guess, which takes seconds."""
+    return complete(client, max_tokens=400, temperature=2, extra_body={"ignore_eos": True}, **asked)
 
 
 def load(server):
@@ -302,9 +302,11 @@ def test_whatever_is_sent_is_answered_or_refused_cleanly(server, path, valid, fi
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_place_back(server, client, stream):
     if stream:
-        answer = long_answer(client, stream=True)
-        next(iter(answer))
-        assert load(server)["running"] == 1
+        running = 0
+        while not running:  # on a busy machine it may be over before it is looked at
+            answer = long_answer(client, stream=True)
+            next(iter(answer))
+            running = load(server)["running"]
         answer.close()
     else:
         with pytest.raises(openai.APITimeoutError):
