@@ -20,6 +20,8 @@ SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=
 DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
 SHORTER = {
     "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
+    "scripts/benchmark_serving.py": "--clients 2 --seconds 2 --rounds 1",
+    "scripts/benchmark_batching.py": "--clients 2 --seconds 2 --rounds 1",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT}",
     "scripts/make_benchmark_pair.py build/tinyllama-": DRAFT,
