@@ -4,6 +4,8 @@ It computes in exact arithmetic, so that a text in a crowd is the text alone.
 """
 
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ import httpx
 import openai
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN
+from conftest import DRAFT, MAIN, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Server
@@ -434,3 +436,14 @@ def test_a_draft_with_another_tokenizer_is_refused(run, other_tokenizer, tmp_pat
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run, server):
     done = run(PROGRAM, MAIN, DRAFT, "--port", server.port)
     assert done.returncode == 1 and f"--port {server.port}" in done.stderr and "Loading" not in done.stderr
+
+
+def test_without_ray_it_says_what_to_install():
+    program = f"""import runpy, sys
+sys.modules["ray"] = None  # as if it were not there
+sys.argv[1:] = [{str(MAIN)!r}]
+runpy.run_path({PROGRAM!r}, run_name="__main__")"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=ROOT)
+    assert process.returncode == 1 and process.stderr == (
+        "error: ray is not installed: `pip install -r requirements-serve.txt` brings what serving needs.\n"
+    )

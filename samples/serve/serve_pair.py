@@ -16,12 +16,18 @@ same paths. Ctrl-C lets answers under way end, then all of it; twice, at once.
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from samples import console
-from samples.serve import arguments, ray_here
+
+for name in ("ray", "fastapi"):
+    if not find_spec(name):
+        console.fail(f"{name} is not installed: `pip install -r requirements-serve.txt` brings what serving needs.", 1)
+
+from samples.serve import arguments, ray_here  # noqa: E402
 
 
 def main():
