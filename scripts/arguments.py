@@ -62,6 +62,17 @@ def whole(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def two_or_more(text: str) -> int:
     """An argparse type: new tokens, of which the first is not timed as decoding."""
     if whole(text) == 1:

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import (  # noqa: E402
+    above_zero,
     add_huge_pages_argument,
     add_pair_arguments,
     add_run_arguments,
@@ -68,16 +69,6 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
-def temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
@@ -89,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         "--paths", type=names, default=",".join(PATHS), help=f"of {','.join(PATHS)} (default: all of them)"
     )
     parser.add_argument(
-        "--temperature", type=temperature, default=1.0, metavar="T", help="of the sampled paths (default: 1)"
+        "--temperature", type=above_zero, default=1.0, metavar="T", help="of the sampled paths (default: 1)"
     )
     parser.add_argument(
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from arguments import add_prompt_arguments, two_or_more, whole
+from arguments import above_zero, add_prompt_arguments, two_or_more, whole
 from measuring import add_output_arguments, output_file, write_outputs
 from whole_file import write_whole
 
@@ -19,7 +19,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="of a text, at most (default: 64)"
     )
     parser.add_argument(
-        "--seconds", type=positive, default=8.0, metavar="S", help="of load for each figure of a round (default: 8)"
+        "--seconds", type=above_zero, default=8.0, metavar="S", help="of load for each figure of a round (default: 8)"
     )
     parser.add_argument(
         "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
@@ -37,16 +37,6 @@ def numbers(text: str) -> list[int]:
     if not values or min(values) < 1 or values != sorted(set(values)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rising list like 1,2,4,8,16 of whole numbers above 0")
     return values
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 def png_file(text: str) -> Path:
