@@ -100,7 +100,7 @@ LONG = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: until it ends, this thread has an event loop that runs
 def browser():
     """A browser of this machine: Chromium or Chrome, or Edge on Windows. Nothing is downloaded."""
     playwright = pytest.importorskip("playwright.sync_api")
