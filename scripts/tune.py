@@ -24,6 +24,9 @@ left out, as what is fastest on one kind of machine says nothing about another: 
 its equals. The models must be at the same path on each machine. Ratios stay fair because each machine measures the main
 model alone beside its share of the candidates, in turns with them, and compares with that; the last ones are measured
 on all machines, each round on one of them. A machine that is lost costs its share a retry on another one.
+
+--exhaustive MINUTES checks the choice afterwards: it decodes with every set of properties, engine and draft length, and
+says how near to the fastest of them the choice comes. Nobody needs that to tune; it is how to see what tuning is worth.
 """
 
 import argparse
@@ -44,13 +47,14 @@ import child_process  # noqa: E402
 import device_places  # noqa: E402
 import measuring  # noqa: E402
 import ray_cells  # noqa: E402
+import tune_exhaustive  # noqa: E402
 import tune_verdict  # noqa: E402
 from arguments import add_prompt_arguments, key_value, refuse_unsound, whole  # noqa: E402
 from child_process import Failed  # noqa: E402
 from device_matrix import device_list  # noqa: E402
 from device_places import Place  # noqa: E402
 from prompt_files import read_prompts, token_ids  # noqa: E402
-from tune_settings import kind  # noqa: E402
+from tune_settings import Setting, kind  # noqa: E402
 from tune_stages import Ended, Tuning  # noqa: E402
 
 from speculative import recommendation  # noqa: E402
@@ -101,6 +105,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--allow-quality-loss", action="store_true", help="recommend what changes the text beyond the limits, too"
+    )
+    parser.add_argument(
+        "--exhaustive",
+        type=minutes,
+        metavar="M",
+        help="afterwards take so many minutes more to compare the choice with all settings, decoding with each",
     )
     parser.add_argument(
         "--out", type=measuring.output_file, metavar="FILE", help="write the recommendation here, not beside the pair"
@@ -173,11 +183,16 @@ def tune(tuning: Tuning) -> tuple[measuring.OtherLoad, list[bool], str]:
             ended = " ".join(str(error).split())
         finally:
             tuning.clock.bar.close()
-            for bench in tuning.benches:
-                bench.close()
     if tuning.machines:
         load.share = tuning.other_load
     return load, interrupted, ended
+
+
+def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
+    """What an exhaustive sweep makes of the choice. None: Ctrl-C, or too many failed to say."""
+    every = tune_exhaustive.Exhaustive(tuning, choice, budget)
+    _, interrupted, ended = tune(every)
+    return every.result() if every.ways and not interrupted and not ended else None
 
 
 def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
@@ -212,12 +227,15 @@ def main() -> int:
                 places = this_machine(arguments.devices)
             choose_devices(arguments, places[0])
             tuning = Tuning(arguments, prompts, places)
+            stack.callback(lambda: [bench.close() for bench in tuning.benches])
             load, interrupted, ended = tune(tuning)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
+            verdict, checked = tune_verdict.judge(tuning), None
+            if arguments.exhaustive and verdict and not (interrupted or ended):
+                checked = check(tuning, verdict.choice, arguments.exhaustive)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
-    verdict = tune_verdict.judge(tuning)
     if verdict:
         sentences = verdict.sentences
     elif interrupted:
@@ -236,6 +254,8 @@ def main() -> int:
         sentences.append("Interrupted: recommended.json is only written at the end.")
     else:
         sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
+    if checked:
+        sentences.append(tune_exhaustive.sentence(checked))
     print(tune_verdict.table(tuning), "", *sentences, "", sep="\n")
     result = {
         "program": "tune",
@@ -244,6 +264,7 @@ def main() -> int:
         "rows": tune_verdict.rows(tuning),
         "candidates": tune_verdict.candidates(tuning),
         "recommendation": verdict.as_dict() if verdict else None,
+        "exhaustive": checked,
     }
     if tuning.machines:
         result["environment"]["machines"] = dict.fromkeys(tuning.machines, tuning.place.kind)

@@ -24,6 +24,7 @@ Properties = tuple[tuple[str, object], ...]
 
 EXACT: Properties = (("EXECUTION_MODE_HINT", "ACCURACY"),)  # f32 inference and cache, no quantized activations
 SHARE_OF_MEMORY = 0.6  # of what is free, for models held at the same time
+DRAFT_THREADS = (1, 4, 8)
 SCHEDULERS: tuple[Properties, ...] = (  # of GenAI's paged backend, beside what LLMPipeline chooses without a config
     (("enable_prefix_caching", False), ("max_num_batched_tokens", 2**31)),
     (("cache_size", 1), ("max_num_batched_tokens", 2**31)),  # a cache of 1 GB from the start, where it grows otherwise
@@ -57,6 +58,18 @@ class PropertySet:
             merged(self.draft_properties, added) if both else self.draft_properties,
         )
 
+    def with_draft_properties(self, added: Properties) -> "PropertySet":
+        """The same with `added` for the draft only."""
+        own = merged(self.draft_properties, added)
+        return PropertySet(self.device, self.draft_device, self.properties, own)
+
+    def added_to(self, other: "PropertySet") -> tuple[Properties, Properties]:
+        """What main and draft have that those of `other` do not."""
+        return (
+            tuple(item for item in self.properties if item not in other.properties),
+            tuple(item for item in self.draft_properties if item not in other.draft_properties),
+        )
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -71,6 +84,11 @@ class Setting:
     def __str__(self) -> str:
         parts = [self.engine, self.length if self.draft else "main alone", str(self.models)]
         return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
+
+    @property
+    def how_many(self) -> int:
+        """Properties, of main and draft, and scheduler settings."""
+        return len({*self.models.properties, *self.models.draft_properties}) + len(self.scheduler)
 
     @property
     def length(self) -> str:
@@ -130,6 +148,13 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
         default = default.to_string() if isinstance(default, ov.Type) else str(default)
         found += [((name, value),) for value in values if str(value) != default]
     return found
+
+
+def draft_property_values(device: str) -> list[Properties]:
+    """Of a draft only: a small model's steps are short, and the more threads share one, the more they wait for each
+    other."""
+    cores = os.cpu_count() or 1
+    return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 
 def available(core: ov.Core) -> set[str]:

@@ -24,7 +24,16 @@ from measuring import Way
 from text_quality import Quality
 from tqdm import tqdm
 from tune_bench import Bench
-from tune_settings import EXACT, SCHEDULERS, Properties, PropertySet, Setting, kind, merged
+from tune_settings import (
+    EXACT,
+    SCHEDULERS,
+    Properties,
+    PropertySet,
+    Setting,
+    draft_property_values,
+    kind,
+    merged,
+)
 from worker_process import RAISED
 
 from speculative import costs, metrics
@@ -198,7 +207,9 @@ class Tuning:
     def judge(self, bench: Bench, models: PropertySet) -> None:
         """What these properties do to the text: once, as draft and draft length change none of it."""
         if models not in self.quality and self.references:
-            quality = self.tried(bench, models, "judge", models)
+            main = (models.device, models.properties)
+            known = [self.quality[one] for one in self.quality if (one.device, one.properties) == main]
+            quality = known[0] if known else self.tried(bench, models, "judge", models)
             if quality:
                 self.quality[models] = quality
 
@@ -285,6 +296,7 @@ class Tuning:
             ask = lambda bench, found=found: self.tried(bench, found, "property_values", found.device)  # noqa: E731
             values = self.on_one(ask) or []
             self.sets += [found.with_properties(value) for value in values]
+            self.sets += [found.with_draft_properties(value) for value in draft_property_values(found.draft_device)]
         self.sets = list(dict.fromkeys(self.sets))
 
         repeats, round_ = 5, 0
@@ -316,19 +328,25 @@ class Tuning:
         return [one for one in self.property_candidates.values() if one.speedup]
 
     def together(self) -> PropertySet | None:
-        """The default with the best value of each property that pays by itself, if these are two or more."""
-        best: dict[str, tuple[float, Properties]] = {}
+        """The default with the best value of each property that pays by itself, if these are two or more; what pays for
+        the draft only, for it only."""
+        best: dict[tuple[bool, str], tuple[float, Properties]] = {}
         for one in self.measured_sets():
-            added = tuple(item for item in one.models.properties if item not in self.default.properties)
+            both, draft = one.models.added_to(self.default)
             same_devices = (one.models.device, one.models.draft_device) == (
                 self.default.device,
                 self.default.draft_device,
             )
+            added = both or draft
             if same_devices and len(added) == 1 and one.speedup > NOISE and self.fits(one.models):
-                best[added[0][0]] = max(best.get(added[0][0], (0.0, ())), (one.speedup, added))
+                key = (not both, added[0][0])
+                best[key] = max(best.get(key, (0.0, ())), (one.speedup, added))
         if len(best) < 2:
             return None
-        return self.default.with_properties(tuple(item for _, added in best.values() for item in added))
+        models = self.default
+        for (for_draft_only, _), (_, added) in sorted(best.items()):
+            models = models.with_draft_properties(added) if for_draft_only else models.with_properties(added)
+        return models
 
     def time_sets(self, sets: list[PropertySet], repeats: int) -> None:
         """Time K draft steps and one check, and one plain step, of all sets in turns; judge their texts. Each machine

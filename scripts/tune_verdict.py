@@ -28,6 +28,7 @@ class Verdict:
 
     main: Path
     draft: Path
+    choice: Setting
     best: str
     reason: str
     sentences: list[str]
@@ -111,6 +112,7 @@ def judge(tuning) -> Verdict | None:
     return Verdict(
         tuning.arguments.main,
         best.setting.draft,
+        chosen.setting,
         best.setting.engine if pays else "alone",
         reason,
         sentences,
@@ -124,7 +126,7 @@ def fastest(found: list[Figures]) -> Figures:
     """The fastest; of those as good, the one with the fewest properties."""
     top = max(one.speedup for one in found)
     good = [one for one in found if one.speedup >= AS_GOOD * top]
-    return min(good, key=lambda one: (len(one.setting.models.properties) + len(one.setting.scheduler), -one.speedup))
+    return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
 
 
 def measured_on(place: Place, models: PropertySet) -> dict:

@@ -171,6 +171,20 @@ def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run):
     assert done.returncode == 0 and f"recommended by {useless.pair / NAME}" in done.stderr
 
 
+def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
+    """Of a small model that is its own draft, so that decoding with hundreds of settings takes seconds."""
+    done = tune_pair(DRAFT, DRAFT, "--exhaustive", 0.05, "--out", tmp_path / NAME, prompts=("class Box:", "import os"))
+    assert done.returncode == 0, done.stderr
+    result = last_line(done)
+    checked, tried = result["exhaustive"], {one["name"] for one in result["candidates"]}
+    assert checked["choice"] in tried and checked["choice"] in checked["last"]
+    assert checked["decoded"] > 100 > len(checked["last"])
+    assert max(checked["last"], key=checked["last"].get) == checked["fastest"]
+    assert 0 < checked["spread"][0] <= checked["ratio"] <= checked["spread"][1]
+    assert checked["fastest"] in result["summary"][-1] or "the choice is the fastest" in result["summary"][-1]
+    assert json.loads((tmp_path / NAME).read_text(encoding="utf-8"))["best"] == result["recommendation"]["best"]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize(("seen", "decoded"), [("f32 reference", False), ("the last ones", True)])
 def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):

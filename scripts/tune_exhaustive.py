@@ -1,0 +1,71 @@
+"""Was tune.py's choice the best one? Every setting is decoded, none left out by a prediction or a first guess.
+
+    python scripts/tune.py MAIN DRAFT --minutes 10 --exhaustive 15
+
+All sets of properties that leave the text what it is, with each engine and each draft length, in the same process and
+session as tuning; then, as there, the better half more and more, and the last ones in rounds in turns with the choice.
+"""
+
+import statistics
+
+from tune_settings import PropertySet, Setting
+from tune_stages import THRESHOLDS, Clock, Tuning
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
+LAST = 6  # settings of the last rounds, beside the choice and the main model alone
+
+
+class Exhaustive(Tuning):
+    """Goes on from `tuning`, which is finished and has chosen `choice`; that one is left as it is."""
+
+    def __init__(self, tuning: Tuning, choice: Setting, minutes: float):
+        self.__dict__.update(tuning.__dict__)
+        self.choice = choice
+        self.clock = Clock(60 * minutes)
+        self.candidates, self.ways, self.decoded_prompts = {}, {}, []
+
+    def run(self) -> None:
+        self.halve()
+        self.compare()
+
+    def settings(self) -> list[Setting]:
+        sets = [one.models for one in self.measured_sets() if self.fits(one.models)]
+        return list(dict.fromkeys([self.choice, *(one for models in sets for one in self.all_with(models))]))
+
+    def all_with(self, models: PropertySet) -> list[Setting]:
+        found = [Setting(models, "GenAI"), Setting(models, "ours")]
+        for draft in self.drafts:
+            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in ("GenAI", "ours")]
+            if self.on_one(lambda bench, draft=draft: self.measure_costs(bench, models, draft)):
+                found += [Setting(models, "ours", draft, rule) for rule in ("adaptive", *THRESHOLDS)]
+        return found
+
+    def finalists(self) -> list[Setting]:
+        found = sorted(self.candidates.values(), key=lambda one: -one.speedup)
+        fastest = [one.setting for one in found if one.speedup and not one.dropped]
+        return list(dict.fromkeys([self.baseline, self.choice, *fastest[:LAST]]))
+
+    def result(self) -> dict:
+        """As in the result object: how many were decoded, the fastest of the last ones, the choice's ratio to it."""
+        rounds = range(len(self.ways[self.baseline].rounds))
+        throughputs = {one: [way.throughput(i) for i in rounds] for one, way in self.ways.items()}
+        fastest = max(throughputs, key=lambda one: statistics.median(throughputs[one]))
+        ratios = [a / b for a, b in zip(throughputs[self.choice], throughputs[fastest], strict=True)]
+        return {
+            "decoded": len(self.candidates),
+            "choice": str(self.choice),
+            "fastest": str(fastest),
+            "ratio": statistics.median(ratios),
+            "spread": [min(ratios), max(ratios)],
+            "last": {str(one): statistics.median(figures) for one, figures in throughputs.items()},
+        }
+
+
+def sentence(result: dict) -> str:
+    if result["fastest"] == result["choice"]:
+        return f"Checked: of {result['decoded']} settings, all decoded, the choice is the fastest."
+    low, high = result["spread"]
+    return (
+        f"Checked: of {result['decoded']} settings, all decoded, the fastest is {result['fastest']}; the choice "
+        f"reaches {result['ratio']:.2f} of it ({low:.2f}-{high:.2f})."
+    )
