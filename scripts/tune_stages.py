@@ -41,6 +41,7 @@ from speculative.draft_length import LONGEST, Costs
 
 NOISE = 1.02  # gain below which a property is left at its default
 SAMPLE_K = 5  # of samples/speculative_decoding_lm.py with its defaults
+PRECISIONS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "EXECUTION_MODE_HINT")
 THRESHOLDS = (0.3, 0.5, 0.7)  # of the draft's confidence
 FIRST_TOKENS = 24  # of a run in the first round of halving; doubled from round to round
 MOST_REFERENCES = 8  # texts in f32
@@ -329,7 +330,7 @@ class Tuning:
 
     def together(self) -> PropertySet | None:
         """The default with the best value of each property that pays by itself, if these are two or more; what pays for
-        the draft only, for it only."""
+        the draft only, for it only. Of the properties that set a precision only one: some exclude each other."""
         best: dict[tuple[bool, str], tuple[float, Properties]] = {}
         for one in self.measured_sets():
             both, draft = one.models.added_to(self.default)
@@ -339,7 +340,7 @@ class Tuning:
             )
             added = both or draft
             if same_devices and len(added) == 1 and one.speedup > NOISE and self.fits(one.models):
-                key = (not both, added[0][0])
+                key = (not both, "precision" if added[0][0] in PRECISIONS else added[0][0])
                 best[key] = max(best.get(key, (0.0, ())), (one.speedup, added))
         if len(best) < 2:
             return None

@@ -193,7 +193,7 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
             changed = [str(two.models)] * (one.models != two.models)
             changed += [two.length] * (one.draft_length != two.draft_length)
             changed += ["our engine"] * (one.engine != two.engine)
-            changed += [shown(two.scheduler)] * (one.scheduler != two.scheduler)
+            changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))
             steps.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
             before = after
     return f": {', '.join(steps)}" if steps else ""

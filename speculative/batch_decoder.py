@@ -96,15 +96,16 @@ class BatchDecoder:
         draft_length: BatchDraftLength,
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
+        subtract_penalties: bool = False,
     ):
         """Without `draft`, plain decoding. `draft_length` serves the requests whose GenerationConfig names none.
         Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` serve where a
-        GenerationConfig names none."""
+        GenerationConfig names none. `subtract_penalties` is for an API with OpenAI's meaning of them, not GenAI's."""
         self.main = main
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self._limits = Limits(main.width, main.context, stop_token_ids)
+        self._limits = Limits(main.width, main.context, stop_token_ids, subtract_penalties)
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # of what came, and of the blocks that are promised
@@ -344,6 +345,7 @@ def load(
     cache_tokens: int = CAPACITY,
     use_huge_pages: bool = False,
     prefix_cache: bool = True,
+    subtract_penalties: bool = False,
 ) -> BatchDecoder:
     """A decoder of the IR folders `main` and `draft`, as `decoder.load` makes one for a single text.
 
@@ -364,4 +366,4 @@ def load(
         source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
     rule = BatchDraftLength(*costs.measure_together(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main))
-    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer))
+    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer), subtract_penalties)

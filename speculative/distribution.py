@@ -6,7 +6,8 @@ by its draws (tests/test_distribution.py). In this order:
 1. `min_new_tokens`: until as many are generated, stop tokens have no chance.
 2. `repetition_penalty` divides positive logits of tokens in prompt or text and multiplies negative ones: both sink.
 3. `presence_penalty` (once) and `frequency_penalty` (times their number) move the logits of generated tokens, not the
-   prompt's, towards 0 and past it. So negative ones rise: GenAI "reduces the absolute log prob", other tools subtract.
+   prompt's, towards 0 and past it. So negative ones rise: GenAI "reduces the absolute log prob". OpenAI's API and other
+   tools subtract, and so does `subtract_penalties`.
 4. `top_k` keeps the k largest, then the softmax of logits / `temperature` is taken over what is left.
 5. `min_p` keeps what has at least that share of the largest probability.
 6. `top_p` keeps the fewest most probable tokens that add up to more than top_p of step 4's sum.
@@ -52,11 +53,12 @@ def check_supported(config: GenerationConfig) -> None:
 class Distribution:
     """Turns logits into probabilities as `config` says; `greedy` tells whether one token has them all.
 
-    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. Raises ValueError
-    for a value out of range.
+    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. With
+    `subtract_penalties` those of presence and frequency have OpenAI's meaning instead of GenAI's. Raises ValueError for
+    a value out of range.
     """
 
-    def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = ()):
+    def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = (), subtract_penalties: bool = False):
         for name, valid, range_ in (
             ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
             ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
@@ -75,6 +77,7 @@ class Distribution:
         self.repetition_penalty = config.repetition_penalty
         self.presence_penalty = config.presence_penalty
         self.frequency_penalty = config.frequency_penalty
+        self.subtract_penalties = subtract_penalties
         self.min_new_tokens = config.min_new_tokens
         named = {*config.stop_token_ids, config.eos_token_id}
         self.stop_token_ids = sorted({token for token in named if token >= 0} or stop_token_ids)
@@ -122,7 +125,7 @@ class Distribution:
             tokens, times = np.unique(generated, return_counts=True)
             values = logits[tokens]
             for penalty in (self.presence_penalty, self.frequency_penalty * times):
-                values -= np.where(values < 0, -penalty, penalty)
+                values -= np.where((values < 0) & (not self.subtract_penalties), -penalty, penalty)
             logits[tokens] = values
         return logits
 

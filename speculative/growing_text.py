@@ -24,11 +24,12 @@ UNSET = GenerationConfig().max_new_tokens
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model sets to its texts."""
+    """What is the same for all texts of a model."""
 
     width: int  # tokens it knows
     capacity: int  # longest text, in tokens
     stop_token_ids: frozenset[int] = frozenset()  # where a GenerationConfig names none
+    subtract_penalties: bool = False  # as `Distribution` has it
 
 
 class GrowingText:
@@ -63,7 +64,7 @@ class GrowingText:
         self.n_prompt = self.n = len(prompt)  # n: of prompt and generated tokens, without drafted ones
         self._tokens = np.empty(self.n + min(asked, room), np.int64)  # prompt, generated, drafted
         self._tokens[: self.n] = prompt
-        self._transform = Distribution(config, limits.stop_token_ids)
+        self._transform = Distribution(config, limits.stop_token_ids, limits.subtract_penalties)
         self._q: list[np.ndarray | Certain] = []  # what the drafted tokens were drawn from
         self.ended = False
 

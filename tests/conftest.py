@@ -29,7 +29,11 @@ def pytest_unconfigure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="20,000 draws of every case (half an hour)")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="also 20,000 draws of every case, 20 minutes of a server, a training",
+    )
 
 
 LONGEST = [

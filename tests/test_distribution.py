@@ -211,6 +211,20 @@ def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, ta
         assert likelihood - log_likelihood(drawn, PROMPT, table.__getitem__, other) > -np.log(UNLIKELY), meaning
 
 
+@pytest.mark.parametrize("config", [dict(presence_penalty=1.2), dict(presence_penalty=-0.5, frequency_penalty=0.6)])
+def test_openais_meaning_of_the_penalties_is_to_subtract_them(config):
+    """From scores too, which are all negative: the same probabilities."""
+    logits, text = MIXED.astype(np.float32), np.array([0, 3, 3, 5, 6])
+    config = GenerationConfig(do_sample=True, **config)
+    seen = np.bincount(text, minlength=8)
+    penalties = config.presence_penalty * (seen > 0) + config.frequency_penalty * seen
+    expected = np.exp(logits - penalties) / np.exp(logits - penalties).sum()
+    for shift in (0, -50):
+        drawn = Distribution(config, subtract_penalties=True)(logits + np.float32(shift), PROMPT, text)
+        assert np.allclose(drawn, expected, atol=1e-5)
+    assert not np.allclose(Distribution(config)(logits - 50, PROMPT, text), expected, atol=1e-2)
+
+
 def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
     row = np.array([2, 1, 0, -1, 1, 0, -1, 2], np.float32)
     pipe = save_table(np.tile(row, (8, 1)), tmp_path)

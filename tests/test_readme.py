@@ -20,17 +20,18 @@ MODEL_CARD = (ROOT / "models/embedded/README.md").read_text(encoding="utf-8")
 # Arguments that make a long command short; the last one wins in argparse.
 SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
 DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
+FEW = "--prompts few_prompts.jsonl"
 SHORTER = {
     "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
     "scripts/benchmark_serving.py": "--clients 2 --seconds 2 --rounds 1",
     "scripts/benchmark_batching.py": "--clients 2 --seconds 2 --rounds 1",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
-    "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT}",
-    "scripts/make_benchmark_pair.py build/tinyllama-": DRAFT,
+    "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
+    "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
     "scripts/sweep_draft_length.py": "--rounds 1 --k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices CPU,NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": "--minutes 0.2 --max-new-tokens 16",
-    "scripts/verify_lossless.py": "--draws 100 --max-new-tokens 8",
+    "scripts/verify_lossless.py": "--draws 100 --tokens 2 -k 2 --max-new-tokens 8",
 }
 
 
@@ -51,6 +52,8 @@ def checkout(tmp_path_factory):
     for folder in (copy / "models").iterdir():
         if folder.name != "embedded":
             shutil.rmtree(folder)
+    prompts = (copy / "scripts/prompts/embedded_code.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (copy / "few_prompts.jsonl").write_text("".join(prompts[:4]), encoding="utf-8")
     return copy
 
 

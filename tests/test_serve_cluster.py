@@ -8,7 +8,10 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 
+import httpx
+import openai
 import psutil
 import pytest
 from conftest import ROOT
@@ -29,7 +32,7 @@ def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=ROOM)
+    cluster = Cluster(initialize_head=True, head_node_args={**ROOM, "include_dashboard": False})
     cluster.other = cluster.add_node(**ROOM)
     yield cluster
     cluster.shutdown()
@@ -104,10 +107,26 @@ def test_replicas_are_on_both_nodes(server):
 
 def test_a_killed_replica_comes_back_and_others_go_on(server):
     before = wait_for_replicas(2)
-    with Load(server) as load:
+
+    def end(stream):
+        """What the openai client makes of it."""
+        try:
+            reasons = [chunk.choices[0].finish_reason for chunk in stream]
+        except (openai.APIError, httpx.HTTPError):
+            return "error"
+        return reasons[-1]
+
+    with Load(server) as load, server.client() as client:
         load.wait_for_answers(2 * CLIENTS)
+        asked = {"max_tokens": 900, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
+        streams = [client.completions.create(model=server.model, prompt="def f(", **asked) for _ in range(4)]
+        for stream in streams:
+            next(iter(stream))
         victim = next(iter(before))
         os.kill(victim, signal.SIGKILL)
+        ends = Counter(map(end, streams))
+        print(ends)
+        assert ends["error"] and ends["error"] + ends["length"] == len(streams)
         load.wait_for_answers(2 * CLIENTS)  # from the other one
         wait_for_replicas(2, without=[victim])
         load.wait_for_answers(4 * CLIENTS)

@@ -49,7 +49,9 @@ def test_deepening_changes_nothing():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals stop the run in its middle here")
-def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path):
+def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, request):
+    if not request.config.getoption("--long"):
+        pytest.skip("two minutes of training: --long")
     command = [
         sys.executable,
         str(ROOT / "scripts/train_embedded_pair.py"),

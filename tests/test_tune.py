@@ -307,7 +307,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     ],
 )
 def test_bad_usage_is_status_2_and_names_the_value(run, arguments, words):
-    done = run("scripts/tune.py", *arguments)
+    done = run("scripts/tune.py", *arguments, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2 and done.stdout == "", done.stderr
     assert all(word in done.stderr.splitlines()[-1] for word in words) and "Traceback" not in done.stderr
 

@@ -23,7 +23,7 @@ class Replica:
         """`key`: the digest that `guard.digest` makes of the API key, or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.device, pair.draft, pair.draft_device, pair.properties,
-            pair.draft_properties, cache_tokens=pair.cache_tokens,
+            pair.draft_properties, cache_tokens=pair.cache_tokens, use_huge_pages=True, subtract_penalties=True,
         )  # fmt: skip
         self._engine = Engine(decoder, limits.max_running, limits.max_waiting)
         metrics = Metrics(self._engine, pair.name)
