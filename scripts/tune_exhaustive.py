@@ -9,7 +9,7 @@ session as tuning; then, as there, the better half more and more, and the last o
 import statistics
 
 from tune_settings import PropertySet, Setting
-from tune_stages import THRESHOLDS, Clock, Tuning
+from tune_stages import LENGTHS_BY, THRESHOLDS, Clock, Tuning
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
 LAST = 6  # settings of the last rounds, beside the choice and the main model alone
@@ -21,11 +21,14 @@ class Exhaustive(Tuning):
     def __init__(self, tuning: Tuning, choice: Setting, minutes: float):
         self.__dict__.update(tuning.__dict__)
         self.choice = choice
-        self.clock = Clock(60 * minutes)
+        self.seconds = 60 * minutes
+        self.clock = Clock(self.seconds)
         self.candidates, self.ways, self.decoded_prompts = {}, {}, []
 
     def run(self) -> None:
         self.halve()
+        self.clock.bar.close()
+        self.clock = Clock((1 - LENGTHS_BY) * self.seconds)  # for the last ones, however long all took
         self.compare()
 
     def settings(self) -> list[Setting]:
