@@ -51,16 +51,20 @@ class Exhaustive(Tuning):
     def result(self) -> dict:
         """As in the result object: how many were decoded, the fastest of the last ones, the choice's ratio to it."""
         rounds = range(len(self.ways[self.baseline].rounds))
-        throughputs = {one: [way.throughput(i) for i in rounds] for one, way in self.ways.items()}
-        fastest = max(throughputs, key=lambda one: statistics.median(throughputs[one]))
-        ratios = [a / b for a, b in zip(throughputs[self.choice], throughputs[fastest], strict=True)]
+        choice = self.ways[self.choice]
+        over = {  # the choice, round by round
+            one: [way.throughput(i) / choice.throughput(i) for i in rounds] for one, way in self.ways.items()
+        }
+        fastest = max(over, key=lambda one: statistics.median(over[one]))
+        ratios = [1 / ratio for ratio in over[fastest]]
         return {
             "decoded": len(self.candidates),
             "choice": str(self.choice),
             "fastest": str(fastest),
             "ratio": statistics.median(ratios),
             "spread": [min(ratios), max(ratios)],
-            "last": {str(one): statistics.median(figures) for one, figures in throughputs.items()},
+            "rounds": len(rounds),
+            "last": {str(one): statistics.median(way.throughput(i) for i in rounds) for one, way in self.ways.items()},
         }
 
 
