@@ -56,13 +56,12 @@ class Exhaustive(Tuning):
             one: [way.throughput(i) / choice.throughput(i) for i in rounds] for one, way in self.ways.items()
         }
         fastest = max(over, key=lambda one: statistics.median(over[one]))
-        ratios = [1 / ratio for ratio in over[fastest]]
         return {
             "decoded": len(self.candidates),
             "choice": str(self.choice),
             "fastest": str(fastest),
-            "ratio": statistics.median(ratios),
-            "spread": [min(ratios), max(ratios)],
+            "ratio": 1 / statistics.median(over[fastest]),
+            "spread": [1 / max(over[fastest]), 1 / min(over[fastest])],
             "rounds": len(rounds),
             "last": {str(one): statistics.median(way.throughput(i) for i in rounds) for one, way in self.ways.items()},
         }
