@@ -189,10 +189,11 @@ def tune(tuning: Tuning) -> tuple[measuring.OtherLoad, list[bool], str]:
 
 
 def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
-    """What an exhaustive sweep makes of the choice. None: Ctrl-C, or too many failed to say."""
+    """What an exhaustive sweep makes of the choice. None: Ctrl-C, or what is to be compared failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
-    return every.result() if every.ways and not interrupted and not ended else None
+    there = {choice, every.baseline} <= set(every.ways)
+    return every.result() if there and not interrupted and not ended else None
 
 
 def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
@@ -231,7 +232,7 @@ def main() -> int:
             load, interrupted, ended = tune(tuning)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
             verdict, checked = tune_verdict.judge(tuning), None
-            if arguments.exhaustive and verdict and not (interrupted or ended):
+            if wanted := arguments.exhaustive and verdict and not (interrupted or ended):
                 checked = check(tuning, verdict.choice, arguments.exhaustive)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -254,7 +255,7 @@ def main() -> int:
         sentences.append("Interrupted: recommended.json is only written at the end.")
     else:
         sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
-    if checked:
+    if wanted:
         sentences.append(tune_exhaustive.sentence(checked))
     print(tune_verdict.table(tuning), "", *sentences, "", sep="\n")
     result = {

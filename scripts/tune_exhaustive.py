@@ -2,8 +2,9 @@
 
     python scripts/tune.py MAIN DRAFT --minutes 10 --exhaustive 15
 
-All sets of properties that leave the text what it is, with each engine and each draft length, in the same process and
-session as tuning; then, as there, the better half more and more, and the last ones in rounds in turns with the choice.
+All sets of properties that leave the text what it is, with each engine, plain, with ten draft lengths up to 16,
+adaptive and by confidence, in the same process and session as tuning; then, as there, the better half more and more, and
+the last ones in rounds in turns with the choice.
 """
 
 import statistics
@@ -67,7 +68,9 @@ class Exhaustive(Tuning):
         }
 
 
-def sentence(result: dict) -> str:
+def sentence(result: dict | None) -> str:
+    if not result:
+        return "The comparison of the choice with all settings did not come to its end."
     if result["fastest"] == result["choice"]:
         return f"Checked: of {result['decoded']} settings, all decoded, the choice is the fastest."
     low, high = result["spread"]
