@@ -3,8 +3,8 @@
     python scripts/tune.py MAIN DRAFT --minutes 10 --exhaustive 15
 
 All sets of properties that leave the text what it is, with each engine, plain, with ten draft lengths up to 16,
-adaptive and by confidence, in the same process and session as tuning; then, as there, the better half more and more, and
-the last ones in rounds in turns with the choice.
+adaptive and by confidence, in the same process and session as tuning; then, as there, the better half more and more,
+and the last ones in rounds in turns with the choice.
 """
 
 import statistics
