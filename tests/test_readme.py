@@ -23,8 +23,8 @@ DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,interm
 FEW = "--prompts few_prompts.jsonl"
 SHORTER = {
     "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
-    "scripts/benchmark_serving.py": "--clients 2 --seconds 2 --rounds 1",
-    "scripts/benchmark_batching.py": "--clients 2 --seconds 2 --rounds 1",
+    "scripts/benchmark_serving.py": "--clients 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
+    "scripts/benchmark_batching.py": "--clients 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
@@ -64,6 +64,7 @@ def as_tested(command):
     if "export_pair.py" in command and "models/embedded" not in command and "--list" not in command:
         before, dashes, after = command.partition(" -- ")
         return f"{before} --dry-run{dashes}{after}"
+    command = command.replace("--context 2000", "--context 200")
     command = re.sub(" --exhaustive [0-9]+", "", command)  # hundreds of settings: tests/test_tune.py, of a small model
     for program, arguments in SHORTER.items():
         if program in command:
