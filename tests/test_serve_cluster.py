@@ -5,19 +5,17 @@ see when a replica is killed, a node is removed, the head starts again.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 from conftest import ROOT
-from serving import Server, free_port
+from serving import Server
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -153,38 +151,3 @@ def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(serv
         wait_for_replicas(2)
         load.wait_for_answers(4 * CLIENTS)
     assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)
-
-
-@contextlib.contextmanager
-def head_of_a_cluster(address):
-    """`ray start --head`, as an administrator has it; killed with all that it started."""
-    ray, port = Path(sys.executable).with_name("ray"), address.rpartition(":")[2]
-    command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--include-dashboard=false"]
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    process = psutil.Popen([*command, f"--object-store-memory={ROOM['object_store_memory']}"], **quiet)
-    try:
-        yield
-    finally:
-        there = [*process.children(recursive=True), process]
-        for one in there:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(there, timeout=30)
-
-
-def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(request):
-    if not request.config.getoption("--long"):
-        pytest.skip("a cluster of its own, twice: --long")
-    address = f"127.0.0.1:{free_port()}"
-    asked = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
-    with contextlib.ExitStack() as last:
-        with head_of_a_cluster(address):
-            time.sleep(15)  # until it listens; a server that finds no cluster says so and ends
-            server = last.enter_context(Server("--address", address))
-            text = server.client().completions.create(**asked).choices[0].text
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            server.client(timeout=10).completions.create(**asked)
-        with head_of_a_cluster(address):
-            server.wait_for("ready: ")
-            assert server.client().completions.create(**asked).choices[0].text == text
-            assert server.end() == 0
