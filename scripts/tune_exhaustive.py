@@ -11,6 +11,7 @@ import statistics
 
 from tune_settings import PropertySet, Setting
 from tune_stages import LENGTHS_BY, THRESHOLDS, Clock, Tuning
+from tune_verdict import figures
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
 LAST = 6  # settings of the last rounds, beside the choice and the main model alone
@@ -51,20 +52,17 @@ class Exhaustive(Tuning):
 
     def result(self) -> dict:
         """As in the result object: how many were decoded, the fastest of the last ones, the choice's ratio to it."""
-        rounds = range(len(self.ways[self.baseline].rounds))
-        choice = self.ways[self.choice]
-        over = {  # the choice, round by round
-            one: [way.throughput(i) / choice.throughput(i) for i in rounds] for one, way in self.ways.items()
-        }
-        fastest = max(over, key=lambda one: statistics.median(over[one]))
+        last = {one.setting: one for one in figures(self)}
+        over = {setting: one.over(last[self.choice]) for setting, one in last.items()}  # the choice, round by round
+        fastest = max(over, key=lambda setting: statistics.median(over[setting]))
         return {
             "decoded": len(self.candidates),
             "choice": str(self.choice),
             "fastest": str(fastest),
             "ratio": 1 / statistics.median(over[fastest]),
             "spread": [1 / max(over[fastest]), 1 / min(over[fastest])],
-            "rounds": len(rounds),
-            "last": {str(one): statistics.median(way.throughput(i) for i in rounds) for one, way in self.ways.items()},
+            "rounds": len(over[fastest]),
+            "last": {str(setting): statistics.median(one.throughputs) for setting, one in last.items()},
         }
 
 

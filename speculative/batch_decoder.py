@@ -350,8 +350,9 @@ def load(
     """A decoder of the IR folders `main` and `draft`, as `decoder.load` makes one for a single text.
 
     `cache_tokens` is what all texts together may have, prompts included; `BatchDecoder.cache_bytes` tells the memory
-    for it. Without `prefix_cache`, texts that begin alike have nothing in common. What things cost is measured now and
-    followed by the clock. Raises ValueError for a model or a device without a paged cache.
+    for it. Without `prefix_cache`, texts that begin alike have nothing in common. `subtract_penalties` is as
+    `BatchDecoder` has it. What things cost is measured now and followed by the clock. Raises ValueError for a model or
+    a device without a paged cache.
     """
     before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}

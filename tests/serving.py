@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import openai
@@ -25,6 +26,15 @@ READY_SECONDS = 180
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def wait_until(true, what="it did not come true", seconds=30):
+    """What `true` returns as soon as that is something."""
+    until = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+    return found
 
 
 class Server:

@@ -5,13 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 from conftest import ROOT
-from serving import Server
+from serving import Server, wait_until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
@@ -76,10 +75,8 @@ def as_tested(command):
 def server():
     """Told where the README's own server is, a text says where this one is, which its command starts."""
     with Server(env={"RAY_metrics_report_interval_ms": "1000"}) as server:
-        until = time.monotonic() + 60
-        while "speculative_" not in httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text:
-            assert time.monotonic() < until, "no metrics came"
-            time.sleep(0.2)
+        metrics = f"http://127.0.0.1:{server.metrics_port}/metrics"
+        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "no metrics came", 60)
         yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 

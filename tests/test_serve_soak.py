@@ -23,7 +23,7 @@ import psutil
 import pytest
 from conftest import DRAFT, ROOT
 from openvino_genai import GenerationConfig
-from serving import Server
+from serving import Server, wait_until
 
 from samples.serve.engine_thread import Engine
 from speculative import batch_decoder
@@ -81,13 +81,6 @@ def client(server, number, stop, answers, vanished):
 def health(server):
     with urllib.request.urlopen(server.url.replace("/v1", "/health"), timeout=10) as answer:
         return json.load(answer)
-
-
-def wait_until(true, what, seconds=60):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, what
-        time.sleep(0.1)
 
 
 def test_a_request_that_is_over_is_forgotten():
@@ -150,7 +143,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
         assert ended["lost"] == ended["cut off"] == 0 and set(statuses) <= {200, 400, 429}
         assert ended["answered"] > len(answers) / 3 and vanished
 
-        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
+        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free", 60)
         endpoint = Endpoint(server.url, server.model)
         whole = {"max_tokens": CONTEXT - 20, "ignore_eos": True, "temperature": 0}  # half of the cache
         last = []
@@ -160,7 +153,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
         ]
         for half in halves:
             half.start()
-        wait_until(lambda: health(server)["running"] == 2, "both have room at once: no block is lost")
+        wait_until(lambda: health(server)["running"] == 2, "both have room at once: no block is lost", 60)
         for half in halves:
             half.join()
         assert outcomes(last)["answered"] == 2
