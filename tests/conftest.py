@@ -36,17 +36,24 @@ def pytest_addoption(parser):
     )
 
 
+STARTING_RAY = ("test_readme", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address")
+STARTING_RAY += ("test_benchmark_serving", "test_serve_soak")
 LONGEST = [
-    *("test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *(*STARTING_RAY, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
-    *("test_verify_lossless", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address"),
-    *("test_benchmark_serving", "test_prefix_cache"),
+    *("test_verify_lossless", "test_prefix_cache"),
 ]
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take long come first, so that of two test processes none waits long for the other at the end."""
+    """Files that take long come first, so that of two test processes none waits long for the other at the end.
+
+    Only one of them starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives its processes.
+    """
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ray" if name in STARTING_RAY else name))
 
 
 @pytest.fixture

@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import openai
+import pytest
 from conftest import DRAFT, MAIN, ROOT
 
 READY_SECONDS = 180
@@ -35,6 +37,30 @@ def wait_until(true, what="it did not come true", seconds=30):
         assert time.monotonic() < until, what
         time.sleep(0.02)
     return found
+
+
+@contextlib.contextmanager
+def ray_cluster(**head):
+    """Ray's cluster for tests. Its nodes may take as long to start as a busy machine needs: Ray gives them 30 s."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray._private import services
+    from ray.cluster_utils import Cluster
+
+    get_node = services.get_node
+
+    def patient(*arguments):
+        def there():
+            with contextlib.suppress(RuntimeError):
+                return get_node(*arguments)
+
+        return wait_until(there, "the node did not start", READY_SECONDS)
+
+    short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # the path of sockets
+    with short as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", patient)
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "temp_dir": folder, **head})
+        yield cluster
+        cluster.shutdown()
 
 
 class Server:

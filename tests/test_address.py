@@ -9,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import DRAFT, ROOT
+from serving import ray_cluster
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -33,14 +33,8 @@ QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property"
 @pytest.fixture(scope="module")
 def cluster():
     """A head without CPUs, as heads often are: nothing is measured on it."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # sockets: a short path
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **ROOM}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+    with ray_cluster(num_cpus=0, **ROOM) as cluster:
         yield cluster
-        cluster.shutdown()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 from conftest import ROOT
-from serving import Server
+from serving import Server, ray_cluster
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -29,13 +29,9 @@ CLIENTS = 4
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={**ROOM, "include_dashboard": False})
-    cluster.other = cluster.add_node(**ROOM)
-    yield cluster
-    cluster.shutdown()
+    with ray_cluster(**ROOM) as cluster:
+        cluster.other = cluster.add_node(**ROOM)
+        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,14 @@ def runs(process):
     return False
 
 
+def head_of(server):
+    """The process of its Ray's head, or None."""
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "gcs_server" in process.name():
+                return process
+
+
 # ---- one replica ----------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +295,7 @@ def test_the_server_counts_as_its_clients_do(server, sent):
 def test_when_rays_head_is_killed_the_server_begins_anew(server):
     """Who streams then is cut off; who asks again is answered."""
     before = psutil.Process(server.process.pid).children(recursive=True)
-    head = next(process for process in before if "gcs_server" in process.name())
+    head = head_of(server)
     clients = Clients(server, RUNNING)
     clients.wait_until_streaming(RUNNING)
     head.kill()
@@ -295,6 +303,16 @@ def test_when_rays_head_is_killed_the_server_begins_anew(server):
     assert outcomes(clients.answers())["lost"] == 0
     assert one(server).outcome == "answered"
     wait_until(lambda: not any(runs(process) for process in before), "none of what was lost is left")
+
+
+def test_a_ray_that_does_not_start_is_started_once_more():
+    server = Server()
+    try:
+        wait_until(lambda: head_of(server), "Ray's head did not start").kill()
+        server.wait_for("Ray did not start (")
+        server.wait_for("ready: ")
+    finally:
+        server.end()
 
 
 def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):

@@ -18,10 +18,12 @@ from typing import NoReturn
 
 import psutil
 
+from samples import console
 from samples.serve import resources
 
 EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
 ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
+STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray gives its processes 30 s to start, too few on a busy machine
 AS_GIVEN = dict(os.environ)  # Ray adds to it
 OBJECT_STORE = 128 << 20  # bytes; what goes between processes here is small
 ALWAYS = {
@@ -55,14 +57,10 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
         if address:
             _join(address)
         else:
-            ray.init(
-                "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-                object_store_memory=OBJECT_STORE, resources=resources.here(), _metrics_export_port=metrics_port,
-                _temp_dir=folder,
-            )  # fmt: skip
+            _start(metrics_port, folder)
         yield
     except Lost:
-        _begin_anew(folder)
+        _begin_anew(folder, {ANEW: "1"})
     finally:
         ray.shutdown()
         if folder:
@@ -104,8 +102,25 @@ def _join(address: str) -> None:
             time.sleep(EVERY)
 
 
-def _begin_anew(folder: str | None) -> NoReturn:
-    """What Ray has in this process does not outlive its head."""
+def _start(metrics_port: int, folder: str) -> None:
+    import ray
+
+    try:
+        ray.init(
+            "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            object_store_memory=OBJECT_STORE, resources=resources.here(), _metrics_export_port=metrics_port,
+            _temp_dir=folder,
+        )  # fmt: skip
+    except Exception as error:  # Ray raises no class of its own here
+        starts = int(os.environ.get(STARTS, 0)) + 1
+        if starts == MOST_STARTS:
+            raise ConnectionError(f"tried {starts} times: {error}") from error
+        console.say(f"Ray did not start ({error}): once more ...")
+        _begin_anew(folder, {STARTS: str(starts)})
+
+
+def _begin_anew(folder: str | None, environment: dict[str, str]) -> NoReturn:
+    """This program from its beginning: what Ray has in this process does not outlive its head."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.Error):
@@ -113,7 +128,7 @@ def _begin_anew(folder: str | None) -> NoReturn:
     psutil.wait_procs(children, timeout=10)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**AS_GIVEN, ANEW: "1"})
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**AS_GIVEN, **environment})
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:

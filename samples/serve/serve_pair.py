@@ -40,7 +40,8 @@ def main():
             listen()  # Ray has handlers of its own
             serve(args)
     except ConnectionError as error:
-        console.fail(f"there is no Ray at {args.address}: {error}", status=1)
+        missing = f"there is no Ray at {args.address}" if args.address else "Ray does not start on this machine"
+        console.fail(f"{missing}: {error}", status=1)
 
 
 def serve(args):
