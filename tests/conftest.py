@@ -45,6 +45,7 @@ LONGEST = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items):
     """Files that take long come first, so that of two test processes none waits long for the other at the end.
 
