@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = ROOT / "models/embedded/main"
@@ -45,16 +46,22 @@ LONGEST = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items):
-    """Files that take long come first, so that of two test processes none waits long for the other at the end.
-
-    Only one of them starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives its processes.
-    """
+    """Files that take long come first, so that of two test processes none waits long for the other at the end."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("ray" if name in STARTING_RAY else name))
+
+
+class OneStartsRay(LoadFileScheduling):
+    """One test process runs the files that start Rays: two at once on two cores, and one may miss the 30 s that Ray
+    gives its processes."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "ray" if Path(file).stem in STARTING_RAY else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return OneStartsRay(config, log)
 
 
 @pytest.fixture
