@@ -45,10 +45,11 @@ class PagedModel:
         on_gpu = device.startswith("GPU")
         self.block_size = 16 if on_gpu else 32  # tokens in a block, fixed by the plugin
         self.blocks = -(-capacity // self.block_size)
+        self._nobodys_block = np.array([self.blocks], np.int32)  # one more: for padding
         self.cache_bytes = 0
         for i, port in enumerate(compiled.inputs):
             if port.any_name.startswith(("key_cache.", "value_cache.")):
-                shape = ov.Shape([self.blocks, *(dim.get_length() for dim in list(port.partial_shape)[1:])])
+                shape = ov.Shape([self.blocks + 1, *(dim.get_length() for dim in list(port.partial_shape)[1:])])
                 if on_gpu:  # in the device's own memory
                     tensor = core.get_default_context(device).create_tensor(port.element_type, shape, {})
                 else:
@@ -82,18 +83,23 @@ class PagedModel:
 
     def run_together(self, runs: Sequence[Run]) -> np.ndarray:
         """One inference on the tokens of all `runs`; each start as for `run`. Sequences may have blocks in common that
-        end before their start.
+        end before their start. Tokens and rows are `rounded_up`; what is more goes to a block that no sequence has.
 
         Returns logits float32 [sum of last, V], one after the other: a view that the next run overwrites. `run` has the
         first blocks of the table for its sequence: who calls both must not mind.
         """
         if any(len(run.blocks) * self.block_size < run.start + len(run.tokens) for run in runs):
             raise ValueError("a sequence is longer than its blocks")  # OpenVINO would go beyond their memory
+        tokens = sum(len(run.tokens) for run in runs)
+        rows = sum(run.last for run in runs)
+        if padding := rounded_up(tokens) - tokens:
+            runs = [*runs, Run(self._nobodys_block, 0, np.zeros(padding, np.int64), 0)]
         counts = np.array([len(run.tokens) for run in runs])
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]
         ends = counts.cumsum()
         wanted = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
+        wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None
         self._put("input_ids", np.concatenate([run.tokens for run in runs]))
         self._put("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
@@ -106,7 +112,7 @@ class PagedModel:
         self._request.start_async()
         self._request.wait()
         logits = self._request.get_output_tensor(0).data
-        return logits.reshape(-1, logits.shape[-1])
+        return logits.reshape(-1, logits.shape[-1])[:rows]
 
     def _share(self, name: str, array: np.ndarray) -> np.ndarray:
         self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # which keeps the array alive
@@ -137,6 +143,13 @@ class PagedModel:
         if blocks != was_blocks:
             self._share("block_indices", self._all_blocks[:blocks])
         self._shape = n, last, blocks
+
+
+def rounded_up(n: int) -> int:
+    """The next size that an inference of several sequences may have: 1 to 16, then 8 sizes up to each power of 2, from
+    128 on multiples of 16. OpenVINO compiles kernels for each size, 0.1 to 0.2 MB, and keeps thousands of them."""
+    step = 1 << min(max((n - 1).bit_length() - 4, 0), 4)
+    return -(-n // step) * step
 
 
 def _from_zero(ends: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder
 from speculative.draft_source import ModelDraft, PromptLookup
 from speculative.lossless_check import compare, exact_joint, main_alone
-from speculative.paged_model import PagedModel
+from speculative.paged_model import PagedModel, Run, rounded_up
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
@@ -529,3 +529,27 @@ def test_draws_show_a_planted_bug(bug, tiny, cells, monkeypatch):
 def test_texts_in_a_crowd_show_a_planted_bug(bug, tiny, one_at_a_time, monkeypatch):
     bug(monkeypatch)
     assert share_that_differs(tiny, one_at_a_time) > 0.1
+
+
+def test_inferences_have_few_sizes():
+    """Each costs memory for as long as the server runs."""
+    sizes = [rounded_up(n) for n in range(1, 1025)]
+    assert sizes[:16] == list(range(1, 17))
+    assert all(n <= size < min(n * 9 / 8 + 1, n + 16) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes[:320])) <= 52
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 33, 39, 100])
+def test_padding_changes_nothing(models, tokens):
+    """Each row is what its sequence has alone, and the cache of others is as it was."""
+    backend = models[1].backend
+    text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].width
+    last = backend.blocks - 1
+    ends = [np.arange(first, first + 4, dtype=np.int32) for first in (0, last - 3)]
+    one, other = (Run(blocks, 0, text, tokens) for blocks in ends)
+    alone = backend.run_together([one]).copy()
+    backend.run_together([other._replace(tokens=text[::-1])])  # at the table's end, beside the padding
+    both = backend.run_together([run._replace(start=tokens - 3, tokens=text[-3:], last=3) for run in (one, other)])
+    assert both.shape[0] == 6
+    np.testing.assert_allclose(both[:3], alone[-3:], rtol=1e-3, atol=1e-3)
+    assert not np.allclose(both[3:], alone[-3:], atol=0.1)
