@@ -136,7 +136,7 @@ def test_what_the_engine_refuses(run, tmp_path):
 def test_a_cache_that_is_smaller_than_the_context(run):
     npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
     options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
-    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 2, *options)
+    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+, as the cache has no room for more", figures(done.stderr)["new tokens"])
     done = run(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)

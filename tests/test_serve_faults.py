@@ -155,21 +155,28 @@ def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
 
 def test_clients_that_vanish_make_room(server, sent):
     """Some while their text comes, some while they wait in the queue; the next one is served at once."""
-    gone = []
-    for i in range(RUNNING + WAITING):
-        path, body = endpoint(server).request(f"def f{i}(x):", LONG)
-        connection = endpoint(server).connect()
-        connection.request("POST", path, body, endpoint(server).headers)
-        gone.append(connection)
-    streaming = gone[0].getresponse()
-    assert streaming.readline().startswith(b"data: ")
-    wait_until(lambda: health(server)["waiting"] == WAITING, "the others wait")
+    while not (gone := some_running_some_waiting(server)):
+        count(sent, length=RUNNING + WAITING)  # all were answered before this process looked
     for connection in gone:
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
     wait_until(lambda: is_idle(server), "their places are free")
     assert one(server).outcome == "answered"
     count(sent, disconnected=RUNNING + WAITING, length=1)
+
+
+def some_running_some_waiting(server):
+    """The connections of clients, or None if their texts ended too soon."""
+    clients = []
+    for i in range(RUNNING + WAITING):
+        path, body = endpoint(server).request(f"def f{i}(x):", {**LONG, "max_tokens": 1000})
+        connection = endpoint(server).connect()
+        connection.request("POST", path, body, endpoint(server).headers)
+        clients.append(connection)
+    streaming = clients[0].getresponse()
+    assert streaming.readline().startswith(b"data: ")
+    wait_until(lambda: is_idle(server) or health(server)["waiting"] == WAITING, "the others wait")
+    return None if is_idle(server) else clients
 
 
 def test_a_slow_reader_holds_up_nobody_and_gets_all(server, sent):
