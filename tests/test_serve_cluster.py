@@ -5,17 +5,19 @@ see when a replica is killed, a node is removed, the head starts again.
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 from conftest import ROOT
-from serving import Server, ray_cluster
+from serving import Server, free_port, ray_cluster, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters 
 ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 SOON = 90  # seconds that something may take that is looked at again and again
 CLIENTS = 4
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "for-this-test-only-" + "0" * 40}
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +150,49 @@ def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(serv
         wait_for_replicas(2)
         load.wait_for_answers(4 * CLIENTS)
     assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)
+
+
+@contextlib.contextmanager
+def head_of_a_cluster(address, log):
+    """`ray start --head`, as an administrator has it, with a token; killed with all that it started."""
+    ray, port = Path(sys.executable).with_name("ray"), address.rpartition(":")[2]
+    command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--include-dashboard=false"]
+    with log.open("a") as output:
+        process = psutil.Popen(
+            [*command, f"--object-store-memory={ROOM['object_store_memory']}"],
+            env={**os.environ, **TOKEN},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            started = "Ray runtime started"
+            wait_until(lambda: log.read_text(encoding="utf-8").count(started), "no head", SOON)
+            log.write_text("", encoding="utf-8")
+            yield
+        finally:
+            there = [*process.children(recursive=True), process]
+            for one in there:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+            psutil.wait_procs(there, timeout=30)
+
+
+def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_path):
+    address, log = f"127.0.0.1:{free_port()}", tmp_path / "head.txt"
+    asked = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
+    with contextlib.ExitStack() as last:
+        with head_of_a_cluster(address, log):
+            server = last.enter_context(Server("--address", address, env=TOKEN))
+            text = server.client().completions.create(**asked).choices[0].text
+            with (
+                pytest.raises(AssertionError, match=r"cannot be joined: .*RAY_AUTH_TOKEN"),
+                Server("--address", address),
+            ):
+                pass
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            server.client(timeout=10).completions.create(**asked)
+        with head_of_a_cluster(address, log):
+            server.wait_for("ready: ")
+            assert server.client().completions.create(**asked).choices[0].text == text
+            assert server.end() == 0

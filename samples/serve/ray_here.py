@@ -21,6 +21,7 @@ import psutil
 from samples import console
 from samples.serve import resources
 
+TOKEN = "If it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, on every machine of the cluster"
 EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
 ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
 STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray gives its processes 30 s to start, too few on a busy machine
@@ -68,25 +69,26 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
 
 
 def wait_until_lost() -> NoReturn:
-    """Raises Lost once nobody has listened where Ray's head was for some seconds."""
-    missed = 0
-    while missed < MISSES:
-        time.sleep(EVERY)
-        missed = 0 if _is_there() else missed + 1
-    raise Lost
-
-
-def _is_there() -> bool:
+    """Raises Lost once nobody has listened where Ray's head was for some seconds, or another head does."""
     import ray
+    from ray._raylet import GcsClient  # nothing public tells a head that was started again from the one before
+    from ray.exceptions import AuthenticationError, RayError
 
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:  # slow, or far
-        return True
-    return True
+    address = ray.get_runtime_context().gcs_address
+    known, missed = None, 0
+    while missed < MISSES:
+        try:
+            _knock(address)
+            cluster = GcsClient(address=address).cluster_id
+            if cluster != (known or cluster):
+                break
+            known, missed = cluster, 0
+        except (ConnectionRefusedError, AuthenticationError):
+            missed += 1
+        except (OSError, RayError):
+            pass  # slow, or far
+        time.sleep(EVERY)
+    raise Lost
 
 
 def _join(address: str) -> None:
@@ -94,12 +96,20 @@ def _join(address: str) -> None:
 
     while True:
         try:
+            _knock(address)
             ray.init(address, log_to_driver=False, logging_level="ERROR")
             return
-        except (ConnectionError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # of OSErrors, ConnectionError is Ray's own
             if ANEW not in os.environ:  # a head that was lost may come back, one that never was will not
-                raise ConnectionError(error) from error
+                raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
             time.sleep(EVERY)
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens: Ray itself would take a minute to say so."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():  # not "auto"
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _start(metrics_port: int, folder: str) -> None:
