@@ -331,3 +331,40 @@ def test_a_model_without_an_lm_head_is_refused(tmp_path):
     model = ov.Core().read_model(save_ir(train_tokenizer(), tmp_path) / "openvino_model.xml")
     with pytest.raises(ValueError, match="the model has no LM head before its logits"):
         keep_logits_at(model, axis=1)
+
+
+def test_a_window_hides_what_is_between_the_first_block_and_the_last_tokens():
+    """Seen in the draft of the embedded pair: it has one layer, so that nothing comes to a token by way of another."""
+    model = cached_model.load(DRAFT, "CPU", EXACT, window=64)
+    whole = cached_model.load(DRAFT, "CPU", EXACT)
+    text = np.random.default_rng(0).integers(0, model.width, 400)
+
+    def logits(text, back=3):
+        model.forget()
+        for end in range(len(text) - back, len(text)):  # as in decoding
+            model.logits(text[:end])
+        return model.logits(text)[0].copy()
+
+    expected = logits(text)
+    assert np.abs(expected - whole.logits(text)[0]).max() > 0.01
+    first, last = model.backend.block_size, len(text) - 64  # what is seen in any case
+    hidden = text.copy()
+    hidden[first : last - model.backend.block_size] += 1
+    np.testing.assert_array_equal(logits(hidden % model.width), expected)
+    for place in (0, first - 1, last, len(text) - 2):
+        seen = text.copy()
+        seen[place] = (seen[place] + 1) % model.width
+        assert np.abs(logits(seen) - expected).max() > 1e-6, place
+    model.logits(np.concatenate([text[:-20], text[:50]]))
+    rolled_back = model.logits(text)[0].copy()
+    model.forget()
+    model.logits(text[:-20])
+    np.testing.assert_allclose(rolled_back, model.logits(text)[0], atol=TOLERANCE)
+    short = text[: 64 + first]
+    np.testing.assert_allclose(model.logits(short)[0], whole.logits(short)[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", [{"stateful": True, "window": 64}, {"window": 0}])
+def test_a_window_that_cannot_be_is_refused(how):
+    with pytest.raises(ValueError, match="tokens needs"):
+        cached_model.load(DRAFT, "CPU", EXACT, **how)
