@@ -61,7 +61,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
             _start(metrics_port, folder)
         yield
     except Lost:
-        _begin_anew(folder, {ANEW: "1"})
+        _begin_anew(folder, {ANEW: "1", STARTS: "0"})
     finally:
         ray.shutdown()
         if folder:
