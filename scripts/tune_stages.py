@@ -501,8 +501,8 @@ class Tuning:
                 here = [one for one in here if str(one) not in self.failed]
                 for one in here:
                     candidate = self.candidates.setdefault(one, Candidate(one))
-                    candidate.throughput = gained[one] / spent[one]
-                    candidate.speedup = candidate.throughput * spent[self.baseline] / gained[self.baseline]
+                    throughput, alone = (gained[way] / spent[way] for way in (one, self.baseline))
+                    candidate.throughput, candidate.speedup = throughput, throughput / alone  # of this machine, both
                 prompts += 1
                 if self.clock.until(1) < 0:
                     break
