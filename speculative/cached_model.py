@@ -145,16 +145,17 @@ def load(
     properties = properties or {}
     try:
         kv_cache.read(model)  # refuses states that cannot be rolled back
-        if kind == "NPU" and window is None:
-            return CachedModel(NpuModel(model, device, properties, capacity, context, sliding))
-        capacity = capacity or min(context, CAPACITY)
         if stateful is None:
             stateful = kind not in ("CPU", "GPU") or known.get("model_type") in WRONG_WHEN_PAGED
-        if window is not None and (stateful or window < 1):
+        if window is not None and window < 1:
+            raise ValueError(f"a window of {window} tokens needs 1 token or more")
+        if window is not None and (stateful or kind == "NPU"):
             raise ValueError(
-                f"a window of {window} tokens needs "
-                + ("paged attention, which is not to be had here: leave it out" if stateful else "1 token or more")
+                f"a window of {window} tokens needs paged attention, which is not to be had here: leave it out"
             )
+        if kind == "NPU":
+            return CachedModel(NpuModel(model, device, properties, capacity, context, sliding))
+        capacity = capacity or min(context, CAPACITY)
         if stateful:
             return CachedModel(StatefulModel(model, device, properties, capacity, sliding))
         try:

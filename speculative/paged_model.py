@@ -37,7 +37,7 @@ class PagedModel:
         With `window`, `run` has the model see the first block and at least so many tokens before its own, not all.
         """
         self.capacity = capacity
-        self._window = window
+        self._window = capacity if window is None else window
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
@@ -73,7 +73,7 @@ class PagedModel:
         """
         n = len(tokens)
         end = start + n
-        unseen = 0 if self._window is None else max((start - self._window) // self.block_size - 1, 0)  # blocks
+        unseen = max((start - self._window) // self.block_size - 1, 0)  # blocks
         blocks = -(-end // self.block_size)
         self._set_shapes(n, last, blocks, unseen)
         self._ids[:] = tokens
@@ -146,8 +146,7 @@ class PagedModel:
         if (n, last) != (was_n, was_last):
             self._share("logits_positions", np.arange(n - last, n, dtype=np.int64))
         if [blocks, unseen] != were_seen:
-            seen = np.delete(self._all_blocks[:blocks], np.s_[1 : 1 + unseen]) if unseen else self._all_blocks[:blocks]
-            self._share("block_indices", seen)
+            self._share("block_indices", np.delete(self._all_blocks[:blocks], np.s_[1 : 1 + unseen]))
         self._shape = n, last, blocks, unseen
 
 

@@ -37,8 +37,10 @@ def pytest_addoption(parser):
     )
 
 
-STARTING_RAY = ("test_readme", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address")
-STARTING_RAY += ("test_benchmark_serving", "test_serve_soak")
+STARTING_RAY = [
+    *("test_readme", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address"),
+    *("test_benchmark_serving", "test_serve_soak"),
+]
 LONGEST = [
     *(*STARTING_RAY, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),

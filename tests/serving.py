@@ -30,13 +30,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait_until(true, what="it did not come true", seconds=30):
-    """What `true` returns as soon as that is something."""
+def wait_until(true, what="it comes true", seconds=30, passing=()):
+    """What `true` returns as soon as that is something; errors of the classes `passing` may pass."""
     until = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < until, what
+    while time.monotonic() < until:
+        with contextlib.suppress(*passing):
+            if found := true():
+                return found
         time.sleep(0.02)
-    return found
+    raise AssertionError(f"{what}: not within {seconds} seconds")
 
 
 @contextlib.contextmanager
@@ -49,11 +51,7 @@ def ray_cluster(**head):
     get_node = services.get_node
 
     def patient(*arguments):
-        def there():
-            with contextlib.suppress(RuntimeError):
-                return get_node(*arguments)
-
-        return wait_until(there, "the node did not start", READY_SECONDS)
+        return wait_until(lambda: get_node(*arguments), "the node starts", READY_SECONDS, passing=(RuntimeError,))
 
     short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # the path of sockets
     with short as folder, pytest.MonkeyPatch.context() as patch:

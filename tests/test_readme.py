@@ -76,7 +76,7 @@ def server():
     """Told where the README's own server is, a text says where this one is, which its command starts."""
     with Server(env={"RAY_metrics_report_interval_ms": "1000"}) as server:
         metrics = f"http://127.0.0.1:{server.metrics_port}/metrics"
-        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "no metrics came", 60)
+        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "metrics come", 60)
         yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 

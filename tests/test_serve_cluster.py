@@ -157,7 +157,7 @@ def head_of_a_cluster(address, log):
     """`ray start --head`, as an administrator has it, with a token; killed with all that it started."""
     ray, port = Path(sys.executable).with_name("ray"), address.rpartition(":")[2]
     command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--include-dashboard=false"]
-    with log.open("a") as output:
+    with log.open("w") as output:
         process = psutil.Popen(
             [*command, f"--object-store-memory={ROOM['object_store_memory']}"],
             env={**os.environ, **TOKEN},
@@ -166,9 +166,7 @@ def head_of_a_cluster(address, log):
             stderr=output,
         )
         try:
-            started = "Ray runtime started"
-            wait_until(lambda: log.read_text(encoding="utf-8").count(started), "no head", SOON)
-            log.write_text("", encoding="utf-8")
+            wait_until(lambda: "Ray runtime started" in log.read_text(encoding="utf-8"), "a head starts", SOON)
             yield
         finally:
             there = [*process.children(recursive=True), process]

@@ -4,6 +4,7 @@ API or cut off, which its client notices; none is lost. The server counts as its
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import re
@@ -16,6 +17,7 @@ import urllib.request
 
 import psutil
 import pytest
+import serving
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +28,7 @@ from load_clients import Endpoint, ask
 from load_figures import outcomes
 
 LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}  # seconds of text
+LONGER = {**LONG, "max_tokens": 1000}
 SHORT = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
 RUNNING, WAITING = 2, 2  # of a replica
 SOON = 60  # seconds that something may take that is looked at again and again
@@ -66,14 +69,7 @@ class Clients:
         return found
 
 
-def wait_until(true, what):
-    until = time.monotonic() + SOON
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            if found := true():
-                return found
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {SOON} seconds")
+wait_until = functools.partial(serving.wait_until, seconds=SOON, passing=(OSError,))
 
 
 def health(server):
@@ -140,17 +136,16 @@ def count(sent, **more):
 
 
 def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
-    clients = Clients(server, RUNNING + WAITING + 6)
-    answers = clients.answers()
-    ended = outcomes(answers)
-    assert ended["answered"] >= RUNNING + WAITING and ended["refused"]  # who comes late may find a place
-    assert ended["cut off"] == ended["lost"] == 0
+    clients = Clients(server, RUNNING + WAITING, LONGER)
+    wait_until(lambda: health(server)["waiting"] == WAITING, "the queue is full")
+    answers = [one(server, number=i) for i in range(6)] + clients.answers()
+    assert outcomes(answers) == {"answered": RUNNING + WAITING, "refused": 6, "cut off": 0, "lost": 0}
     for answer in answers:
         if answer.outcome == "refused":
             assert answer.status == 429 and answer.retry_after >= 1 and "queue" in answer.error
         else:
-            assert answer.tokens == 500 and answer.finish_reason == "length"
-    count(sent, length=ended["answered"], refused_429=ended["refused"])
+            assert answer.tokens == LONGER["max_tokens"] and answer.finish_reason == "length"
+    count(sent, length=RUNNING + WAITING, refused_429=6)
     wait_until(lambda: is_idle(server), "every place is free")
 
 
@@ -170,7 +165,7 @@ def some_running_some_waiting(server):
     """The connections of clients, or None if their texts ended too soon."""
     clients = []
     for i in range(RUNNING + WAITING):
-        path, body = endpoint(server).request(f"def f{i}(x):", {**LONG, "max_tokens": 1000})
+        path, body = endpoint(server).request(f"def f{i}(x):", LONGER)
         connection = endpoint(server).connect()
         connection.request("POST", path, body, endpoint(server).headers)
         clients.append(connection)
@@ -316,7 +311,7 @@ def test_when_rays_head_is_killed_the_server_begins_anew(server):
 def test_a_ray_that_does_not_start_is_started_once_more():
     server = Server()
     try:
-        wait_until(lambda: head_of(server), "Ray's head did not start").kill()
+        wait_until(lambda: head_of(server), "Ray's head starts").kill()
         server.wait_for("Ray did not start (")
         server.wait_for("ready: ")
     finally:

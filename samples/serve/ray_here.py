@@ -80,9 +80,10 @@ def wait_until_lost() -> NoReturn:
         try:
             _knock(address)
             cluster = GcsClient(address=address).cluster_id
-            if cluster != (known or cluster):
+            known = known or cluster
+            if cluster != known:
                 break
-            known, missed = cluster, 0
+            missed = 0
         except (ConnectionRefusedError, AuthenticationError):
             missed += 1
         except (OSError, RayError):

@@ -40,8 +40,8 @@ def main():
             listen()  # Ray has handlers of its own
             serve(args)
     except ConnectionError as error:
-        lacking = f"Ray at {args.address} cannot be joined" if args.address else "Ray does not start on this machine"
-        console.fail(f"{lacking}: {error}", status=1)
+        failed = f"Ray at {args.address} cannot be joined" if args.address else "Ray does not start on this machine"
+        console.fail(f"{failed}: {error}", status=1)
 
 
 def serve(args):
