@@ -2,6 +2,7 @@
 
     python scripts/make_benchmark_pair.py pairs/tinyllama --shape TinyLlama-1.1B --acceptance 0.75
     python scripts/make_benchmark_pair.py pairs/tinyllama-useless --main-of pairs/tinyllama --acceptance 0
+    python scripts/make_benchmark_pair.py pairs/tinyllama-sampled --main-of pairs/tinyllama --temperature 1
 
 For measuring speed where no real model is at hand, not for judging text: what the main model writes is what
 models/embedded/main writes, token for token. It is that model, grown without changing its function (Net2Net, Chen et
@@ -9,8 +10,8 @@ al. 2015, arXiv 1511.05641). Llama architecture, int8 weights. The tokenizer is 
 that fill the vocabulary are never predicted. Beyond the 1,024 tokens that model was trained on, the text is noise.
 
 The draft is the embedded main model too, with only the layers that it was grown from, and with pseudo-random noise on
-the weights of its last norm: as much as gives the acceptance rate asked for. That is measured with OpenVINO GenAI,
-greedy, K = 4, on the held-out prompts or on --prompts (longer text is less certain, and the same draft accepted less).
+the weights of its last norm: as much as gives the acceptance rate asked for. That is measured at K = 4, greedy or at
+--temperature, where the same draft is accepted less, on the held-out prompts or on --prompts.
 
 --shape and --draft-shape take a name, dimensions, or a name with other dimensions:
 
@@ -38,10 +39,11 @@ import llama_ir  # noqa: E402
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
+from arguments import above_zero  # noqa: E402
 from expansion import Shape, expand, refuse_misfit, shape_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import genai_runs, metrics  # noqa: E402
+from speculative import decoder, genai_runs, metrics  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
@@ -106,6 +108,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--shape", type=shape, help=f"main model's: {', '.join(SHAPES)} or dimensions (default: TinyLlama-1.1B)")
     add("--draft-shape", type=shape, help="draft's (default: 4 layers of 512, 34 M with a vocabulary of 32,000)")
     add("--acceptance", type=rate, default=0.75, metavar="A", help="acceptance rate of the draft (default: 0.75)")
+    add(
+        "--temperature",
+        type=above_zero,
+        default=0.0,
+        metavar="T",
+        help="measure the acceptance sampled at this temperature, without top-k and top-p (default: greedy)",
+    )
     add(
         "--main-of",
         type=Path,
@@ -213,12 +222,18 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def acceptance_rate(main: Path, draft: Path, prompts: list[str], description: str) -> float:
-    """Greedy, at K = 4, over all prompts."""
-    pipe = genai_runs.load(main, "CPU", draft, "CPU", {}, {})
-    inputs = [genai_runs.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
-    bar = tqdm(inputs, desc=description, unit="prompt", leave=False)
-    runs = [genai_runs.generate(pipe, each, NEW_TOKENS, DRAFT_LENGTH) for each in bar]
+def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
+    """At K = 4, over all prompts."""
+    engine = decoder.load(main, "CPU", draft, "CPU")
+    config = openvino_genai.GenerationConfig(
+        max_new_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        num_assistant_tokens=DRAFT_LENGTH,
+        do_sample=arguments.temperature > 0,
+        temperature=arguments.temperature or 1.0,
+    )
+    bar = tqdm(arguments.prompts, desc=description, unit="prompt", leave=False)
+    runs = [engine.generate(prompt, config, seed=arguments.seed) for prompt in bar]
     return metrics.acceptance_rate(*([n for run in runs for n in getattr(run, key)] for key in ("proposed", "gained")))
 
 
@@ -236,7 +251,7 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
 
     def try_with(noise: float) -> float:
         write(grown(noise), folder)
-        tried[noise] = acceptance_rate(SOURCE, folder, arguments.prompts, f"draft with noise {noise:.3f}")
+        tried[noise] = acceptance_rate(SOURCE, folder, arguments, f"draft with noise {noise:.3f}")
         print(f"draft with noise {noise:.3f}: acceptance {tried[noise]:.3f}", file=sys.stderr)
         return tried[noise]
 
@@ -322,11 +337,12 @@ def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
         "noise": noise,
         "seed": arguments.seed,
     }
-    measured = acceptance_rate(folder / "main", folder / "draft", arguments.prompts, "acceptance")
+    measured = acceptance_rate(folder / "main", folder / "draft", arguments, "acceptance")
     pair["acceptance"] = {
         "asked": arguments.acceptance,
         "measured": round(measured, 4),
         "draft_length": DRAFT_LENGTH,
+        "temperature": arguments.temperature,
         "prompts": len(arguments.prompts),
         "new_tokens": NEW_TOKENS,
     }
@@ -361,7 +377,8 @@ def summary(pair: dict, out: Path) -> str:
         lines.append(f"{role:6} {size}, {model['milliseconds_per_token']} ms a token alone")
     acceptance, same = pair["acceptance"], pair["same_greedy_tokens"]
     lines.append(
-        f"acceptance {acceptance['measured']:.3f} at K = {DRAFT_LENGTH}, greedy (asked: {acceptance['asked']})"
+        f"acceptance {acceptance['measured']:.3f} at K = {DRAFT_LENGTH}, temperature {acceptance['temperature']:g} "
+        f"(asked: {acceptance['asked']})"
     )
     lines.append(f"{same['equal']} of {same['compared']} greedy tokens of main are those of models/embedded/main")
     return "\n".join(lines)

@@ -201,6 +201,12 @@ def test_a_useless_draft_shares_the_main_model_and_a_good_one_is_good(made, prom
     measured = json.loads(process.stdout.splitlines()[-1])["acceptance"]["measured"]
     assert measured > 0.75
     assert "layers=10" in process.stderr  # what it takes for more
+    sampled = make(
+        tmp_path / "sampled", "--main-of", useless, "--acceptance", "1", "--temperature", "1.5", "--prompts", prompts
+    )
+    assert sampled.returncode == 0, sampled.stderr
+    acceptance = json.loads(sampled.stdout.splitlines()[-1])["acceptance"]
+    assert acceptance["temperature"] == 1.5 and 0.2 < acceptance["measured"] < measured - 0.05
 
 
 def test_long_texts_are_not_cut(made):
@@ -224,6 +230,7 @@ def test_long_texts_are_not_cut(made):
         (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 is not the main model's 32000"),
         (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
         (["--acceptance", "high"], "'high' is not an acceptance rate"),
+        (["--temperature", "-1"], "'-1' is not a number above 0"),
         (["--main-of", "models"], "models is no benchmark pair"),
         (["--main-of", "{pair}", "--shape", "Llama-3.2-1B"], "exclude each other"),
         (["--prompts", "no/such/file"], "--prompts is no file"),
