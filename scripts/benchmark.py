@@ -86,9 +86,6 @@ def parse_arguments() -> argparse.Namespace:
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
     add_huge_pages_argument(parser)
-    parser.add_argument(
-        "--draft-window", type=whole, metavar="N", help="our draft sees the beginning of a text and its last N tokens"
-    )
     parser.add_argument("--no-starts", action="store_true", help="leave out seconds to load and peak memory")
     add_output_arguments(parser)
     return parser.parse_args()
@@ -128,10 +125,8 @@ def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder | None]:
     if not {"engine", "sampled", "lookup"} & set(paths):
         return ways, None
 
-    ours = decoder.load(
-        main, device, draft, draft_device, properties, properties,
-        use_huge_pages=arguments.huge_pages, draft_window=arguments.draft_window,
-    )  # fmt: skip
+    pages = arguments.huge_pages
+    ours = decoder.load(main, device, draft, draft_device, properties, properties, use_huge_pages=pages)
     seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
 
     def add(name: str, draft_length: int | str, temperature: float) -> None:
@@ -396,7 +391,6 @@ def main() -> int:
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
         "huge_pages": arguments.huge_pages,
-        "draft_window": arguments.draft_window,
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),

@@ -122,7 +122,6 @@ def load(
     properties: dict | None = None,
     capacity: int | None = None,
     stateful: bool | None = None,
-    window: int | None = None,
 ) -> CachedModel:
     """Compile the IR in `folder` for `device` with OpenVINO `properties`.
 
@@ -130,42 +129,35 @@ def load(
     `capacity` is the longest text in tokens, by default the model's context length up to 16,384. `stateful` chooses the
     backend: paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a warning, on a GPU that fails
     at paged attention. An NPU has its own, for up to 1,152 tokens unless `capacity` or MAX_PROMPT_LEN and
-    MIN_RESPONSE_LEN among the properties say more. With `window`, the model sees of a longer text the first block and
-    at least so many tokens at the end: for drafts. Raises ValueError for a model that cannot be rolled back, and for a
-    window without paged attention; RuntimeError where OpenVINO cannot compile it.
+    MIN_RESPONSE_LEN among the properties say more. Raises ValueError for a model that cannot be rolled back,
+    RuntimeError where OpenVINO cannot compile it.
     """
     folder = Path(folder)
     config = folder / "config.json"
     known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     known = {**known, **known.get("text_config", {})}
     context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), CAPACITY)
-    sliding = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
+    window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
     kind = device.partition(".")[0]
     model = ov.Core().read_model(folder / "openvino_model.xml")
     properties = properties or {}
     try:
         kv_cache.read(model)  # refuses states that cannot be rolled back
+        if kind == "NPU":
+            return CachedModel(NpuModel(model, device, properties, capacity, context, window))
+        capacity = capacity or min(context, CAPACITY)
         if stateful is None:
             stateful = kind not in ("CPU", "GPU") or known.get("model_type") in WRONG_WHEN_PAGED
-        if window is not None and window < 1:
-            raise ValueError(f"a window of {window} tokens needs 1 token or more")
-        if window is not None and (stateful or kind == "NPU"):
-            raise ValueError(
-                f"a window of {window} tokens needs paged attention, which is not to be had here: leave it out"
-            )
-        if kind == "NPU":
-            return CachedModel(NpuModel(model, device, properties, capacity, context, sliding))
-        capacity = capacity or min(context, CAPACITY)
         if stateful:
-            return CachedModel(StatefulModel(model, device, properties, capacity, sliding))
+            return CachedModel(StatefulModel(model, device, properties, capacity, window))
         try:
-            return CachedModel(PagedModel(model.clone(), device, properties, capacity, window))
+            return CachedModel(PagedModel(model.clone(), device, properties, capacity))
         except (RuntimeError, ValueError) as error:
-            if kind == "CPU" or window is not None:
+            if kind == "CPU":
                 raise
             # A GPU driver may lack it. What fails for another reason fails again below, and says so.
             warnings.warn(f"no paged attention on {device} ({_line(error)}): the stateful cache is used", stacklevel=2)
-            return CachedModel(StatefulModel(model, device, properties, capacity, sliding))
+            return CachedModel(StatefulModel(model, device, properties, capacity, window))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
 

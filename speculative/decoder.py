@@ -176,7 +176,6 @@ def load(
     max_ngram_size: int | None = None,
     capacity: int | None = None,
     use_huge_pages: bool = False,
-    draft_window: int | None = None,
 ) -> Decoder:
     """A decoder of the IR folders `main` and `draft`, each on its own device with its own OpenVINO properties.
 
@@ -184,10 +183,6 @@ def load(
     draft tokens up in the text (prompt lookup). The draft length is adaptive; what it needs to know is measured now,
     once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder). `use_huge_pages`, on
     Linux, is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
-
-    With `draft_window` the draft sees of a longer text its beginning and at least so many tokens at its end (sinks and
-    a sliding window: Xiao et al. 2023, arXiv 2309.17453; for drafts: Chen et al. 2024, arXiv 2408.11049). The text
-    stays what it is; behind long prompts the draft is faster, and worse where it would have copied from far.
     """
     if draft and max_ngram_size:
         raise ValueError("draft tokens come from a draft model or, with max_ngram_size, from the text: give only one")
@@ -198,7 +193,7 @@ def load(
     draft_device = draft_device or device
     draft_properties = properties if draft_properties is None else draft_properties
     main_model = cached_model.load(main, device, properties, capacity)
-    draft_model = draft and cached_model.load(draft, draft_device, draft_properties, window=draft_window)
+    draft_model = draft and cached_model.load(draft, draft_device, draft_properties)
     if use_huge_pages:
         huge_pages.move(before)
     source, rule = None, None

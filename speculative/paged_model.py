@@ -31,13 +31,9 @@ class PagedModel:
     kind = "paged attention"
     chunk = 1024  # tokens of a prompt in one inference: bounds the memory for activations
 
-    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, window: int | None = None):
-        """`model` is changed in place. `capacity` is the longest sequence, or of several all together, in tokens.
-
-        With `window`, `run` has the model see the first block and at least so many tokens before its own, not all.
-        """
+    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
+        """`model` is changed in place. `capacity` is the longest sequence, or of several all together, in tokens."""
         self.capacity = capacity
-        self._window = capacity if window is None else window
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
@@ -64,7 +60,7 @@ class PagedModel:
         self._longest = self._share("max_context_len", np.zeros((), np.int32))
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
         self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was of several
-        self._shape: tuple[int, ...] | None = None  # what `_set_shapes` had for the last run, if it was of one alone
+        self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was of one alone
 
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
         """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
@@ -73,15 +69,14 @@ class PagedModel:
         """
         n = len(tokens)
         end = start + n
-        unseen = max((start - self._window) // self.block_size - 1, 0)  # blocks
         blocks = -(-end // self.block_size)
-        self._set_shapes(n, last, blocks, unseen)
+        self._set_shapes(n, last, blocks)
         self._ids[:] = tokens
         self._positions[:] = np.arange(start, end)
-        self._past[0] = start - unseen * self.block_size
+        self._past[0] = start
         self._span[1] = n
-        self._block_span[1] = blocks - unseen
-        self._longest[()] = end - unseen * self.block_size
+        self._block_span[1] = blocks
+        self._longest[()] = end
         self._request.start_async()
         self._request.wait()
         return self._request.get_output_tensor(0).data.reshape(last, -1)
@@ -132,22 +127,22 @@ class PagedModel:
         else:
             self._together[name] = self._share(name, values)
 
-    def _set_shapes(self, n: int, last: int, blocks: int, unseen: int) -> None:
+    def _set_shapes(self, n: int, last: int, blocks: int) -> None:
         """Set anew the inputs whose shape differs from the last run's."""
         if self._shape is None:
             self._together.clear()
             self._past = self._share("past_lens", np.zeros(1, np.int32))
             self._span = self._share("subsequence_begins", np.zeros(2, np.int32))
             self._block_span = self._share("block_indices_begins", np.zeros(2, np.int32))
-        was_n, was_last, *were_seen = self._shape or (0, 0, 0, 0)
+        was_n, was_last, was_blocks = self._shape or (0, 0, 0)
         if n != was_n:
             self._ids = self._share("input_ids", np.zeros(n, np.int64))
             self._positions = self._share("position_ids", np.zeros(n, np.int64))
         if (n, last) != (was_n, was_last):
             self._share("logits_positions", np.arange(n - last, n, dtype=np.int64))
-        if [blocks, unseen] != were_seen:
-            self._share("block_indices", np.delete(self._all_blocks[:blocks], np.s_[1 : 1 + unseen]))
-        self._shape = n, last, blocks, unseen
+        if blocks != was_blocks:
+            self._share("block_indices", self._all_blocks[:blocks])
+        self._shape = n, last, blocks
 
 
 def rounded_up(n: int) -> int:

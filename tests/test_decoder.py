@@ -87,14 +87,6 @@ def test_long_greedy_text_is_that_of_the_main_model_alone(make, plain):
         assert make(rule).generate(PROMPTS[0], greedy(500)).tokens == expected
 
 
-def test_a_draft_that_sees_little_of_a_long_text_changes_nothing(models, tokenizer, plain):
-    draft = ModelDraft(cached_model.load(DRAFT, "CPU", EXACT, window=40), models[0].width)
-    one = Decoder(models[0], draft, FixedDraftLength(4), tokenizer)
-    result = one.generate(PROMPTS[0], greedy(400))
-    assert result.tokens == plain(PROMPTS[0], 400)
-    assert result.acceptance_rate > 0.3
-
-
 def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
     pipe = genai_runs.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
