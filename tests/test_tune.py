@@ -23,7 +23,10 @@ sys.path.append(str(ROOT / "scripts"))
 import text_quality
 import tune
 from child_process import Failed
+from device_places import Place
+from ray_cells import Machine
 from text_quality import Quality, ReferenceText
+from tune_stages import Candidate, Tuning
 from worker_process import WorkerProcess
 
 from speculative import cached_model, recommendation
@@ -209,6 +212,16 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
         assert result["recommendation"]["settings"]["alone"]["throughput"] > 0
     else:
         assert "Nothing was decoded" in result["summary"][0]
+
+
+def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
+    arguments = SimpleNamespace(drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False)
+    here = Place({}, None, [], machine=Machine("here", [], None))
+    tuning = Tuning(arguments, [], [here])
+    threads, group = (("INFERENCE_NUM_THREADS", 1),), (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 128),)
+    sets = [tuning.default, tuning.default.with_draft_properties(threads), tuning.default.with_properties(group)]
+    found = [Candidate(one, 1.0, alone) for one, alone in zip(sets, (1.0, 1.3, 1.1), strict=True)]
+    assert [str(one.models) for one in tuning.by_alone(found)] == ["DYNAMIC_QUANTIZATION_GROUP_SIZE=128"]
 
 
 CRASHES = """
