@@ -222,9 +222,8 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     assert any("Lost on the way" in line and "two" in line for line in result["summary"])
     names = {row["name"] for row in result["rows"]}
     assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
-    alone = {
-        row["name"]: row["speedup"] for row in result["rows"] if row["name"].startswith("GenAI, main alone, default")
-    }
+    rows = {row["name"]: row["speedup"] for row in result["rows"]}
+    alone = {name: speedup for name, speedup in rows.items() if name.startswith("GenAI, main alone, default")}
     assert alone == {"GenAI, main alone, default properties": 1}  # not with what only a draft is told
     kept = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert kept["measured_on"].keys() == {"openvino_genai", "CPU"}

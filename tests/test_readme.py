@@ -52,7 +52,7 @@ def checkout(tmp_path_factory):
         if folder.name != "embedded":
             shutil.rmtree(folder)
     prompts = (copy / "scripts/prompts/embedded_code.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (copy / "few_prompts.jsonl").write_text("".join(prompts[:4]), encoding="utf-8")
+    (copy / "few_prompts.jsonl").write_text("".join(prompts[:2]), encoding="utf-8")
     return copy
 
 
