@@ -43,7 +43,10 @@ from arguments import above_zero  # noqa: E402
 from expansion import Shape, expand, refuse_misfit, shape_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import decoder, genai_runs, metrics  # noqa: E402
+from speculative import cached_model, genai_runs, metrics  # noqa: E402
+from speculative.decoder import Decoder  # noqa: E402
+from speculative.draft_length import FixedDraftLength  # noqa: E402
+from speculative.draft_source import ModelDraft  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
@@ -224,14 +227,12 @@ def write_json(path: Path, content: dict) -> None:
 
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """At K = 4, over all prompts."""
-    engine = decoder.load(main, "CPU", draft, "CPU")
-    config = openvino_genai.GenerationConfig(
-        max_new_tokens=NEW_TOKENS,
-        ignore_eos=True,
-        num_assistant_tokens=DRAFT_LENGTH,
-        do_sample=arguments.temperature > 0,
-        temperature=arguments.temperature or 1.0,
-    )
+    models = [cached_model.load(folder, "CPU") for folder in (main, draft)]
+    source = ModelDraft(models[1], models[0].width)
+    engine = Decoder(models[0], source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
+    config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    if arguments.temperature:
+        config.do_sample, config.temperature = True, arguments.temperature
     bar = tqdm(arguments.prompts, desc=description, unit="prompt", leave=False)
     runs = [engine.generate(prompt, config, seed=arguments.seed) for prompt in bar]
     return metrics.acceptance_rate(*([n for run in runs for n in getattr(run, key)] for key in ("proposed", "gained")))
