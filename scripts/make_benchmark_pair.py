@@ -227,9 +227,9 @@ def write_json(path: Path, content: dict) -> None:
 
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """At K = 4, over all prompts."""
-    models = [cached_model.load(folder, "CPU") for folder in (main, draft)]
-    source = ModelDraft(models[1], models[0].width)
-    engine = Decoder(models[0], source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
+    model = cached_model.load(main, "CPU")
+    source = ModelDraft(cached_model.load(draft, "CPU"), model.width)
+    engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     if arguments.temperature:
         config.do_sample, config.temperature = True, arguments.temperature

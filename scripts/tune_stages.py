@@ -312,7 +312,7 @@ class Tuning:
             ranked = [one for one in self.measured_sets() if one.models in self.sets]
             ranked.sort(key=lambda one: (not self.fits(one.models), -one.speedup))
             kept = {one.models for one in ranked[: max(2, len(ranked) // 2)]}
-            kept |= {self.default, *(one.models for one in self.by_alone(ranked)[:1])}
+            kept |= {self.default, self.best_alone(ranked)}
             self.drop(self.property_candidates.values(), kept, f"properties {round_}")
             enough = len(kept) >= len(self.sets) or self.clock.until(PROPERTIES_BY) < 0
             self.sets = [one for one in self.sets if one in kept]
@@ -322,15 +322,15 @@ class Tuning:
         ranked = [one for one in self.measured_sets() if one.models in self.sets and self.fits(one.models)]
         by_iteration = sorted(ranked, key=lambda one: -one.speedup)
         self.fastest = [one.models for one in by_iteration[:2]] or [self.default]
-        alone = self.by_alone(ranked)
-        self.fastest_alone = alone[0].models if alone and alone[0].alone > NOISE else self.default
+        self.fastest_alone = self.best_alone(ranked, NOISE)
 
-    def by_alone(self, found: list[Candidate]) -> list[Candidate]:
-        """Those that fit, the fastest at plain decoding first. What differs from the default in the draft only is left
-        out: alone, it is the default."""
+    def best_alone(self, found: list[Candidate], above: float = 0.0) -> PropertySet:
+        """What fits and makes plain decoding fastest; the default where nothing is faster than `above`. What differs
+        from the default in the draft only does not count: alone, it is the default."""
         usual = (self.default.device, self.default.properties)
-        own = [one for one in found if (one.models.device, one.models.properties) != usual and self.fits(one.models)]
-        return sorted(own, key=lambda one: -one.alone)
+        own = [one for one in found if (one.models.device, one.models.properties) != usual and one.alone > above]
+        fitting = [one for one in own if self.fits(one.models)]
+        return max(fitting, key=lambda one: one.alone).models if fitting else self.default
 
     def measured_sets(self) -> list[Candidate]:
         return [one for one in self.property_candidates.values() if one.speedup]

@@ -128,7 +128,7 @@ def test_a_killed_replica_comes_back_and_others_go_on(server):
         assert ends["error"] and ends["error"] + ends["length"] == len(streams)
         load.wait_for_answers(2 * CLIENTS)  # from the other one
         wait_for_replicas(2, without=[victim])
-        load.wait_for_answers(2 * CLIENTS)
+        load.wait_for_answers(4 * CLIENTS)
     ended = outcomes(load.answers)
     print(ended)
     assert ended["lost"] == 0
@@ -148,7 +148,7 @@ def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(serv
     cluster.other = cluster.add_node(**ROOM)
     with Load(server) as load:
         wait_for_replicas(2)
-        load.wait_for_answers(2 * CLIENTS)
+        load.wait_for_answers(4 * CLIENTS)
     assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)
 
 

@@ -221,7 +221,8 @@ def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
     threads, group = (("INFERENCE_NUM_THREADS", 1),), (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 128),)
     sets = [tuning.default, tuning.default.with_draft_properties(threads), tuning.default.with_properties(group)]
     found = [Candidate(one, 1.0, alone) for one, alone in zip(sets, (1.0, 1.3, 1.1), strict=True)]
-    assert [str(one.models) for one in tuning.by_alone(found)] == ["DYNAMIC_QUANTIZATION_GROUP_SIZE=128"]
+    assert tuning.best_alone(found) == sets[2]
+    assert tuning.best_alone(found[:2]) == tuning.best_alone(found, above=1.2) == tuning.default
 
 
 CRASHES = """
