@@ -10,6 +10,7 @@ finally:
 import collections
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -76,6 +77,10 @@ class StartedServer:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port that nobody has. Ports that systems give to connections by themselves are left out: Ray opens hundreds of
+    connections before the server listens, and one could get it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port

@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,12 +21,9 @@ import openai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 
+from scripts.started_server import free_port
+
 READY_SECONDS = 180
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_until(true, what="it comes true", seconds=30, passing=()):

@@ -17,11 +17,12 @@ import openai
 import psutil
 import pytest
 from conftest import ROOT
-from serving import Server, free_port, ray_cluster, wait_until
+from serving import Server, ray_cluster, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
 from load_figures import outcomes
+from started_server import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
 ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

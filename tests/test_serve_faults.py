@@ -318,6 +318,19 @@ def test_a_ray_that_does_not_start_is_started_once_more():
         server.end()
 
 
+def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
+    server = Server()
+    try:
+        wait_until(lambda: head_of(server), "Ray's head starts")
+        with socket.create_server(("127.0.0.1", server.port)):
+            server.wait_for(
+                f"error: Ray Serve cannot listen: Failed to bind to address '127.0.0.1:{server.port}'. Choose"
+            )
+        assert server.process.wait(60) == 1
+    finally:
+        server.end()
+
+
 def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
     """Last: the server of the tests above is stopped while it streams."""
     before = psutil.Process(server.process.pid).children(recursive=True)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from samples.serve.deployment import Replica
@@ -23,10 +24,13 @@ class Failed(Exception):
 
 def start(args: argparse.Namespace) -> DeploymentHandle:
     """Returns when every replica is ready. Raises Failed."""
-    serve.start(
-        proxy_location="EveryNode" if args.address else "HeadOnly",
-        http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + 60},
-    )
+    try:
+        serve.start(
+            proxy_location="EveryNode" if args.address else "HeadOnly",
+            http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + 60},
+        )
+    except RayTaskError as error:
+        raise Failed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
     replicas = {"num_replicas": args.replicas}
     if args.max_replicas:
         usual = {"target_ongoing_requests": args.max_running}

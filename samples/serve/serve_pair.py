@@ -91,7 +91,8 @@ def check_port(host, port, name):
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        console.fail(f"{name} {port} at {host} cannot be had ({error.strerror}): choose another.", status=1)
+        reason = error.strerror.partition(" (while")[0]
+        console.fail(f"{name} {port} at {host} cannot be had ({reason}): choose another.", status=1)
 
 
 class Terminated(SystemExit):
