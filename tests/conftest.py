@@ -38,11 +38,11 @@ def pytest_addoption(parser):
 
 
 STARTING_RAY = [
-    *("test_readme", "test_serve", "test_serve_faults", "test_serve_cluster", "test_address"),
-    *("test_benchmark_serving", "test_serve_soak"),
+    *("test_serve", "test_serve_faults", "test_serve_cluster", "test_address", "test_benchmark_serving"),
+    "test_serve_soak",
 ]
 LONGEST = [
-    *(*STARTING_RAY, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *("test_readme", *STARTING_RAY, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
@@ -59,7 +59,7 @@ class OneStartsRay(LoadFileScheduling):
 
     def _split_scope(self, nodeid):
         file = super()._split_scope(nodeid)
-        return "ray" if Path(file).stem in STARTING_RAY else file
+        return "ray" if Path(file).stem in STARTING_RAY or "test_serving_" in nodeid else file
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -14,27 +14,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import openai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import wait_until
 
 from scripts.started_server import free_port
 
 READY_SECONDS = 180
-
-
-def wait_until(true, what="it comes true", seconds=30, passing=()):
-    """What `true` returns as soon as that is something; errors of the classes `passing` may pass."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        with contextlib.suppress(*passing):
-            if found := true():
-                return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what}: not within {seconds} seconds")
 
 
 @contextlib.contextmanager

@@ -9,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import DRAFT, ROOT
 from serving import ray_cluster
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -82,15 +82,6 @@ def cells_of(result):
     return {(cell["main_device"], cell["draft_device"]): cell for cell in result["matrix"]["cells"]}
 
 
-def wait_for(what, seconds=90):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
-
-
 def running(program, node):
     """The process of `program` that runs on a node of the cluster: its parent's parent is the node's raylet."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -128,7 +119,7 @@ def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, two, tmp_path):
     results = tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "AUTO:CPU,HETERO:CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    wait_for(lambda: running("device_cell.py", two[1]) and results.exists())
+    wait_until(lambda: running("device_cell.py", two[1]) and results.exists())
     cluster.remove_node(two[1], allow_graceful=False)
     result, _ = finish(process)
     cells = cells_of(result)
@@ -142,7 +133,7 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, no
     only = node("only")
     asked = ["--address", cluster.address, "--devices", "CPU", "--results", tmp_path / "cells.jsonl", *QUICK]
     process = start(SWAP, *asked, "--max-new-tokens", 401)
-    wait_for(lambda: (tmp_path / "cells.jsonl").exists() and running("device_cell.py", only))
+    wait_until(lambda: (tmp_path / "cells.jsonl").exists() and running("device_cell.py", only))
     cluster.remove_node(only, allow_graceful=False)
     result, _ = finish(process, status=1)
     cells = cells_of(result)
@@ -158,12 +149,12 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
     results = tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "CPU,AUTO:CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    child = wait_for(lambda: results.exists() and running("device_cell.py", two[1]))
+    child = wait_until(lambda: results.exists() and running("device_cell.py", two[1]))
     process.send_signal(signal.SIGINT)
-    result, _ = finish(process, status=130, seconds=30)
+    result, _ = finish(process, status=130)
     statuses = [cell["status"] for cell in cells_of(result).values()]
     assert "ok" in statuses and "not run" in statuses
-    assert psutil.wait_procs([child], timeout=30)[1] == []
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
 def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
@@ -227,7 +218,7 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     assert alone == {"GenAI, main alone, default properties": 1}  # not with what only a draft is told
     kept = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert kept["measured_on"].keys() == {"openvino_genai", "CPU"}
-    assert psutil.wait_procs([worker], timeout=30)[1] == []
+    assert psutil.wait_procs([worker], timeout=PATIENCE)[1] == []
 
 
 def test_tuning_is_for_equal_machines_only():

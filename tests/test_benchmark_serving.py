@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask, closed_loop
@@ -212,12 +212,9 @@ def test_ctrl_c_ends_what_was_started(tmp_path):
     def servers():
         return [one for one in psutil.Process(process.pid).children() if "serve_pair" in " ".join(one.cmdline())]
 
-    until = time.monotonic() + 60
-    while len(servers()) < 2:
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.1)
+    wait_until(lambda: len(servers()) == 2, "both servers are started")
     started = servers()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in said
-    assert not psutil.wait_procs(started, timeout=5)[1]
+    assert not psutil.wait_procs(started, timeout=PATIENCE)[1]

@@ -12,6 +12,7 @@ import time
 import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import PATIENCE
 
 from speculative import decoder
 
@@ -203,7 +204,7 @@ class Terminal:
     def type(self, text):
         os.write(self.file, text.encode())
 
-    def see(self, text, timeout=120):
+    def see(self, text, timeout=PATIENCE):
         """Wait until `text` appears and return all that came before it since the last time."""
         end = time.monotonic() + timeout
         while text not in self.seen:
@@ -219,16 +220,22 @@ class Terminal:
             return data.decode()
         return (data + os.read(self.file, 3)).decode(errors="replace")
 
-    def leave(self, timeout=60):
-        """Return the exit status once the chat has ended, and all that was still shown."""
-        rest, end = self.seen, time.monotonic() + timeout
+    def leave(self, again=""):
+        """Return the exit status once the chat has ended, and all that was still shown.
+
+        What may not have been heard is typed `again` after a while of silence.
+        """
+        rest, end = self.seen, time.monotonic() + PATIENCE
         with contextlib.suppress(OSError):  # the terminal of an ended process reads as an error
-            while True:
-                if not select.select([self.file], [], [], max(0, end - time.monotonic()))[0]:
-                    raise AssertionError(f"the chat did not end after {rest!r}")
-                if not (data := os.read(self.file, 4096)):
+            while time.monotonic() < end:
+                if not select.select([self.file], [], [], 5)[0]:
+                    self.type(again)
+                elif data := os.read(self.file, 4096):
+                    rest += data.decode(errors="replace")
+                else:
                     break
-                rest += data.decode(errors="replace")
+            else:
+                raise AssertionError(f"the chat did not end after {rest!r}")
         os.close(self.file)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), rest
 
@@ -333,7 +340,6 @@ def test_ctrl_c_stops_an_answer_only_and_at_the_prompt_the_chat(terminal, main, 
     chat.type(QUESTIONS[1] + "\n")
     chat.see("(new tokens 3,")  # a stopped answer does not stop the next one
     chat.see("> ")
-    time.sleep(0.5)  # readline shows its prompt a moment before it listens
     chat.type("\x03")
-    status, rest = chat.leave()
+    status, rest = chat.leave(again="\x03")  # readline shows its prompt a moment before it listens
     assert (status, "Traceback" in rest) == (130, False)

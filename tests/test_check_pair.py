@@ -11,6 +11,7 @@ import openvino as ov
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 from openvino import opset13
+from waiting import PATIENCE
 
 from speculative import cached_model, device_facts, kv_cache, weights
 from speculative.device_facts import DeviceFacts, Memory
@@ -103,7 +104,7 @@ def test_a_terminal_gets_colours():
         except OSError:  # the other end is closed
             break
     os.close(terminal)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert b"\033[32mok" in shown and b"\033[33mwarning" in shown  # main as its own draft: too dear
 
 

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -52,19 +52,10 @@ def start(results, *arguments):
     )
 
 
-def wait_for(what, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it did not come")
-
-
 def second_cell(process, results):
     """The process of the second cell: the first has left its line."""
-    wait_for(lambda: results.exists() and results.read_bytes().count(b"\n") == 1)
-    return wait_for(psutil.Process(process.pid).children)[0]
+    wait_until(lambda: results.exists() and results.read_bytes().count(b"\n") == 1)
+    return wait_until(psutil.Process(process.pid).children)[0]
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +195,10 @@ def test_an_interrupted_run_goes_on_and_fresh_starts_over(tmp_path):
     process = start(results, "--devices", "AUTO:CPU")
     child = second_cell(process, results)
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=30)
+    out, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    assert psutil.wait_procs([child], timeout=20)[1] == []
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     first = cells_of(result_of(out))
     assert first["AUTO:CPU", "none"]["status"] == "ok" and first["AUTO:CPU", "AUTO:CPU"]["status"] == "not run"
     assert "1 cells are not measured yet" in out and "main \\ draft" in out
@@ -259,8 +250,8 @@ def test_a_cell_ends_when_the_program_is_killed(tmp_path):
     process = start(results, "--devices", "CPU", "--max-new-tokens", "900")
     child = second_cell(process, results)
     process.kill()
-    process.communicate(timeout=30)
-    assert psutil.wait_procs([child], timeout=20)[1] == []
+    process.communicate(timeout=PATIENCE)
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
 def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run, tmp_path):

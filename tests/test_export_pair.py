@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +20,7 @@ import openvino_genai
 import pytest
 from conftest import ROOT
 from tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
+from waiting import PATIENCE, wait_until
 
 from convert import export_pair, optimum_cli
 from convert.pair_folder import PairFolder
@@ -492,22 +492,14 @@ def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     line = process.stdout.readline()
     assert line.startswith("main: optimum-cli export openvino"), process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    child = next(filter(None, (children.read_text().split() for _ in wait(30))))[0] if children.exists() else None
+    child = wait_until(children.read_text).split()[0] if children.exists() else None
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert error.strip() == "interrupted; the same command goes on where it ended"
     assert child is None or not Path(f"/proc/{child}").exists()
     assert everything_in(pair) == before
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
-
-
-def wait(seconds):
-    """Yield now and then until the time is up."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield
-        time.sleep(0.05)
 
 
 def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ import openvino as ov
 import pytest
 from conftest import MAIN, ROOT
 from openvino._offline_transformations import paged_attention_transformation
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import expansion
@@ -257,11 +257,9 @@ def test_what_exists_is_kept(run, made, tmp_path):
 def test_interrupted_it_leaves_nothing(tmp_path, sent):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out-*/draft/config.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob(".out-*/draft/config.json")), "the draft is being made")
     process.send_signal(sent)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "interrupted; nothing is left behind" in errors and "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import ROOT
-from serving import Server, wait_until
+from serving import Server
+from waiting import wait_until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
@@ -71,45 +72,67 @@ def as_tested(command):
     return command
 
 
+posix = pytest.mark.skipif(os.name == "nt", reason="bash blocks; PowerShell's are compared with them below")
+SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
+
+
+def every(language):
+    """Its blocks' commands in README and figures, or its whole programs: those without a server, those with one."""
+    if language == "python":
+        found = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    else:
+        found = dict.fromkeys([*commands(language), *commands(language, FIGURES)])
+    return [one for one in found if not SERVING.search(one)], [one for one in found if SERVING.search(one)]
+
+
+def run(command, checkout):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    process = subprocess.run(
+        command, cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
+        timeout=600,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def in_bash(command):
+    return ["bash", "-euo", "pipefail", "-c", as_tested(command)]
+
+
+@posix
+@pytest.mark.parametrize("command", every("bash")[0])
+def test_command(command, checkout):
+    run(in_bash(command), checkout)
+
+
+@pytest.mark.parametrize("program", every("python")[0])
+def test_python_block(program, checkout):
+    assert len(run([sys.executable, "-c", program], checkout)) > 100
+
+
 @pytest.fixture(scope="module")
-def server():
+def at_server():
     """Told where the README's own server is, a text says where this one is, which its command starts."""
     with Server(env={"RAY_metrics_report_interval_ms": "1000"}) as server:
         metrics = f"http://127.0.0.1:{server.metrics_port}/metrics"
-        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "metrics come", 60)
+        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "metrics come")
         yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the README's bash blocks; PowerShell's are compared with them below")
-@pytest.mark.parametrize("command", dict.fromkeys([*commands("bash"), *commands("bash", FIGURES)]))
-def test_command(command, checkout, request):
+@posix
+@pytest.mark.parametrize("command", every("bash")[1])
+def test_serving_command(command, checkout, request):
     if command == "python samples/serve/serve_pair.py models/embedded/main models/embedded/draft":
-        request.getfixturevalue("server")  # it is what `Server` starts, and runs until Ctrl-C
-        return
-    if "//127.0.0.1:800" in command:
-        command = request.getfixturevalue("server")(command)
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    process = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", as_tested(command)],
-        cwd=checkout,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+        request.getfixturevalue("at_server")  # it is what `Server` starts, and runs until Ctrl-C
+    elif "benchmark_serving.py" in command:  # with servers of its own
+        run(in_bash(command), checkout)
+    else:
+        run(in_bash(request.getfixturevalue("at_server")(command)), checkout)
 
 
-@pytest.mark.parametrize("program", re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL))
-def test_python_block(program, checkout, request):
-    if "//127.0.0.1:800" in program:
-        program = request.getfixturevalue("server")(program)
-    process = subprocess.run(
-        [sys.executable, "-c", program], cwd=checkout, capture_output=True, encoding="utf-8", timeout=300
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert len(process.stdout) > 100
+@pytest.mark.parametrize("program", every("python")[1])
+def test_serving_python_block(program, checkout, at_server):
+    assert len(run([sys.executable, "-c", at_server(program)], checkout)) > 100
 
 
 def test_powershell_says_the_same():

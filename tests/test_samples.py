@@ -12,6 +12,7 @@ import sys
 import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import PATIENCE
 
 SAMPLES = {
     "greedy_causal_lm.py": [MAIN],
@@ -243,7 +244,7 @@ def press_ctrl_c_when(arguments, ready):
         # On Windows Ctrl-C reaches a whole console, the tests with it; Ctrl-Break reaches one group.
         process.send_signal(signal.CTRL_BREAK_EVENT if os.name == "nt" else signal.SIGINT)
         rest = process.stderr.read()
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE)
     return process.returncode, (seen + rest).decode()
 
 

@@ -19,7 +19,8 @@ import pytest
 from conftest import DRAFT, MAIN, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Server, wait_until
+from serving import Server
+from waiting import wait_until
 
 KEY = "a key that only tests know"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
@@ -330,7 +331,7 @@ def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(s
     with ThreadPoolExecutor(12) as pool:
         crowd = [pool.submit(ask_again_and_again) for _ in range(8)]
         try:
-            refused = wait_until(refusal, seconds=60)
+            refused = wait_until(refusal)
             patient = [pool.submit(complete, client.with_options(max_retries=20)) for _ in range(4)]
             time.sleep(0.5)
         finally:

@@ -17,7 +17,8 @@ import openai
 import psutil
 import pytest
 from conftest import ROOT
-from serving import Server, ray_cluster, wait_until
+from serving import Server, ray_cluster
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -26,7 +27,6 @@ from started_server import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
 ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-SOON = 90  # seconds that something may take that is looked at again and again
 CLIENTS = 4
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "for-this-test-only-" + "0" * 40}
 
@@ -71,15 +71,13 @@ class Load:
     def __exit__(self, *_):
         self._stop.set()
         for thread in self._threads:
-            thread.join(SOON)
+            thread.join(PATIENCE)
         assert not any(thread.is_alive() for thread in self._threads), "a client waits in vain"
 
     def wait_for_answers(self, number):
         """So many more."""
-        before, until = outcomes(self.answers)["answered"], time.monotonic() + SOON
-        while outcomes(self.answers)["answered"] < before + number:
-            assert time.monotonic() < until, outcomes(self.answers)
-            time.sleep(0.1)
+        enough = outcomes(self.answers)["answered"] + number
+        wait_until(lambda: outcomes(self.answers)["answered"] >= enough, f"{number} answers more")
 
 
 def replicas():
@@ -93,11 +91,11 @@ def replicas():
 
 
 def wait_for_replicas(number, without=()):
-    until = time.monotonic() + SOON
-    while len(there := {pid: node for pid, node in replicas().items() if pid not in without}) < number:
-        assert time.monotonic() < until, f"there are {len(there)} replicas, not {number}"
-        time.sleep(0.2)
-    return there
+    def enough():
+        there = {pid: node for pid, node in replicas().items() if pid not in without}
+        return there if len(there) >= number else None
+
+    return wait_until(enough, f"there are {number} replicas")
 
 
 def test_replicas_are_on_both_nodes(server):
@@ -167,14 +165,14 @@ def head_of_a_cluster(address, log):
             stderr=output,
         )
         try:
-            wait_until(lambda: "Ray runtime started" in log.read_text(encoding="utf-8"), "a head starts", SOON)
+            wait_until(lambda: "Ray runtime started" in log.read_text(encoding="utf-8"), "a head starts")
             yield
         finally:
             there = [*process.children(recursive=True), process]
             for one in there:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
-            psutil.wait_procs(there, timeout=30)
+            psutil.wait_procs(there, timeout=PATIENCE)
 
 
 def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_path):

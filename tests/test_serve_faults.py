@@ -17,11 +17,12 @@ import urllib.request
 
 import psutil
 import pytest
-import serving
+import waiting
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Server
+from waiting import PATIENCE
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from load_clients import Endpoint, ask
@@ -31,7 +32,6 @@ LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}  # seconds of t
 LONGER = {**LONG, "max_tokens": 1000}
 SHORT = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
 RUNNING, WAITING = 2, 2  # of a replica
-SOON = 60  # seconds that something may take that is looked at again and again
 
 
 def endpoint(server):
@@ -61,15 +61,15 @@ class Clients:
 
     def wait_until_streaming(self, number):
         for _ in range(number):
-            assert self._first.acquire(timeout=SOON), "no text came"
+            assert self._first.acquire(timeout=PATIENCE), "no text came"
 
     def answers(self):
-        found = [future.result(timeout=2 * SOON) for future in self._futures]
+        found = [future.result(timeout=2 * PATIENCE) for future in self._futures]
         self._pool.shutdown()
         return found
 
 
-wait_until = functools.partial(serving.wait_until, seconds=SOON, passing=(OSError,))
+wait_until = functools.partial(waiting.wait_until, passing=(OSError,))
 
 
 def health(server):
@@ -94,7 +94,7 @@ def counted(server):
 
 def post(server, body, path="/completions", headers=()):
     """The raw answer to a raw body: status and the parsed JSON."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SOON)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.request("POST", f"/v1{path}", body, {"Content-Type": "application/json", **dict(headers)})
         answer = connection.getresponse()
@@ -180,7 +180,7 @@ def test_a_slow_reader_holds_up_nobody_and_gets_all(server, sent):
     request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.settimeout(SOON)
+        slow.settimeout(PATIENCE)
         slow.connect(("127.0.0.1", server.port))
         slow.sendall(request % (path.encode(), len(body)) + body)
         got = slow.recv(1)

@@ -23,7 +23,8 @@ import psutil
 import pytest
 from conftest import DRAFT, ROOT
 from openvino_genai import GenerationConfig
-from serving import Server, wait_until
+from serving import Server
+from waiting import wait_until
 
 from samples.serve.engine_thread import Engine
 from speculative import batch_decoder
@@ -143,7 +144,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
         assert ended["lost"] == ended["cut off"] == 0 and set(statuses) <= {200, 400, 429}
         assert ended["answered"] > len(answers) / 3 and vanished
 
-        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free", 60)
+        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
         endpoint = Endpoint(server.url, server.model)
         whole = {"max_tokens": CONTEXT - 20, "ignore_eos": True, "temperature": 0}  # half of the cache
         last = []
@@ -153,7 +154,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
         ]
         for half in halves:
             half.start()
-        wait_until(lambda: health(server)["running"] == 2, "both have room at once: no block is lost", 60)
+        wait_until(lambda: health(server)["running"] == 2, "both have room at once: no block is lost")
         for half in halves:
             half.join()
         assert outcomes(last)["answered"] == 2

@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from waiting import PATIENCE, wait_until
 
 from speculative import metrics
 
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     runs_a_round = 6
     wait_for_runs(progress, process, 3 * runs_a_round)  # the warm-up, one in full, one more begun
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
     result = json.loads(out.splitlines()[-1])
     kept = result["environment"]["rounds"]
@@ -142,11 +142,11 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
 
 
 def wait_for_runs(progress, process, runs):
-    for _ in range(1200):
+    def enough():
         done = re.findall(r" (\d+)/\d+ ", progress.read_text(encoding="utf-8", errors="replace"))
-        if process.poll() is not None or (done and int(done[-1]) >= runs):
-            return
-        time.sleep(0.1)
+        return process.poll() is not None or (done and int(done[-1]) >= runs)
+
+    wait_until(enough, f"{runs} runs are done")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX pipe")

@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ROOT
+from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -61,11 +61,9 @@ def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, r
         "--no-compile",
     ]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "shallow").exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until((tmp_path / "shallow").exists, "the first half is trained")
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
+    _, said = first.communicate(timeout=PATIENCE)
     assert first.returncode == 130 and "goes on" in said and "Traceback" not in said, said
     made = (tmp_path / "shallow/model.safetensors").stat().st_mtime
 
