@@ -20,6 +20,6 @@ def wait_until(true, what="it comes true", seconds=PATIENCE, passing=()):
 
 
 def wait_until_loaded(library, process):
-    """Until the process has the library: "libopenvino" when it imports that, its "cpu_plugin" when it compiles a model."""
+    """Until the process has it: "libopenvino" when it imports that, "intel_cpu_plugin" when it compiles a model."""
     maps = psutil.Process(process.pid).memory_maps
     wait_until(lambda: any(library in map.path for map in maps()), f"the process loads {library}")
