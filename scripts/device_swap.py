@@ -30,7 +30,6 @@ table then has what was finished).
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import signal
@@ -49,7 +48,7 @@ import device_matrix  # noqa: E402
 import device_places  # noqa: E402
 import measuring  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
+from arguments import above_zero, add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
 from child_process import Failed, OutOfTime  # noqa: E402
 from device_matrix import ALONE, MEASURED, Cell, Device, device_list  # noqa: E402
 from device_places import Place  # noqa: E402
@@ -77,13 +76,6 @@ def device_property(text: str) -> tuple[str, str, str | int]:
 
 def draft_lengths(text: str) -> list[int | str]:
     return ["adaptive"] if text == "adaptive" else lengths(text)
-
-
-def positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -117,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--emulate-npu", action="store_true", help="run the NPU's code path on the CPU, for NPU")
     parser.add_argument(
-        "--timeout", type=positive, default=600, metavar="SECONDS", help="limit of a cell with loading (default: 600)"
+        "--timeout", type=above_zero, default=600, metavar="SECONDS", help="limit of a cell with loading (default: 600)"
     )
     parser.add_argument(
         "--results",

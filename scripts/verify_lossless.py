@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import key_value, lengths, refuse_unsound, whole  # noqa: E402
+from arguments import above_zero, key_value, lengths, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
 from prompt_files import read_prompts  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -144,16 +144,6 @@ class Way:
         except RuntimeError as error:
             self.crash = " ".join(str(error).split())
             return None
-
-
-def above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 def parse_arguments() -> argparse.Namespace:
