@@ -210,8 +210,9 @@ def stops_paying(rows: list[dict]) -> list[str]:
             stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])
             lines.append(f"Speculation stops paying at {stop}; from there on it {cost}.")
         else:
-            numbers = ", ".join(str(one["clients"]) for one in unpaid)
-            lines.append(f"Speculation does not surely pay with {numbers} {rows[0]['counted']}s; there it {cost}.")
+            others = "".join(f"{one['clients']}, " for one in unpaid[:-1])
+            last_one = counted(unpaid[-1]["clients"], unpaid[-1]["counted"])
+            lines.append(f"Speculation does not surely pay with {others}{last_one}; there it {cost}.")
     if first["mean_draft_length"] is not None and last["mean_draft_length"] is not None and last is not first:
         drafted = ", ".join(f"{row['mean_draft_length']:.2f} with {row['clients']}" for row in rows)
         shrinks = last["mean_draft_length"] < 0.8 * first["mean_draft_length"]

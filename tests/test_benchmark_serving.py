@@ -46,11 +46,12 @@ def test_every_way_is_measured_with_every_number_of_clients(measured):
         assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
         assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
         if one["way"] in ("with draft", "ours, draft as pays"):
-            assert 0 < one["acceptance_rate"] <= 1 and one["block_efficiency"] >= 1 and one["mean_draft_length"] > 0
+            assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # as far as it pays here
+            assert not one["mean_draft_length"] or 0 <= one["acceptance_rate"] <= 1
         if one["speedup"] is not None:
             assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text
     assert result["program"] in program and len(result["summary"]) >= 4
-    assert any("stops paying" in line or "pays" in line for line in result["summary"])
+    assert any(line.startswith("Speculation ") for line in result["summary"])
     assert json.loads((folder / "load.json").read_text(encoding="utf-8")) == result
     rows = list(csv.DictReader((folder / "load.csv").open(encoding="utf-8")))
     assert [row["name"] for row in rows] == [row["name"] for row in result["rows"]]
@@ -182,9 +183,8 @@ def test_where_speculation_stops_paying_is_said():
     assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
     assert "stops paying at 16 clients; from there on it takes 10% at worst" in said
     assert "drafting shrinks" in said
-    assert (
-        "does not surely pay with 16, 17 clients" in stops_paying([*rows[2:], {**rows[2], "clients": 17}, rows[0]])[1]
-    )
+    assert "does not surely pay with 16, 17 clients" in stops_paying([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
+    assert "does not surely pay with 1 client;" in stops_paying([{**rows[2], "clients": 1}, rows[1]])[1]
     assert stops_paying(rows[:2])[1] == "Speculation pays at every number of clients that was measured, up to 4."
     assert "surely at no number" in stops_paying(rows[2:])[1]
     assert stops_paying([row(alone, 1, None)]) == []
