@@ -29,7 +29,7 @@ SHORTER = {
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
     "scripts/sweep_draft_length.py": "--rounds 1 --k 2 --max-new-tokens 16 --max-prompts 2",
-    "scripts/device_swap.py": "--devices CPU,NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
+    "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": "--minutes 0.2 --max-new-tokens 16",
     "scripts/verify_lossless.py": "--draws 100 --tokens 2 -k 2 --max-new-tokens 8",
 }
