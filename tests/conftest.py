@@ -42,28 +42,43 @@ STARTING_RAY = [
     "test_serve_soak",
 ]
 LONGEST = [
-    *("test_readme", *STARTING_RAY, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *(*STARTING_RAY, "test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
 
 
 def pytest_collection_modifyitems(items):
-    """Files that take long come first, so that of two test processes none waits long for the other at the end."""
+    """Files that take long come first, so that no test process waits long for another at the end."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+def starts_ray(nodeid):
+    return Path(nodeid.partition("::")[0]).stem in STARTING_RAY or "::test_serving_" in nodeid
+
+
 class OneStartsRay(LoadFileScheduling):
-    """One test process runs the files that start Rays: two at once on two cores, and one may miss the 30 s that Ray
-    gives its processes."""
+    """One test process runs all that starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives
+    its processes."""
 
     def _split_scope(self, nodeid):
-        file = super()._split_scope(nodeid)
-        return "ray" if Path(file).stem in STARTING_RAY or "test_serving_" in nodeid else file
+        return "ray" if starts_ray(nodeid) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config, log):
     return OneStartsRay(config, log)
+
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A test process of several has a core of its own: the threads of small models mostly wait for each other, and cost
+    a fifth more where others want the cores, too. Rays, which wait for much, have them all."""
+    if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        own = {CORES[int(worker.removeprefix("gw")) % len(CORES)]}
+        os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own)
 
 
 @pytest.fixture
