@@ -15,7 +15,6 @@ Medians; the machine must be quiet. Tables on standard output, then one JSON obj
 
 import argparse
 import json
-import os
 import platform
 import signal
 import statistics
@@ -40,7 +39,7 @@ from arguments import add_huge_pages_argument, add_pair_arguments, refuse_unsoun
 from openvino_genai import GenerationConfig  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import decoder, weights  # noqa: E402
+from speculative import decoder, device_facts, weights  # noqa: E402
 from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.distribution import Distribution  # noqa: E402
 from speculative.rejection_sampling import draw, verify  # noqa: E402
@@ -181,7 +180,7 @@ class ReadBandwidth:
     """
 
     def __init__(self):
-        cores = os.cpu_count() or 1
+        cores = device_facts.usable_cores()
         self.parts = [np.ones(2**30 // cores, np.int8) for _ in range(cores)]
 
     def measure(self, times: int = 3) -> float:
@@ -303,7 +302,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {device_facts.usable_cores()} cores",
     }
     results = {"inferences": inferences, "sampling": sampling, "starts": started, "limit": bound}
     print(json.dumps({"environment": environment, **results}))

@@ -265,7 +265,7 @@ def environment(arguments: argparse.Namespace, load: OtherLoad | None = None) ->
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
-        "cores": os.cpu_count(),
+        "cores": device_facts.usable_cores(),
         "memory": f"{memory.total / 2**30:.0f} GiB",
         "os": platform.platform(),
         "python": platform.python_version(),

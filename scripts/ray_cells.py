@@ -15,7 +15,6 @@ without CPUs (`--num-cpus=0`, as heads often have) is left alone. Ray is importe
 import argparse
 import contextlib
 import logging
-import os
 import platform
 import signal
 import socket
@@ -45,7 +44,7 @@ class Host:
 
     def facts(self, folders: list[str]) -> dict:
         """Which computer this is, and the fingerprints of the models in these folders (None where there is none)."""
-        from speculative import recommendation
+        from speculative import device_facts, recommendation
 
         prints = {}
         for folder in folders:
@@ -53,7 +52,7 @@ class Host:
                 prints[folder] = recommendation.fingerprint(Path(folder))
         boot = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a computer
         computer = boot.read_text().strip() if boot.is_file() else platform.node()
-        return {"computer": computer, "prints": prints, "cores": os.cpu_count()}
+        return {"computer": computer, "prints": prints, "cores": device_facts.usable_cores()}
 
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:

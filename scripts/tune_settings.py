@@ -5,7 +5,6 @@ loads what a setting needs when it is first used, and drops what is needed no mo
 """
 
 import gc
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     """Single properties of `device` that may be better than its default, the most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
         return []  # AUTO and HETERO hand them to devices of their choice
-    cores = os.cpu_count() or 1
+    cores = device_facts.usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
     tried = {
@@ -153,7 +152,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
 def draft_property_values(device: str) -> list[Properties]:
     """Of a draft only: a small model's steps are short, and the more threads share one, the more they wait for each
     other."""
-    cores = os.cpu_count() or 1
+    cores = device_facts.usable_cores()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 

@@ -19,7 +19,6 @@ output, then one JSON object on its last line. The exit status is 0 when the eng
 
 import argparse
 import json
-import os
 import platform
 import signal
 import sys
@@ -42,7 +41,7 @@ from openvino_genai import GenerationConfig  # noqa: E402
 from prompt_files import read_prompts  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from speculative import decoder, genai_runs, lossless_check  # noqa: E402
+from speculative import decoder, device_facts, genai_runs, lossless_check  # noqa: E402
 from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import LONGEST  # noqa: E402
@@ -397,7 +396,7 @@ def main() -> int:
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {device_facts.usable_cores()} cores",
     }
     print(json.dumps({"ok": ok, "environment": environment, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))
     return 0 if ok else 1

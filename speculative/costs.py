@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import openvino as ov
 
+from speculative import device_facts
 from speculative.cached_model import CachedModel
 from speculative.cost_curve import CostCurve
 from speculative.draft_length import LONGEST, Costs
@@ -75,13 +76,15 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:
-    """What the costs depend on: the weights, their devices and the properties of both, and the machine."""
+    """What the costs depend on: the weights, their devices and the properties of both, the machine, and its cores that
+    are ours."""
     named = [
         [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
         for folder, device, properties in models
         if folder
     ]
-    return json.dumps([ov.__version__, platform.node(), os.cpu_count(), named], sort_keys=True, default=str)
+    machine = [platform.node(), device_facts.usable_cores()]
+    return json.dumps([ov.__version__, *machine, named], sort_keys=True, default=str)
 
 
 def folder(properties: dict) -> Path:

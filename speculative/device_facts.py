@@ -44,6 +44,13 @@ def names(device: str, here: list[str]) -> list[str]:
     return [name for name in wanted if name not in without]
 
 
+def usable_cores() -> int:
+    """Those that this process may use: under taskset, numactl or in a container fewer than the machine has."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(os.getpid()))  # of the main thread: OpenVINO gives some of its own one core each
+
+
 def main_memory() -> Memory:
     """This machine's, or a container's limit where that is lower."""
     if os.name == "nt":

@@ -12,6 +12,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 MAIN = ROOT / "models/embedded/main"
 DRAFT = ROOT / "models/embedded/draft"
 
@@ -67,9 +68,6 @@ class OneStartsRay(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return OneStartsRay(config, log)
-
-
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,12 +5,14 @@ In exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties
 
 import itertools
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
+from conftest import CORES, DRAFT, MAIN, ROOT
 from openvino_genai import GenerationConfig, StreamingStatus
 
 from speculative import cached_model, decoder, genai_runs
@@ -325,6 +327,19 @@ def test_load_measures_costs_once_and_keeps_them(tmp_path):
     decoder.load(MAIN, "CPU", DRAFT, properties=properties)
     assert 0 < json.loads(kept[0].read_text(encoding="utf-8"))["main"]["1"] < other["main"]["1"]
     assert list(tmp_path.glob("costs-*")) == kept
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core, or a system that does not tell")
+def test_costs_are_kept_for_the_cores_in_use():
+    program = """import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))
+from speculative import costs, device_facts; print(device_facts.usable_cores(), costs.key())"""
+
+    def said_on(cores):
+        command = [sys.executable, "-c", program, *map(str, cores)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.split(" ", 1)
+
+    one, two = said_on(CORES[:1]), said_on(CORES[:2])
+    assert (one[0], two[0]) == ("1", "2") and one[1] != two[1]
 
 
 def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
