@@ -10,7 +10,7 @@ demo: .venv/run-installed
 	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
 test: .venv/all-installed lint
-	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 smoke: .venv/run-installed
 	$(PY) scripts/smoke.py
