@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from speculative import device_facts
 from speculative.pair_check import check_pair
 
 PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
@@ -108,3 +109,14 @@ def refuse_unsound(main: Path, draft: Path) -> None:
         if finding.level == "error":
             print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
             sys.exit(2)
+
+
+def refuse_missing_devices(arguments: argparse.Namespace) -> None:
+    """End with exit status 2 where OpenVINO does not find a device that was asked for. The NPU's code path may be there
+    without an NPU (NPUW_DEVICES)."""
+    emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
+    for device in filter(None, (arguments.device, arguments.draft_device)):
+        for fact in device_facts.look_up(device):
+            if fact.missing and not (fact.name == "NPU" and emulated):
+                print(f"error: there is no {fact.name}: {fact.missing}", file=sys.stderr)
+                sys.exit(2)

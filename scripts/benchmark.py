@@ -36,6 +36,7 @@ from arguments import (  # noqa: E402
     add_pair_arguments,
     add_run_arguments,
     lengths,
+    refuse_missing_devices,
     refuse_unsound,
     whole,
 )
@@ -364,6 +365,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     ks = arguments.num_assistant_tokens
     room = arguments.max_new_tokens + (arguments.context or 0)
     try:

@@ -28,7 +28,7 @@ if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import batching_ways  # noqa: E402
-from arguments import add_pair_arguments, lengths, refuse_unsound, whole  # noqa: E402
+from arguments import add_pair_arguments, lengths, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
 from load_figures import Load, counted, row, stops_paying, table, take_turns  # noqa: E402
 from measuring import OtherLoad, ctrl_c_raises, environment  # noqa: E402
@@ -148,6 +148,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     try:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)

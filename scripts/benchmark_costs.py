@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import add_huge_pages_argument, add_pair_arguments, refuse_unsound, whole  # noqa: E402
+from arguments import add_huge_pages_argument, add_pair_arguments, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -269,6 +269,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     properties = dict(arguments.property)
     try:
         started = starts(arguments)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import openvino_genai  # noqa: E402
-from arguments import refuse_unsound, whole  # noqa: E402
+from arguments import refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
 
@@ -102,6 +102,7 @@ def main() -> int:
     sys.stderr.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     try:
         result = smoke(arguments)
     except RuntimeError as error:  # the engine's: a broken file, a device that is not there

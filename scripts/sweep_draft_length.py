@@ -31,7 +31,7 @@ if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
-from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_unsound  # noqa: E402
+from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_missing_devices, refuse_unsound  # noqa: E402
 from decoding_ways import genai_pipeline, genai_way, our_way  # noqa: E402
 from measuring import (  # noqa: E402
     OtherLoad,
@@ -296,6 +296,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     try:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
-from arguments import above_zero, key_value, lengths, refuse_unsound, whole  # noqa: E402
+from arguments import above_zero, key_value, lengths, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
 from prompt_files import read_prompts  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -356,6 +356,7 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8")
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
     try:
         texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
     except ValueError as error:

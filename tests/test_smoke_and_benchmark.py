@@ -46,7 +46,7 @@ def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run):
         ([MAIN, DRAFT, "-k", "0"], 2, "0"),
         ([MAIN, DRAFT, "-k", "many"], 2, "many"),
         ([MAIN, DRAFT, "--max-new-tokens", "-5"], 2, "-5"),
-        ([MAIN, DRAFT, "--device", "GPX"], 1, "GPX"),
+        ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is no device of OpenVINO"),
     ],
 )
 def test_bad_input_is_one_sentence(run, tmp_path, program, arguments, status, word):
