@@ -115,8 +115,10 @@ def refuse_missing_devices(arguments: argparse.Namespace) -> None:
     """End with exit status 2 where OpenVINO does not find a device that was asked for. The NPU's code path may be there
     without an NPU (NPUW_DEVICES)."""
     emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
-    for device in filter(None, (arguments.device, arguments.draft_device)):
-        for fact in device_facts.look_up(device):
-            if fact.missing and not (fact.name == "NPU" and emulated):
-                print(f"error: there is no {fact.name}: {fact.missing}", file=sys.stderr)
-                sys.exit(2)
+    for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
+        facts = device_facts.look_up(device)
+        if emulated:
+            facts = [fact._replace(missing="") if fact.name == "NPU" else fact for fact in facts]
+        if reason := device_facts.why_not(device, facts):
+            print(f"error: {reason}", file=sys.stderr)
+            sys.exit(2)

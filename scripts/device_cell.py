@@ -40,13 +40,13 @@ def look_up(names: list[str] | None) -> dict:
     devices = []
     for name in names:
         facts = device_facts.look_up(name, core)
-        missing = [f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing]
-        if not facts:
-            missing = [f"{name} leaves no device: name one"]
-        full_name = ", ".join(fact.full_name for fact in facts if fact.full_name)
-        stands_for = [fact.name for fact in facts]
         devices.append(
-            {"name": name, "full_name": full_name, "missing": missing[0] if missing else "", "stands_for": stands_for}
+            {
+                "name": name,
+                "full_name": ", ".join(fact.full_name for fact in facts if fact.full_name),
+                "missing": device_facts.why_not(name, facts),
+                "stands_for": [fact.name for fact in facts],
+            }
         )
     processor = str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip() if "CPU" in core.available_devices else ""
     return {"devices": devices, "processor": processor, "openvino_genai": openvino_genai.__version__}

@@ -33,6 +33,13 @@ def look_up(device: str, core: ov.Core | None = None) -> list[DeviceFacts]:
     return [_facts(name, core) for name in names(device, core.available_devices)]
 
 
+def why_not(device: str, facts: list[DeviceFacts]) -> str:
+    """Why what a string names, looked up as `facts`, cannot be used; empty where it can."""
+    if not facts:
+        return f"{device} leaves no device: name one"
+    return next((f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing), "")
+
+
 def names(device: str, here: list[str]) -> list[str]:
     """The single devices in a device string, first the one that comes first; `here` stands for a list not given."""
     kind, _, listed = device.partition(":")
