@@ -41,7 +41,8 @@ def ray_cluster(**head):
     short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # the path of sockets
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "temp_dir": folder, **head})
+        patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
         yield cluster
         cluster.shutdown()
 
