@@ -46,6 +46,7 @@ from convert.model_server_settings import (  # noqa: E402
 )
 from speculative import model_facts  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
+from speculative.processes import end_with_reader, utf8_output  # noqa: E402
 
 CONFIG_SCHEMA = Path(__file__).with_name("model_server_config.json")
 IMAGE = f"openvino/model_server:{SERVER}"
@@ -53,8 +54,7 @@ IMAGE = f"openvino/model_server:{SERVER}"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+    utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         export(options)
@@ -220,7 +220,6 @@ def report(options: argparse.Namespace, guide: Guide) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly; the folder is complete before anything is printed
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    end_with_reader()  # the folder is complete before anything is printed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are tidied
     sys.exit(main())

@@ -30,6 +30,7 @@ from convert import optimum_cli, source  # noqa: E402
 from convert.errors import ConvertError  # noqa: E402
 from convert.pair_folder import HALVES, PairFolder, folder_bytes  # noqa: E402
 from speculative.pair_check import PairCheck, check_pair  # noqa: E402
+from speculative.processes import utf8_output  # noqa: E402
 
 BYTES_ORDER = ("int4", "mxfp4", "nf4", "cb4", "int8", "fp16", "fp32")
 EXPORT_PACKAGES = ("optimum", "optimum-intel", "transformers", "torch", "nncf")
@@ -38,8 +39,7 @@ RUN_PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+    utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.list:

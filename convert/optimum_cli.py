@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from convert.errors import ConvertError
+from speculative.processes import kill_group, own_group, terminate_group
 
 TASK = "text-generation-with-past"  # cannot be inferred from a local folder
 LAST_LINES = 12  # of the log, shown when an export fails
@@ -79,9 +80,6 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     if not _needs_hub(typed):
         environment["HF_HUB_OFFLINE"] = "1"  # all files are local by now: no waiting for a hub out of reach
-    own_group = (
-        {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
-    )
     arrived = []  # Ctrl-C while the child is being started: held back until it is known, so that it can be ended
     handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
     child = None
@@ -93,7 +91,7 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
                 stdout=None if verbose else file,
                 stderr=None if verbose else subprocess.STDOUT,
                 env=environment,
-                **own_group,
+                **own_group(),
             )
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -134,16 +132,13 @@ def _wait(child: subprocess.Popen, quiet: bool) -> None:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """End the child, and on POSIX everything it started."""
+    """End the child and everything it started."""
     if child.poll() is not None:
         return
-    for ask, grace in ((signal.SIGTERM, 5), (getattr(signal, "SIGKILL", signal.SIGTERM), 5)):
-        if os.name == "nt":
-            child.terminate() if ask == signal.SIGTERM else child.kill()
-        else:
-            os.killpg(child.pid, ask)
+    for ask in (terminate_group, kill_group):
+        ask(child)
         try:
-            child.wait(timeout=grace)
+            child.wait(timeout=5)
             return
         except subprocess.TimeoutExpired:
             continue

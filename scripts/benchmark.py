@@ -23,8 +23,6 @@ import sys
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,6 +56,7 @@ from token_view import token_view  # noqa: E402
 
 from speculative import decoder, metrics  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
 PATHS = ("draft", "genai", "lookup", "engine", "sampled")
@@ -361,8 +360,7 @@ def table(rows: list[dict], result: dict) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

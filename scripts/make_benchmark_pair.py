@@ -48,6 +48,7 @@ from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import FixedDraftLength  # noqa: E402
 from speculative.draft_source import ModelDraft  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
+from speculative.processes import utf8_output  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
@@ -386,8 +387,7 @@ def summary(pair: dict, out: Path) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    utf8_output()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleaned up after as Ctrl-C is
     arguments = parse_arguments()
     out, folder = arguments.out, None

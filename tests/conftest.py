@@ -51,6 +51,9 @@ LONGEST = [
 
 def pytest_collection_modifyitems(items):
     """Files that take long come first, so that no test process waits long for another at the end."""
+    for item in items:
+        if os.name == "nt" and (posix := item.get_closest_marker("posix")):
+            item.add_marker(pytest.mark.skip(reason="; ".join(posix.args) or "for Linux and macOS"))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 

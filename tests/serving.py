@@ -22,6 +22,7 @@ from conftest import DRAFT, MAIN, ROOT
 from waiting import wait_until
 
 from scripts.started_server import free_port
+from speculative.processes import interrupt_group, own_group
 
 READY_SECONDS = 180
 
@@ -67,7 +68,7 @@ class Server:
             errors="replace",
             cwd=ROOT,
             env={**os.environ, **(env or {})},
-            start_new_session=True,  # Ctrl-C is then for the tests alone, and `interrupt` for it
+            **own_group(),  # Ctrl-C is then for the tests alone, and `interrupt` for it
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -93,7 +94,7 @@ class Server:
 
     def interrupt(self) -> None:
         """Ctrl-C, as a terminal gives it: to Ray's processes, too."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        interrupt_group(self.process)
 
     def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Stop it as its user would, or harder if it does not; returns the exit status."""
