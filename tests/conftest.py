@@ -50,7 +50,7 @@ LONGEST = [
 
 
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
-SLOW = [*LONGEST, "test_notebook", "test_soak", "test_sweep_draft_length"]
+SLOW = [*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers
