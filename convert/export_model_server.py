@@ -44,6 +44,7 @@ from convert.model_server_settings import (  # noqa: E402
     greedy_by_default,
     settings,
 )
+from convert.work_folder import recover  # noqa: E402
 from speculative import model_facts  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 
@@ -141,6 +142,7 @@ def port(text: str) -> int:
 def export(options: argparse.Namespace) -> None:
     """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
     main, draft = options.pair / "main", options.pair / "draft"
+    recover(options.out.resolve())
     refuse_occupied(options.out, options.overwrite)
     if not main.is_dir() or not draft.is_dir():
         raise ConvertError(

@@ -109,6 +109,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     pair = known_pair(parser, options.pair) if options.pair else {}
     wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
     if pair and options.draft_from_main:
+    add("--overwrite", action="store_true", help="replace models in OUT_DIR that were made by hand or of other sources")
         parser.error("--pair names a draft already; leave --draft-from-main out")
     if pair and not options.models:
         options.models = [str(Path("models", options.pair))]
@@ -180,7 +181,7 @@ def export_pair(options: argparse.Namespace) -> None:
         print_commands(options)
         return
     folder = PairFolder(options.out_dir)
-    folder.prepare()
+    folder.open()
     try:
         sources = {
             "main": source.open_source(options.main, options.revision),
@@ -190,6 +191,7 @@ def export_pair(options: argparse.Namespace) -> None:
         refuse_unsound(check, "before exporting")
         requests = {half: request(half, sources[half], options) for half in HALVES}
         records = {half: None if options.force else folder.finished(half, requests[half]) for half in HALVES}
+        folder.refuse_foreign({"main": options.main, "draft": options.draft}, options.overwrite)
         require_space(folder, [(sources[half], requests[half]) for half in HALVES if not records[half]])
         for half in HALVES:
             if records[half]:
@@ -202,9 +204,9 @@ def export_pair(options: argparse.Namespace) -> None:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
         refuse_unsound(check, "after exporting")
         if folder.has_new_halves():
-            folder.install({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
+            folder.install_pair({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
     finally:
-        folder.clean()
+        folder.close()
     total = folder_bytes(options.out_dir / "main") + folder_bytes(options.out_dir / "draft")
     print(f"done: {options.out_dir}/main, {options.out_dir}/draft, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
     sample = "samples/speculative_decoding_lm.py"

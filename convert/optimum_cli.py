@@ -34,7 +34,7 @@ def command(model: str, arguments: list[str], output: str) -> list[str]:
 def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tuple[list[str], str]:
     """What an NPU needs of the weights, less what the user gives, and one sentence that says so.
 
-    Symmetric integers always; in int4 channel-wise groups above about 4 B parameters, groups of 128 below
+    Symmetric integers always; in int4 channel-wise groups (as above about 4 B parameters), or groups of 128
     (openvino#34450).
     """
     if weight_format == "fp16":

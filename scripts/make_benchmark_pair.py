@@ -27,7 +27,6 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -47,6 +46,8 @@ from speculative import cached_model, genai_runs, metrics  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import FixedDraftLength  # noqa: E402
 from speculative.draft_source import ModelDraft  # noqa: E402
+from convert.errors import ConvertError  # noqa: E402
+from convert.work_folder import recover, replacement  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
@@ -134,12 +135,19 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"{out} exists: choose another folder, or --overwrite")
     if out.exists() and not is_benchmark_pair(out):
         parser.error(f"{out} is no benchmark pair, so it is not overwritten: choose another folder")
+    try:
+        recover(out)
+    except ConvertError as error:
+        parser.error(str(error))
     if arguments.main_of:
         if arguments.shape:
             parser.error("--main-of and --shape exclude each other: the main model there has its shape")
         if not is_benchmark_pair(arguments.main_of):
             parser.error(f"{arguments.main_of} is no benchmark pair: give a folder that this program made")
-        arguments.shape = Shape(**read_json(arguments.main_of / "pair.json")["main"]["shape"])
+        try:
+            arguments.shape = Shape(**read_json(arguments.main_of / "pair.json")["main"]["shape"])
+        except (KeyError, TypeError) as error:
+            parser.error(f"{arguments.main_of}/pair.json does not give the main model's shape ({error}): make it again")
     arguments.shape = arguments.shape or SHAPES["TinyLlama-1.1B"]
     arguments.draft_shape = arguments.draft_shape or replace(DRAFT_SHAPE, vocabulary=arguments.shape.vocabulary)
     if arguments.draft_shape.vocabulary != arguments.shape.vocabulary:
@@ -173,13 +181,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def is_benchmark_pair(folder: Path) -> bool:
     try:
-        return read_json(folder / "pair.json")["kind"] == "benchmark pair"
-    except (OSError, ValueError, KeyError):
+        pair = read_json(folder / "pair.json")
+    except (OSError, ValueError, RecursionError):
         return False
+    """Whether this program made the folder, by its pair.json."""
 
 
 def essential(main: llama_ir.Llama) -> llama_ir.Llama:
     """The main model with the layers it was grown from (scripts/train_embedded_pair.py: 4, then 10)."""
+    return isinstance(pair, dict) and pair.get("kind") == "benchmark pair"
     deep, shallow = len(main.layers), 4
     kept = [i for i in range(deep) if not i or i * shallow // deep != (i - 1) * shallow // deep]
     return replace(main, layers=[main.layers[i] for i in kept])
@@ -390,16 +400,11 @@ def main() -> int:
         stream.reconfigure(encoding="utf-8")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleaned up after as Ctrl-C is
     arguments = parse_arguments()
-    out, folder = arguments.out, None
+    out = arguments.out
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        require_space(arguments)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        pair = make_pair(arguments, folder)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.chmod(0o755)
-        folder.replace(out)
+        with replacement(out) as folder:
+            require_space(arguments)
+            pair = make_pair(arguments, folder)
         print(summary(pair, out))
         print(json.dumps(pair, ensure_ascii=False))
         return 0
@@ -411,9 +416,6 @@ def main() -> int:
             traceback.print_exc()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

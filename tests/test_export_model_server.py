@@ -18,9 +18,10 @@ import jsonschema
 import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from killing import killed_at_rename
 from tiny_checkpoints import save_ir, train_tokenizer
 
-from convert import export_model_server, model_server_folder, model_server_graph
+from convert import export_model_server, model_server_folder, model_server_graph, work_folder
 from convert.errors import ConvertError
 from convert.model_server_graph import read_graph
 from speculative import recommendation
@@ -471,7 +472,7 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
             original = Path.rename
 
             def rename(self, target):
-                if self.name == "new":
+                if target == out and self.parent.name == "new":
                     raise OSError(errno.EACCES, "Permission denied")
                 return original(self, target)
 
@@ -485,6 +486,33 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
     assert words[step] in capsys.readouterr().err
     assert everything_in(out) == before
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("renames", range(3))
+def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(renames, pair, out, export, refuses):
+    """Killed before each of its renames."""
+    export(pair, out)
+    before = everything_in(out)
+    killed_at_rename(renames, PROGRAM, pair, out, "--overwrite", "--set", "cache_size=9")
+    assert "--overwrite makes it again" in refuses(2, pair, out)  # looks first whether anything has to be mended
+    assert everything_in(out) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+    export(pair, out, "--overwrite", "--set", "cache_size=9")
+    assert options_in(out).cache_size == 9
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_killed_program_leaves_nothing_where_nothing_was(pair, out, export):
+    killed_at_rename(1, PROGRAM, pair, out)
+    export(pair, out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+
+
+def test_two_programs_do_not_write_one_repository(pair, out, refuses):
+    with work_folder.replacement(out):
+        assert "another process is writing" in refuses(1, pair, out)
+    assert sorted(path.name for path in out.iterdir()) == []
 
 
 def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair, out, export, monkeypatch, refuses):

@@ -4,6 +4,8 @@ Programs run as processes where that matters (optimum-cli as a child, Ctrl-C, a 
 called with optimum-cli in this process, which saves the seconds that importing it takes.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import re
@@ -24,6 +26,7 @@ from waiting import PATIENCE, wait_until
 
 from convert import export_pair, optimum_cli
 from convert.pair_folder import PairFolder
+from convert.errors import ConvertError
 
 PROGRAM = "convert/export_pair.py"
 FP32 = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]
@@ -408,7 +411,6 @@ def test_a_target_that_cannot_be_written(refuses, irs, tmp_path):
 
 
 @posix
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root writes everywhere")
 def test_a_read_only_target(refuses, irs, tmp_path):
     tmp_path.chmod(0o555)
     assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "pair")
@@ -442,7 +444,7 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
     before = everything_in(pair)
 
-    finished = run(PROGRAM, irs / "main", draft, pair)
+    finished = run(PROGRAM, *command)
     assert finished.returncode == 1
     assert "optimum-cli failed with exit status 1" in finished.stderr
     assert (
@@ -455,7 +457,8 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
 
     config.write_text(good, encoding="utf-8")
-    finished = run(PROGRAM, irs / "main", draft, pair)
+    command = [irs / "main", draft, pair, "--overwrite"]
+    finished = run(PROGRAM, *command)
     assert finished.returncode == 0, finished.stderr
     assert "main: complete already" in finished.stdout
     assert not unfinished.exists()
@@ -487,7 +490,7 @@ def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
 def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     pair = shutil.copytree(irs, tmp_path / "pair")
     before = everything_in(pair)
-    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair)]
+    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     line = process.stdout.readline()
     assert line.startswith("main: optimum-cli export openvino"), process.communicate()
@@ -499,14 +502,55 @@ def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     assert error.strip() == "interrupted; the same command goes on where it ended"
     assert child is None or not Path(f"/proc/{child}").exists()
     assert everything_in(pair) == before
+@pytest.mark.parametrize(
+    "record", [None, "[]", "{}", '{"main": {"source": 1}}', '{"kind": "benchmark pair", "main": {}}']
+)
+def test_models_made_by_hand_are_replaced_only_with_overwrite(record, refuses, irs, tmp_path):
+    pair = shutil.copytree(irs, tmp_path / "pair")
+    if record:
+        (pair / "pair.json").write_text(record, encoding="utf-8")
+    before = everything_in(pair)
+    said = refuses(2, *pair_of(irs), pair, "--force")
+    assert "pair/main was not made by this program" in said and "--overwrite" in said
+    assert everything_in(pair) == before and [path.name for path in tmp_path.iterdir()] == ["pair"]
+    assert export_pair.main([*map(str, pair_of(irs)), str(pair), "--overwrite"]) == 0
+    assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["main"]["source"] == str(irs / "main")
+
+
+def test_a_pair_json_of_another_kind_is_kept(refuses, irs, tmp_path):
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    (pair / "pair.json").write_text('["mine"]', encoding="utf-8")
+    assert "pair/pair.json was not made by this program" in refuses(2, *pair_of(irs), pair)
+    assert [path.name for path in pair.iterdir()] == ["pair.json"]
+
+
+def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tmp_path, monkeypatch):
+    """The embedded pair is such a one: its pair.json names the checkpoints it was trained to."""
+    pair = shutil.copytree(ROOT / "models/embedded", tmp_path / "embedded")
+    before = everything_in(pair)
+    said = refuses(2, *pair_of(irs), pair)
+    assert f"embedded/main was made from checkpoints/main, not from {irs / 'main'}; choose another" in said
+    assert everything_in(pair) == before
+
+    command = [*map(str, pair_of(irs)), str(pair)]
+    assert export_pair.main([*command, "--overwrite"]) == 0
+    monkeypatch.chdir(irs)
+    assert export_pair.main(["./main", "draft", str(pair), "--force"]) == 0  # the same sources in other words
+    mine = pair / "draft" / "notes.txt"
+    mine.write_text("mine", encoding="utf-8")
+    assert "embedded/draft holds more than this program wrote" in refuses(2, *command, "--force")
+    assert mine.read_text(encoding="utf-8") == "mine"
+
+
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
 
 
 def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
     first = PairFolder(tmp_path / "pair")
-    first.prepare()
-    assert "another export to" in refuses(1, *pair_of(irs), tmp_path / "pair")
-    first.clean()
+    first.open()
+    assert "another process is writing" in refuses(1, *pair_of(irs), tmp_path / "pair")
+    first.close()
     assert export_pair.main([*map(str, pair_of(irs)), str(tmp_path / "pair")]) == 0
 
 
@@ -528,7 +572,7 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
 
     for error in (OSError, KilledError):
         folder = PairFolder(pair)
-        folder.prepare()
+        folder.open()
         for half in ("main", "draft"):
             part = folder.start(half)
             part.mkdir()
@@ -537,14 +581,14 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
         with monkeypatch.context() as patch:
             break_off_after(renames, error, patch)
             try:
-                folder.install({"new": True})
+                folder.install_pair({"new": True})
             except (OSError, KilledError):
                 pass
             else:
                 assert renames >= (7 if old_pair else 4)
-        folder.clean()
+        folder.close()
         if error is KilledError:
-            PairFolder(pair).prepare()
+            PairFolder(pair).open()
         after = everything_in(pair)
         if (pair / "pair.json").exists() and json.loads((pair / "pair.json").read_text(encoding="utf-8")):
             assert (pair / "main" / "openvino_model.xml").read_text(encoding="utf-8") == "new"
@@ -572,3 +616,27 @@ def break_off_after(renames, error, patch):
     patch.setattr(Path, "rename", rename)
     if error is KilledError:
         patch.setattr(PairFolder, "_put_back", lambda self: None)
+@posix
+def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tmp_path, monkeypatch):
+    """One export ends, and another begins, between the moments when a third opens the lock file and locks it."""
+    import fcntl
+
+    first, second, third = (PairFolder(tmp_path / "pair") for _ in range(3))
+    first.open()
+    flock = fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.close()
+        second.open()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConvertError, match="another process is writing"):
+        third.open()
+    second.close()
+    assert not any(tmp_path.iterdir())
+    third.open()
+    third.close()
+
+
