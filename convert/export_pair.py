@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from convert import optimum_cli, source  # noqa: E402
+from convert import group_size, optimum_cli, source  # noqa: E402
 from convert.errors import ConvertError  # noqa: E402
 from convert.pair_folder import HALVES, PairFolder, folder_bytes  # noqa: E402
 from speculative.pair_check import PairCheck, check_pair  # noqa: E402
@@ -240,11 +240,20 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     if options.device == "NPU":
         given = options.main if half == "main" else options.draft
         parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(given)
-        added, sentence = optimum_cli.npu_arguments(weight_format, parameters, extra)
-        print(f"# {half} {sentence}" if options.dry_run else f"{half} {sentence}")
-        extra = [*added, *extra]
+        channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
+        added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
+        sentences.append(sentence)
+    if model and weight_format in group_size.GROUPED and "--quant-mode" not in extra:
+        size, sentence = group_size.choose(model.folder, [*added, *extra])
+        if size and (extra or not optimum_cli.has_recipe(model.given)):
+            added = [*added, "--group-size", str(size)]
+            sentences.append(sentence)
+    for sentence in sentences:
+        print(f"{'# ' if options.dry_run else ''}{half} {sentence}")
+    extra = [*added, *extra]
     if "--quant-mode" in extra:  # excludes --weight-format
         weight_format = None
+    added, sentences = [], []
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
 
 

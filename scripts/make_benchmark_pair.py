@@ -189,7 +189,6 @@ def is_benchmark_pair(folder: Path) -> bool:
 
 def essential(main: llama_ir.Llama) -> llama_ir.Llama:
     """The main model with the layers it was grown from (scripts/train_embedded_pair.py: 4, then 10)."""
-    return isinstance(pair, dict) and pair.get("kind") == "benchmark pair"
     deep, shallow = len(main.layers), 4
     kept = [i for i in range(deep) if not i or i * shallow // deep != (i - 1) * shallow // deep]
     return replace(main, layers=[main.layers[i] for i in kept])

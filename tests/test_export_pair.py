@@ -22,7 +22,8 @@ import openvino_genai
 import pytest
 from conftest import ROOT
 from tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
-from waiting import PATIENCE, wait_until
+from transformers import LlamaConfig, LlamaForCausalLM
+from waiting import PATIENCE, wait_until, wait_until_loaded
 
 from convert import export_pair, optimum_cli
 from convert.pair_folder import PairFolder
@@ -163,12 +164,13 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
 
 def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--weight-format", "int4"]
-    arguments += ["--main-args=--awq", "--draft-args", "--backup-precision none", "--trust-remote-code"]
+    arguments += ["--main-args=--awq --group-size 64", "--draft-args", "--backup-precision none", "--trust-remote-code"]
     assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
     said, main, draft = capsys.readouterr().out.splitlines()
     assert "with your rights" in said
     task = "--task text-generation-with-past"
-    assert f"{task} --weight-format int4 --trust-remote-code --ratio 0.8 --awq {tmp_path / 'pair' / 'main'}" in main
+    own = "--trust-remote-code --ratio 0.8"
+    assert f"{task} --weight-format int4 {own} --awq --group-size 64 {tmp_path / 'pair' / 'main'}" in main
     assert (
         f"--weight-format int8 --trust-remote-code --ratio 0.8 --backup-precision none {tmp_path / 'pair' / 'draft'}"
         in draft
@@ -190,6 +192,57 @@ def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
         "--model Qwen/Qwen3-8B --task text-generation-with-past --weight-format int4 --sym --ratio 1.0 --group-size -1"
         in (capsys.readouterr().out)
     )
+
+
+@pytest.mark.parametrize(("width", "size"), [(192, 64), (96, 32), (80, -1), (256, None)])
+def test_int4_takes_the_largest_group_that_fits(width, size, tokenizer, irs, optimum_runs, tmp_path, capsys):
+    checkpoint = save_wide_checkpoint(width, tokenizer, tmp_path / "draft")
+    pair = tmp_path / "pair"
+    assert export_pair.main([str(irs / "main"), str(checkpoint), str(pair), "--draft-weight-format", "int4"]) == 0
+    arguments = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["arguments"]
+    added = ["--group-size", str(size)] if size else []
+    assert arguments[arguments.index("int4") + 1 :] == added
+    sentence = f"draft --group-size {size} added: the default, 128, does not divide hidden_size {width}\n"
+    assert (sentence in capsys.readouterr().out) == bool(size)
+    assert 'element_type="u4"' in (pair / "draft" / "openvino_model.xml").read_text(encoding="utf-8")
+
+
+def save_wide_checkpoint(width, tokenizer, folder):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do(refuses, tokenizer, irs, tmp_path):
+    checkpoint = save_wide_checkpoint(96, tokenizer, tmp_path / "draft")
+    for given in (["--group-size", "64"], ["--group-size=128"]):
+        said = refuses(2, irs / "main", checkpoint, tmp_path / "pair", "--draft-weight-format", "int4", "--", *given)
+        assert "does not divide hidden_size 96 of" in said and "give 32, -1 (-1: one group" in said
+    said = refuses(2, irs / "main", checkpoint, tmp_path / "p", "--draft-weight-format=int4", "--", "--group-size", "x")
+    assert "--group-size x is not a whole number" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    command = [str(irs / "main"), str(checkpoint), str(tmp_path / "pair"), "--dry-run", "--draft-weight-format", "int4"]
+    for fits in (["--group-size", "32"], ["--group-size", "64", "--group-size-fallback", "adjust"]):
+        assert export_pair.main([*command, "--", *fits]) == 0
+
+
+def test_an_npu_gets_channel_wise_groups_where_128_does_not_fit(checkpoints, tmp_path, capsys):
+    arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
+    assert export_pair.main(arguments) == 0
+    assert "--weight-format int4 --sym --ratio 1.0 --group-size -1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "known"), [("owner/unknown", False), ("facebook/opt-6.7b", True)])
+def test_the_recipes_of_optimum_cli_are_known(name, known):
+    assert optimum_cli.has_recipe(name) == known
 
 
 def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, tmp_path):
