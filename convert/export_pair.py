@@ -14,6 +14,7 @@ half-written ever looks usable, and the same command run again goes on where the
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import shlex
 import shutil
@@ -22,6 +23,9 @@ import sys
 import traceback
 from datetime import datetime, timezone
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             export_pair(options)
         return 0
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it ended", file=sys.stderr)
+        print("\ninterrupted; run the same command again to resume", file=sys.stderr)
         return 130
     except ConvertError as error:
         if options.debug:
@@ -98,9 +102,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--for", dest="device", choices=["NPU"], help="add what this device needs of the weights (and say so)")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the models, with your rights")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the models, with your permissions",
+    )
     add("--dry-run", action="store_true", help="print the commands and stop")
     add("--force", action="store_true", help="export again what is complete already")
+    add("--overwrite", action="store_true", help="replace models in OUT_DIR that were made by hand or of other sources")
     add("--verbose", action="store_true", help="show optimum-cli's own output, otherwise kept in OUT_DIR/*.log")
     add("--debug", action="store_true", help="show stack traces")
     options = parser.parse_intermixed_args(own)
@@ -109,7 +118,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     pair = known_pair(parser, options.pair) if options.pair else {}
     wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
     if pair and options.draft_from_main:
-    add("--overwrite", action="store_true", help="replace models in OUT_DIR that were made by hand or of other sources")
         parser.error("--pair names a draft already; leave --draft-from-main out")
     if pair and not options.models:
         options.models = [str(Path("models", options.pair))]
@@ -176,13 +184,14 @@ def print_known_pairs() -> None:
 def export_pair(options: argparse.Namespace) -> None:
     """Make the pair: open both sources, check what can be checked, export each half, check the pair, install it."""
     if options.trust_remote_code:
-        print("--trust-remote-code: Python code that comes with these models will run here, with your rights")
+        print("--trust-remote-code: Python code that comes with these models will run with your permissions")
     if options.dry_run:
         print_commands(options)
         return
     folder = PairFolder(options.out_dir)
     folder.open()
     try:
+        folder.refuse_foreign({"main": options.main, "draft": options.draft}, options.overwrite)
         sources = {
             "main": source.open_source(options.main, options.revision),
             "draft": source.open_source(options.draft, options.draft_revision),
@@ -191,7 +200,6 @@ def export_pair(options: argparse.Namespace) -> None:
         refuse_unsound(check, "before exporting")
         requests = {half: request(half, sources[half], options) for half in HALVES}
         records = {half: None if options.force else folder.finished(half, requests[half]) for half in HALVES}
-        folder.refuse_foreign({"main": options.main, "draft": options.draft}, options.overwrite)
         require_space(folder, [(sources[half], requests[half]) for half in HALVES if not records[half]])
         for half in HALVES:
             if records[half]:
@@ -237,6 +245,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         if half == "main"
         else (options.draft_weight_format, options.draft_args)
     )
+    added, sentences = [], []
     if options.device == "NPU":
         given = options.main if half == "main" else options.draft
         parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(given)
@@ -253,7 +262,6 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     extra = [*added, *extra]
     if "--quant-mode" in extra:  # excludes --weight-format
         weight_format = None
-    added, sentences = [], []
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
 
 
@@ -362,5 +370,6 @@ def now() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
     sys.exit(main())

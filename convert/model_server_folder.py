@@ -22,7 +22,7 @@ def refuse_occupied(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not _is_repository(target):
-        raise ConvertError(f"{target} holds other things than a repository of this program; choose another OUT", 2)
+        raise ConvertError(f"{target} holds files that this program did not make; choose another OUT", 2)
     if not overwrite:
         raise ConvertError(f"{target} is a model repository already; --overwrite makes it again", 2)
 

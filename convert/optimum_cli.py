@@ -168,7 +168,7 @@ def _fail(status: int, log: Path, verbose: bool) -> None:
     where = "see above" if verbose else f"the end of its log, {log}:\n  " + "\n  ".join(lines)
     ended = f"failed with exit status {status}"
     if status < 0:
-        ended = f"was ended by signal {-status} (9 is often: out of memory)"
+        ended = f"was killed by signal {-status} (9 often means out of memory)"
     raise ConvertError(f"optimum-cli {ended}; {where}")
 
 

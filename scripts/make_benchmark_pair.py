@@ -24,12 +24,16 @@ Prints a summary, then one JSON object on the last line, which is OUT/pair.json.
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
 import traceback
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,12 +46,12 @@ from arguments import above_zero  # noqa: E402
 from expansion import Shape, expand, refuse_misfit, shape_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from convert.errors import ConvertError  # noqa: E402
+from convert.work_folder import recover, replacement  # noqa: E402
 from speculative import cached_model, genai_runs, metrics  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import FixedDraftLength  # noqa: E402
 from speculative.draft_source import ModelDraft  # noqa: E402
-from convert.errors import ConvertError  # noqa: E402
-from convert.work_folder import recover, replacement  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
@@ -131,14 +135,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--debug", action="store_true", help="show stack traces")
     arguments = parser.parse_args()
     out = arguments.out
-    if out.exists() and not arguments.overwrite:
-        parser.error(f"{out} exists: choose another folder, or --overwrite")
-    if out.exists() and not is_benchmark_pair(out):
-        parser.error(f"{out} is no benchmark pair, so it is not overwritten: choose another folder")
     try:
         recover(out)
     except ConvertError as error:
         parser.error(str(error))
+    if out.exists() and not arguments.overwrite:
+        parser.error(f"{out} exists: choose another folder, or --overwrite")
+    if out.exists() and not is_benchmark_pair(out):
+        parser.error(f"{out} is no benchmark pair, so it is not overwritten: choose another folder")
     if arguments.main_of:
         if arguments.shape:
             parser.error("--main-of and --shape exclude each other: the main model there has its shape")
@@ -180,11 +184,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def is_benchmark_pair(folder: Path) -> bool:
+    """Whether this program made the folder, by its pair.json."""
     try:
         pair = read_json(folder / "pair.json")
     except (OSError, ValueError, RecursionError):
         return False
-    """Whether this program made the folder, by its pair.json."""
+    return isinstance(pair, dict) and pair.get("kind") == "benchmark pair"
 
 
 def essential(main: llama_ir.Llama) -> llama_ir.Llama:
@@ -275,8 +280,8 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
             noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
     elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
-            f"warning: this draft gives no more than {most:.3f}; --draft-shape with "
-            f"layers={len(arguments.source.layers)} or more is accepted nearly always",
+            f"warning: the acceptance rate of this draft is at most {most:.3f}; for more, give --draft-shape with "
+            f"layers={len(arguments.source.layers)} or more",
             file=sys.stderr,
         )
     noise = min(tried, key=lambda noise: abs(tried[noise] - asked))
@@ -376,7 +381,9 @@ def require_space(arguments: argparse.Namespace) -> None:
     needed = arguments.draft_shape.parameters + (0 if arguments.main_of else arguments.shape.parameters)
     free = shutil.disk_usage(arguments.out.parent).free
     if free < 1.1 * needed:
-        raise OSError(f"{arguments.out.parent} has {free / 1e9:.1f} GB free and this needs {1.1 * needed / 1e9:.1f} GB")
+        raise OSError(
+            f"{arguments.out.parent} has {free / 1e9:.1f} GB free and this needs {1.1 * needed / 1e9:.1f} GB; make room"
+        )
 
 
 def summary(pair: dict, out: Path) -> str:
@@ -418,4 +425,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

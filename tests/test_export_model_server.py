@@ -226,7 +226,7 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
     assert options.tool_parser == "hermes3" and options.dynamic_split_fuse and options.chat_template_mode == 1
     assert options.cache_eviction_config.recent_size == 128
     assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, as the main model does" in said
-    assert "On 10.0.0.7 the server asks nobody for a key" in said
+    assert "On 10.0.0.7 the server has no authentication" in said
     assert "-p 10.0.0.7:9000:9000" in said and "--rest_port 9000 --rest_bind_address 10.0.0.7" in said
     assert "--device /dev/dri" in said and "model_server:2026.4.1-gpu" in said
 
@@ -408,9 +408,9 @@ def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pai
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--name", "a/b"], "is no name for a served model"),
-        (["--name", ".."], "is no name for a served model"),
-        (["--name", "config.json"], "is no name for a served model"),
+        (["--name", "a/b"], "is not a valid model name"),
+        (["--name", ".."], "is not a valid model name"),
+        (["--name", "config.json"], "is not a valid model name"),
         (["-k", "0"], "-k 0 drafts nothing"),
         (["-k", "two"], "invalid int value: 'two'"),
         (["--property", "FAST"], "--property FAST is not KEY=VALUE"),
@@ -457,9 +457,9 @@ def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     before = everything_in(out)
     for arguments in ([], ["--overwrite"]):
-        assert "holds other things" in refuses(2, pair, out, *arguments)
-    assert "holds other things" in refuses(2, pair, pair, "--overwrite")
-    assert "holds other things" in refuses(2, pair, out / "notes.txt", "--overwrite")
+        assert "holds files that this program did not make" in refuses(2, pair, out, *arguments)
+    assert "holds files that this program did not make" in refuses(2, pair, pair, "--overwrite")
+    assert "holds files that this program did not make" in refuses(2, pair, out / "notes.txt", "--overwrite")
     assert everything_in(out) == before
 
 

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import PATIENCE, wait_until, wait_until_loaded
 
 from convert import export_pair, optimum_cli
-from convert.pair_folder import PairFolder
 from convert.errors import ConvertError
+from convert.pair_folder import PairFolder
 
 PROGRAM = "convert/export_pair.py"
 FP32 = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]
@@ -167,7 +167,7 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     arguments += ["--main-args=--awq --group-size 64", "--draft-args", "--backup-precision none", "--trust-remote-code"]
     assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
     said, main, draft = capsys.readouterr().out.splitlines()
-    assert "with your rights" in said
+    assert "with your permissions" in said
     task = "--task text-generation-with-past"
     own = "--trust-remote-code --ratio 0.8"
     assert f"{task} --weight-format int4 {own} --awq --group-size 64 {tmp_path / 'pair' / 'main'}" in main
@@ -465,8 +465,33 @@ def test_a_target_that_cannot_be_written(refuses, irs, tmp_path):
 
 @posix
 def test_a_read_only_target(refuses, irs, tmp_path):
-    tmp_path.chmod(0o555)
-    assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "pair")
+    pair = tmp_path / "pair"
+    with unprivileged():
+        tmp_path.chmod(0o555)
+        assert "cannot be written (Permission denied)" in refuses(1, *pair_of(irs), pair)
+        tmp_path.chmod(0o755)
+        pair.mkdir(mode=0o555)
+        assert "cannot be written (Permission denied)" in refuses(1, *pair_of(irs), pair)
+    assert [path.name for path in tmp_path.rglob("*")] == ["pair"]
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """File permissions hold for root too: on Linux this thread gives up its capabilities for a while (man 2 capset)."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, in two halves
+    assert libc.capget(header, sets) == 0, os.strerror(ctypes.get_errno())
+    without = (ctypes.c_uint32 * 6)(*sets)
+    without[0] = without[3] = 0
+    assert libc.capset(header, without) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_path):
@@ -476,85 +501,6 @@ def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_p
     assert everything_in(home) == before
 
 
-def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
-    shadow = tmp_path / "shadow" / "optimum"  # a package of that name without the export
-    shadow.mkdir(parents=True)
-    (shadow / "__init__.py").touch()
-    env = {"PYTHONPATH": str(shadow.parent)}
-    finished = run(PROGRAM, checkpoints / "main", irs / "draft", tmp_path / "pair", env=env)
-    assert finished.returncode == 1
-    assert "pip install -r requirements-export.txt" in finished.stderr
-    assert len(finished.stderr.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["shadow"]
-
-
-def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints, irs, tmp_path):
-    """main is IR and done at once; draft fails in optimum-cli, then is mended."""
-    draft = shutil.copytree(checkpoints / "draft", tmp_path / "draft")
-    config = draft / "config.json"
-    good = config.read_text(encoding="utf-8")
-    config.write_text(good.replace('"llama"', '"no-such-model"'), encoding="utf-8")
-    pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
-    before = everything_in(pair)
-
-    finished = run(PROGRAM, *command)
-    assert finished.returncode == 1
-    assert "optimum-cli failed with exit status 1" in finished.stderr
-    assert (
-        "no-such-model" in finished.stderr
-        and "Traceback (most recent call last)" not in finished.stderr.splitlines()[0]
-    )
-    assert everything_in(pair) == before
-    unfinished = tmp_path / ".pair.unfinished"
-    assert not (unfinished / "draft.part").exists() and not (unfinished / "draft").exists()
-    assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
-
-    config.write_text(good, encoding="utf-8")
-    command = [irs / "main", draft, pair, "--overwrite"]
-    finished = run(PROGRAM, *command)
-    assert finished.returncode == 0, finished.stderr
-    assert "main: complete already" in finished.stdout
-    assert not unfinished.exists()
-    assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == str(draft)
-
-
-@posix
-@pytest.mark.parametrize("kind", ["exported", "copied"])
-def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
-    """The real programs under a real limit on what a file may hold."""
-    import resource
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-    pair = tmp_path / "pair"
-    main = (checkpoints if kind == "exported" else irs) / "main"
-    command = [sys.executable, str(ROOT / PROGRAM), str(main), str(irs / "draft"), str(pair), *FP32]
-    finished = subprocess.run(command, capture_output=True, encoding="utf-8", preexec_fn=limit, timeout=300, cwd=ROOT)
-    assert finished.returncode == 1, finished.stdout + finished.stderr
-    words = "optimum-cli failed" if kind == "exported" else "could not be copied ([Errno 27] File too large"
-    assert words in finished.stderr
-    assert not pair.exists()
-    assert not (tmp_path / ".pair.unfinished" / "main").exists()
-
-
-@posix
-def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
-    pair = shutil.copytree(irs, tmp_path / "pair")
-    before = everything_in(pair)
-    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
-    line = process.stdout.readline()
-    assert line.startswith("main: optimum-cli export openvino"), process.communicate()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    child = wait_until(children.read_text).split()[0] if children.exists() else None
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert error.strip() == "interrupted; the same command goes on where it ended"
-    assert child is None or not Path(f"/proc/{child}").exists()
-    assert everything_in(pair) == before
 @pytest.mark.parametrize(
     "record", [None, "[]", "{}", '{"main": {"source": 1}}', '{"kind": "benchmark pair", "main": {}}']
 )
@@ -596,7 +542,120 @@ def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tm
     assert mine.read_text(encoding="utf-8") == "mine"
 
 
+def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
+    shadow = tmp_path / "shadow" / "optimum"  # a package of that name without the export
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").touch()
+    env = {"PYTHONPATH": str(shadow.parent)}
+    finished = run(PROGRAM, checkpoints / "main", irs / "draft", tmp_path / "pair", env=env)
+    assert finished.returncode == 1
+    assert "pip install -r requirements-export.txt" in finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["shadow"]
+
+
+def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints, irs, tmp_path):
+    """main is IR and done at once; draft fails in optimum-cli, then is mended."""
+    draft = shutil.copytree(checkpoints / "draft", tmp_path / "draft")
+    config = draft / "config.json"
+    good = config.read_text(encoding="utf-8")
+    config.write_text(good.replace('"llama"', '"no-such-model"'), encoding="utf-8")
+    pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
+    before = everything_in(pair)
+
+    command = [irs / "main", draft, pair, "--overwrite"]
+    finished = run(PROGRAM, *command)
+    assert finished.returncode == 1
+    assert "optimum-cli failed with exit status 1" in finished.stderr
+    assert (
+        "no-such-model" in finished.stderr
+        and "Traceback (most recent call last)" not in finished.stderr.splitlines()[0]
+    )
+    assert everything_in(pair) == before
+    unfinished = tmp_path / ".pair.unfinished"
+    assert not (unfinished / "draft.part").exists() and not (unfinished / "draft").exists()
+    assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
+
+    config.write_text(good, encoding="utf-8")
+    finished = run(PROGRAM, *command)
+    assert finished.returncode == 0, finished.stderr
+    assert "main: complete already" in finished.stdout
+    assert not unfinished.exists()
+    assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == str(draft)
+
+
+@posix
+@pytest.mark.parametrize("kind", ["exported", "copied"])
+def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
+    """The real programs under a real limit on what a file may hold."""
+    import resource
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    pair = tmp_path / "pair"
+    main = (checkpoints if kind == "exported" else irs) / "main"
+    command = [sys.executable, str(ROOT / PROGRAM), str(main), str(irs / "draft"), str(pair), *FP32]
+    finished = subprocess.run(command, capture_output=True, encoding="utf-8", preexec_fn=limit, timeout=300, cwd=ROOT)
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    words = "optimum-cli failed" if kind == "exported" else "could not be copied ([Errno 27] File too large"
+    assert words in finished.stderr
+    assert not pair.exists()
+    assert not (tmp_path / ".pair.unfinished" / "main").exists()
+
+
+@posix
+def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
+    command = [sys.executable, str(ROOT / PROGRAM), "main", "draft", str(tmp_path / "pair")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
+    wait_until_loaded("_multiarray_umath", process)  # numpy, which openvino needs
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 130
+
+
+@posix
+def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
+    pair = shutil.copytree(irs, tmp_path / "pair")
+    before = everything_in(pair)
+    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
+    line = process.stdout.readline()
+    assert line.startswith("main: optimum-cli export openvino"), process.communicate()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    child = wait_until(children.read_text).split()[0] if children.exists() else None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert error.strip() == "interrupted; run the same command again to resume"
+    assert child is None or not Path(f"/proc/{child}").exists()
+    assert everything_in(pair) == before
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
+@posix
+def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tmp_path, monkeypatch):
+    """One export ends, and another begins, between the moments when a third opens the lock file and locks it."""
+    import fcntl
+
+    first, second, third = (PairFolder(tmp_path / "pair") for _ in range(3))
+    first.open()
+    flock = fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.close()
+        second.open()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConvertError, match="another process is writing"):
+        third.open()
+    second.close()
+    assert not any(tmp_path.iterdir())
+    third.open()
+    third.close()
 
 
 def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
@@ -669,27 +728,3 @@ def break_off_after(renames, error, patch):
     patch.setattr(Path, "rename", rename)
     if error is KilledError:
         patch.setattr(PairFolder, "_put_back", lambda self: None)
-@posix
-def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tmp_path, monkeypatch):
-    """One export ends, and another begins, between the moments when a third opens the lock file and locks it."""
-    import fcntl
-
-    first, second, third = (PairFolder(tmp_path / "pair") for _ in range(3))
-    first.open()
-    flock = fcntl.flock
-
-    def late(file, how):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        first.close()
-        second.open()
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(ConvertError, match="another process is writing"):
-        third.open()
-    second.close()
-    assert not any(tmp_path.iterdir())
-    third.open()
-    third.close()
-
-

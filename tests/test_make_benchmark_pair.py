@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import numpy as np
 import openvino as ov
 import pytest
 from conftest import MAIN, ROOT
-from openvino._offline_transformations import paged_attention_transformation
 from killing import killed_at_rename
-from waiting import PATIENCE, wait_until
+from openvino._offline_transformations import paged_attention_transformation
+from waiting import PATIENCE, wait_until, wait_until_loaded
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import expansion
@@ -254,7 +255,6 @@ def test_what_exists_is_kept(run, made, tmp_path):
     assert (tmp_path / "mine/file").exists()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "content", ["[]", "1", "null", '"benchmark pair"', "{}", '{"kind": []}', "[" * 100_000, "{", ""]
 )
@@ -302,6 +302,7 @@ def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing(tmp_path, sent):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
