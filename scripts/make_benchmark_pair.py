@@ -405,9 +405,9 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleaned up after as Ctrl-C is
-    arguments = parse_arguments()
-    out = arguments.out
     try:
+        arguments = parse_arguments()
+        out = arguments.out
         with replacement(out) as folder:
             require_space(arguments)
             pair = make_pair(arguments, folder)
@@ -418,7 +418,7 @@ def main() -> int:
         print("\ninterrupted; nothing is left behind", file=sys.stderr)
         return 130
     except Exception as error:
-        if arguments.debug:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
