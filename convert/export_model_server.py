@@ -44,6 +44,7 @@ from convert.model_server_settings import (  # noqa: E402
     greedy_by_default,
     settings,
 )
+from convert.work_folder import recover  # noqa: E402
 from speculative import model_facts  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
 from speculative.processes import end_with_reader, utf8_output  # noqa: E402
@@ -116,7 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.name = options.name or options.pair.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
-        parser.error(f"{options.name!r} is no name for a served model; give --name with letters, digits, . _ -")
+        parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
     if options.draft_length is not None and options.draft_length < 1:
         parser.error(f"-k {options.draft_length} drafts nothing; give 1 or more")
     for given in options.property:
@@ -141,6 +142,7 @@ def port(text: str) -> int:
 def export(options: argparse.Namespace) -> None:
     """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
     main, draft = options.pair / "main", options.pair / "draft"
+    recover(options.out.resolve())
     refuse_occupied(options.out, options.overwrite)
     if not main.is_dir() or not draft.is_dir():
         raise ConvertError(
@@ -177,7 +179,7 @@ def export(options: argparse.Namespace) -> None:
     if not guide.chat:
         serving.notes.append("The model has no chat template: ask it for completions, not for chat.")
     if options.bind != "127.0.0.1":
-        serving.notes.append(f"On {options.bind} the server asks nobody for a key: let only those who may reach it.")
+        serving.notes.append(f"On {options.bind} the server has no authentication: let only trusted clients reach it.")
 
     with new_repository(guide.folder, options.overwrite) as folder:
         served = folder / options.name
