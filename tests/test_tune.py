@@ -5,12 +5,14 @@ No test looks at a speed: whether a setting is fastest depends on the machine an
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -291,6 +293,45 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     child = psutil.Process().children()[-1]
     worker.close()
     assert not child.is_running()
+
+
+def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
+    """Where a remembered call raises in a new process, that one is not used: the next call begins another."""
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import worker_process\n"
+        "kept = []\n"
+        "def keep(name):\n"
+        "    if Path(name).exists():\n"
+        "        raise ValueError(f'{name} is in the way')\n"
+        "    kept.append(name)\n"
+        "functions = {'keep': keep, 'all': lambda: kept, 'end': lambda: os._exit(3)}\n"
+        "worker_process.serve(functions.__getitem__)\n",
+        encoding="utf-8",
+    )
+    one, two, refused = (str(tmp_path / name) for name in ("one", "two", "worker.py"))
+    worker = WorkerProcess([sys.executable, str(program)])
+    try:
+        with pytest.raises(ValueError, match="in the way"):
+            worker.remember("keep", refused)
+        worker.remember("keep", one)
+        worker.remember("keep", two)
+        with pytest.raises(ValueError, match="in the way"):
+            worker.remember("keep", refused)
+        assert worker.call("all") == [one, two]
+        with pytest.raises(Failed):
+            worker.call("end")
+        Path(one).touch()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="in the way"):
+                worker.call("all")
+        Path(one).unlink()
+        assert worker.call("all") == [one, two]
+    finally:
+        worker.close()
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
