@@ -492,9 +492,29 @@ def test_default_properties_fit_and_another_model_does_not(exact):
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)
 
 
+def test_a_reference_text_is_small_however_large_the_vocabulary_and_judges_as_whole_logits_do():
+    random = np.random.default_rng(0)
+    ids = np.arange(16)
+    by_rank = -1.6 * np.log(np.arange(1, 151_937))  # the likeliest 1,024 tokens have 98 % of the probability
+    logits = np.array([random.permutation(by_rank) for _ in ids], np.float32)
+    tokens = logits.argmax(axis=1)
+    reference = ReferenceText.of(ids, tokens, logits)
+    assert len(pickle.dumps(reference)) < logits.nbytes / 40
+
+    other = (logits + 0.2 * random.standard_normal(logits.shape)).astype(np.float32)
+    model = SimpleNamespace(logits=lambda text, last: other[len(text) - 15 - last : len(text) - 15])
+    p, q = (text_quality._log_softmax(one) for one in (logits, other))
+    whole = float((np.exp(p) * (p - q)).sum(axis=1).mean())
+    assert text_quality.judge(model, [reference]).mean_kl == pytest.approx(whole, rel=0.05) and whole > 0.001
+
+    second = int(reference.likeliest[0, 1])
+    assert reference.margin(0, second) == pytest.approx(float(logits[0].max() - logits[0, second]), abs=1e-4)
+    assert reference.margin(0, int(logits[0].argmin())) > reference.margin(0, second)
+
+
 def test_a_near_tie_is_no_real_difference():
     logits = np.array([[0, 1.0, 0.8, -3], [2.0, 0, 0, -3]])
-    reference = ReferenceText(np.array([7]), np.array([1, 0]), logits)
+    reference = ReferenceText.of(np.array([7]), np.array([1, 0]), logits)
     assert text_quality.first_difference(reference, [2, 0]) == (0, pytest.approx(0.2))
     assert text_quality.first_difference(reference, [1, 2]) == (1, 2.0)
     assert text_quality.first_difference(reference, [1]) is None
