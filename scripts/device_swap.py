@@ -60,6 +60,9 @@ from speculative.processes import prepare_output  # noqa: E402
 
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
 JUDGE_SECONDS = 600
+METHOD = (
+    2  # of device_cell.py: raised when its figures mean something else, so that no kept cell is mixed in (2: no cache)
+)
 CELL_PROGRAM = [sys.executable, str(Path(__file__).with_name("device_cell.py"))]
 
 
@@ -157,6 +160,7 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
         "prompts": prompts,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": arguments.rounds,
+        "method": METHOD,
     }
     cells = []
     for main in devices:

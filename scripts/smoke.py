@@ -3,14 +3,16 @@
     python scripts/smoke.py models/embedded/main models/embedded/draft --min-acceptance 0.3
 
 Greedy, in execution mode ACCURACY (f32 throughout), where the text with a draft must equal the text without, token by
-token. Prints one JSON line; the exit status is 0 when everything holds, 1 when something does not (the line says what),
-2 for bad usage.
+token: with GenAI's pipeline and with this project's engine (`speculative.decoder`), both against the main model alone
+in GenAI. Prints one JSON line; the exit status is 0 when everything holds, 1 when something does not (the line says
+what), 2 for bad usage.
 """
 
 import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
@@ -21,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import openvino_genai  # noqa: E402
 from arguments import refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 
-from speculative import genai_runs, metrics  # noqa: E402
+from speculative import decoder, genai_runs, metrics  # noqa: E402
 from speculative.processes import prepare_output  # noqa: E402
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
@@ -57,45 +59,103 @@ def parse_arguments() -> argparse.Namespace:
 def smoke(arguments: argparse.Namespace) -> dict:
     """Run the test and return its result; `problems` is empty when everything holds."""
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
-    alone = genai_runs.load(arguments.main, arguments.device, None, "", exact, {})
-    pair = genai_runs.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
-    problems, proposed, gained, streamed = [], [], [], 0
-    for prompt in arguments.prompt or PROMPTS:
-        inputs = genai_runs.encode(alone.get_tokenizer(), prompt)
-        reference = genai_runs.generate(alone, inputs, arguments.max_new_tokens)
-        run = genai_runs.generate(pair, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
-        proposed += run.proposed
-        gained += run.gained
-        if run.tokens != reference.tokens:
-            place = next((i for i, (a, b) in enumerate(zip(run.tokens, reference.tokens, strict=False)) if a != b), -1)
-            problems.append(f"the text after {prompt!r} differs from the main model's own at new token {place + 1}")
-        pieces: list[str] = []
-        config = openvino_genai.GenerationConfig(
-            max_new_tokens=arguments.max_new_tokens,
-            num_assistant_tokens=arguments.num_assistant_tokens,
-            ignore_eos=True,
-        )
-        text = pair.generate([prompt], config, pieces.append).texts[0]
-        streamed += len(pieces)
-        if "".join(pieces) != text:
-            problems.append(f"the text streamed after {prompt!r} is not the text returned")
-    acceptance = metrics.acceptance_rate(proposed, gained)
-    if (acceptance or 0.0) < arguments.min_acceptance:
-        problems.append(f"the acceptance rate is {acceptance}, below {arguments.min_acceptance}")
+    prompts = arguments.prompt or PROMPTS
+    references = main_alone(arguments, prompts, exact)
+    of_genai = genai_with_draft(arguments, prompts, exact, references)
+    of_engine = engine_with_draft(arguments, prompts, exact, references)
+    problems = [*of_genai.pop("problems"), *of_engine.pop("problems")]
     return {
         "ok": not problems,
         "problems": problems,
-        "acceptance_rate": acceptance,
-        "block_efficiency": metrics.block_efficiency(gained),
+        **of_genai,
+        "engine": of_engine,
         "draft_length": arguments.num_assistant_tokens,
-        "new_tokens": arguments.max_new_tokens * len(arguments.prompt or PROMPTS),
-        "streamed_pieces": streamed,
+        "new_tokens": arguments.max_new_tokens * len(prompts),
         "main": str(arguments.main),
         "draft": str(arguments.draft),
         "device": arguments.device,
         "draft_device": arguments.draft_device,
         "openvino_genai": openvino_genai.__version__,
     }
+
+
+def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> list[list[int]]:
+    """The greedy tokens that the main model alone gives after each prompt, in GenAI."""
+    pipe = genai_runs.load(arguments.main, arguments.device, None, "", exact, {})
+    encoded = [genai_runs.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
+    return [genai_runs.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
+
+
+def genai_with_draft(
+    arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
+) -> dict:
+    """GenAI's pipeline with the draft: its figures, and what does not hold."""
+    pair = genai_runs.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    config = greedy(arguments)
+    problems, proposed, gained, streamed = [], [], [], 0
+    for prompt, reference in zip(prompts, references, strict=True):
+        inputs = genai_runs.encode(pair.get_tokenizer(), prompt)
+        run = genai_runs.generate(pair, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
+        proposed += run.proposed
+        gained += run.gained
+        problems += difference("GenAI", prompt, run.tokens, reference)
+        pieces: list[str] = []
+        text = pair.generate([prompt], config, pieces.append).texts[0]
+        streamed += len(pieces)
+        problems += stream_difference("GenAI", prompt, pieces, text)
+    acceptance = metrics.acceptance_rate(proposed, gained)
+    if (acceptance or 0.0) < arguments.min_acceptance:
+        problems.append(f"the acceptance rate is {acceptance}, below {arguments.min_acceptance}")
+    return {
+        "problems": problems,
+        "acceptance_rate": acceptance,
+        "block_efficiency": metrics.block_efficiency(gained),
+        "streamed_pieces": streamed,
+    }
+
+
+def engine_with_draft(
+    arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
+) -> dict:
+    """This project's engine with the draft: its figures, and what does not hold."""
+    engine = decoder.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    config = greedy(arguments)
+    problems, proposed, gained, streamed = [], [], [], 0
+    for prompt, reference in zip(prompts, references, strict=True):
+        pieces: list[str] = []
+        result = engine.generate(prompt, config, pieces.append)
+        proposed += result.proposed
+        gained += result.gained
+        streamed += len(pieces)
+        problems += difference("this engine", prompt, result.tokens, reference)
+        problems += stream_difference("this engine", prompt, pieces, result.text)
+    return {
+        "problems": problems,
+        "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+        "block_efficiency": metrics.block_efficiency(gained),
+        "streamed_pieces": streamed,
+    }
+
+
+def greedy(arguments: argparse.Namespace) -> openvino_genai.GenerationConfig:
+    return openvino_genai.GenerationConfig(
+        max_new_tokens=arguments.max_new_tokens,
+        num_assistant_tokens=arguments.num_assistant_tokens,
+        ignore_eos=True,
+    )
+
+
+def difference(engine: str, prompt: str, tokens: list[int], reference: list[int]) -> list[str]:
+    """No sentence where the tokens are the reference's, else one that names the first that is not."""
+    if tokens == reference:
+        return []
+    pairs = zip(tokens, reference, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(reference)))
+    return [f"{engine}: the text after {prompt!r} differs from the main model's own at new token {place + 1}"]
+
+
+def stream_difference(engine: str, prompt: str, pieces: list[str], text: str) -> list[str]:
+    return [] if "".join(pieces) == text else [f"{engine}: the text streamed after {prompt!r} is not the text returned"]
 
 
 def main() -> int:
@@ -105,7 +165,7 @@ def main() -> int:
     refuse_missing_devices(arguments)
     try:
         result = smoke(arguments)
-    except RuntimeError as error:  # the engine's: a broken file, a device that is not there
+    except (RuntimeError, ValueError) as error:  # of loading: a broken file, a device that is not there
         result = {"ok": False, "problems": [" ".join(str(error).split())]}
     print(json.dumps(result, ensure_ascii=False))
     return 0 if result["ok"] else 1

@@ -13,6 +13,7 @@ The grade is the worst that holds: "exact" (the same tokens), "near-ties" (no re
 within the limits below), "loss". The draft and its length change none of it: the main model has the last word.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,21 +24,33 @@ NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
 MOST_REAL = 0.01  # share of tokens that really differ, up to which a loss is slight
 MOST_KL = 0.01  # nats a token, likewise; bf16 with quantized activations takes about 0.0005
 CHECKED_AT_ONCE = 5  # tokens in one inference, as with K = 4
+KEPT = 1024  # tokens of which a reference text has the probabilities
+LEAST = 1e-9  # probability of all others, below which it is rounding
 GRADES = ("exact", "near-ties", "slight", "loss")
 
 
 @dataclass
 class ReferenceText:
-    """One greedy text in f32: the prompt's token ids [p], the new tokens [n], the logits [n, V] they come from."""
+    """One greedy text in f32: the prompt's token ids [p], the new tokens [n], and of each new token's distribution the
+    KEPT likeliest tokens [n, k], likeliest first, with their log probabilities [n, k]. The others are known
+    together only: whole logits of eight texts would be hundreds of megabytes with a large vocabulary."""
 
     prompt: np.ndarray
     tokens: np.ndarray
-    logits: np.ndarray
+    likeliest: np.ndarray
+    log_probabilities: np.ndarray
+
+    @classmethod
+    def of(cls, prompt: np.ndarray, tokens: np.ndarray, logits: Iterable[np.ndarray]) -> "ReferenceText":
+        """`logits` are rows [V], one of each new token."""
+        return cls(prompt, np.asarray(tokens), *map(np.array, zip(*map(_likeliest, logits), strict=True)))
 
     def margin(self, position: int, token: int) -> float:
-        """By how much the reference preferred its own token at `position` to this one, in nats."""
-        row = self.logits[position]
-        return float(row.max() - row[token])
+        """By how much the reference preferred its own token at `position` to this one, in nats; of a token that is
+        none of the likeliest: to the least likely of them, so at least that much."""
+        found = np.flatnonzero(self.likeliest[position] == token)
+        row = self.log_probabilities[position]
+        return float(row[0] - row[found[0] if len(found) else -1])
 
 
 @dataclass
@@ -81,9 +94,10 @@ def reference_text(model: CachedModel, prompt: np.ndarray, new_tokens: int) -> R
     """Decode greedily, past any end of text. `model` is the main model in f32 (EXECUTION_MODE_HINT=ACCURACY)."""
     text, rows = prompt, []
     for _ in range(new_tokens):
-        rows.append(model.logits(text)[0].copy())
-        text = np.append(text, rows[-1].argmax())
-    return ReferenceText(prompt, text[len(prompt) :], np.array(rows))
+        logits = model.logits(text)[0]
+        rows.append(_likeliest(logits))
+        text = np.append(text, logits.argmax())
+    return ReferenceText(prompt, text[len(prompt) :], *map(np.array, zip(*rows, strict=True)))
 
 
 def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
@@ -95,7 +109,7 @@ def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
         for begin in range(0, n, CHECKED_AT_ONCE):
             end = min(begin + CHECKED_AT_ONCE, n)
             logits = model.logits(text[: before + end - 1], last=end - begin)
-            divergences += _divergence(reference.logits[begin:end], logits).tolist()
+            divergences += _divergence(reference, slice(begin, end), logits).tolist()
             for position, token in enumerate(logits.argmax(axis=1).tolist(), start=begin):
                 if token != reference.tokens[position]:
                     margins.append(reference.margin(position, token))
@@ -110,10 +124,24 @@ def first_difference(reference: ReferenceText, tokens: list[int]) -> tuple[int, 
     return None
 
 
-def _divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL(reference || other) of each row of logits [n, V], in nats."""
-    p, q = _log_softmax(reference), _log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(axis=1)
+def _likeliest(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The KEPT likeliest tokens of logits [V], or all, likeliest first, and their log probabilities."""
+    log_probabilities = _log_softmax(logits[None])[0]
+    kept = min(KEPT, len(logits))
+    tokens = np.argpartition(-log_probabilities, kept - 1)[:kept]
+    tokens = tokens[np.argsort(-log_probabilities[tokens], kind="stable")]
+    return tokens.astype(np.int32), log_probabilities[tokens]
+
+
+def _divergence(reference: ReferenceText, positions: slice, logits: np.ndarray) -> np.ndarray:
+    """KL(reference || other) at these positions, `logits` [n, V] being the other's, in nats: of the likeliest tokens
+    one by one and all others together. That is never more than of all one by one, and less by what the distribution
+    within the others, which have hardly any probability, differs."""
+    p = reference.log_probabilities[positions]
+    q = np.take_along_axis(_log_softmax(logits), reference.likeliest[positions], axis=1)
+    listed = (np.exp(p) * (p - q)).sum(axis=1)
+    p_others, q_others = (np.clip(1 - np.exp(one).sum(axis=1), LEAST, 1) for one in (p, q))
+    return listed + p_others * np.log(p_others / q_others)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

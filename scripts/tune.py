@@ -8,7 +8,10 @@ measured reason. It is written to recommended.json beside the two folders; the s
 Successive halving under a time budget. First devices and plugin properties, by the time of one iteration (K draft steps
 and one check), K guessed from costs and a trial of each draft; then engine, draft, K, confidence threshold and adaptive
 length for the sets that are left, by decoding. All are measured a little, the better half more, all in turns, beside
-the main model alone with its defaults. The last ones decode longer, in several rounds: their medians and ranges count.
+the main model alone with its defaults. The last ones decode longer, in several rounds; the main model alone is among
+them with each engine and scheduler, so that a draft is credited with nothing that these gain without it. What is
+chosen then decodes in new rounds: their medians and ranges are reported, as the fastest of many is partly the luckiest.
+A draft is recommended if it gains 5 % in the median of these rounds, and something in the worst of them.
 
 Speed never hides what a setting does to the text (scripts/text_quality.py says how that is judged, and where the limit
 is): a set of properties beyond it is shown and marked, and recommended only with --allow-quality-loss.
@@ -191,7 +194,7 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
     """What an exhaustive sweep makes of the choice. None: Ctrl-C, or what is to be compared failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
-    there = {choice, every.baseline} <= set(every.ways)
+    there = {choice, every.baseline} <= set(every.choosing.ways)
     return every.result() if there and not interrupted and not ended else None
 
 

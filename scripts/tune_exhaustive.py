@@ -10,7 +10,7 @@ and the last ones in rounds in turns with the choice.
 import statistics
 
 from tune_settings import PropertySet, Setting
-from tune_stages import LENGTHS_BY, THRESHOLDS, Clock, Tuning
+from tune_stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
 from tune_verdict import figures
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
@@ -25,13 +25,13 @@ class Exhaustive(Tuning):
         self.choice = choice
         self.seconds = 60 * minutes
         self.clock = Clock(self.seconds)
-        self.candidates, self.ways, self.decoded_prompts = {}, {}, []
+        self.candidates, self.choosing = {}, Contest(1.0)
 
     def run(self) -> None:
         self.halve()
         self.clock.bar.close()
         self.clock = Clock((1 - LENGTHS_BY) * self.seconds)  # for the last ones, however long all took
-        self.compare()
+        self.compare(self.choosing, self.finalists())
 
     def settings(self) -> list[Setting]:
         sets = [one.models for one in self.measured_sets() if self.fits(one.models)]

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import ray_cells
 import text_quality
+import tune_verdict
 from child_process import Failed
 from device_places import Place
 from measuring import Way
@@ -49,7 +50,8 @@ LEAST_SETS = 2  # property sets that have more time: the default one and the mos
 LEAST_RUN = 2  # prompts of a round of halving, at least
 ROUNDS = 6  # of the last ones, if the budget allows
 # Shares of the budget by whose end each stage is over.
-REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY = 0.06, 0.15, 0.4, 0.7
+REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY, CHOSEN_BY = 0.06, 0.15, 0.4, 0.65, 0.82
+LEAST_ROUNDS = 2  # of what is measured afresh, whatever the budget: one round has no range
 
 
 # ---- what is known of a candidate -----------------------------------------------------------------------------------
@@ -69,6 +71,18 @@ class Candidate:
     @property
     def models(self) -> PropertySet:
         return self.setting if isinstance(self.setting, PropertySet) else self.setting.models
+
+
+@dataclass
+class Contest:
+    """Settings that decode in turns, round after round, until a share of the budget is spent, and the prompts they
+    had. `least_rounds` are decoded on each machine whatever the budget."""
+
+    by: float
+    least_rounds: int = 0
+    settings: list[Setting] = field(default_factory=list)
+    ways: dict[Setting, Way] = field(default_factory=dict)
+    prompts: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass
@@ -125,8 +139,8 @@ class Tuning:
         self.alpha: dict[Path, float] = {}  # per-token acceptance of each draft
         self.property_candidates: dict[PropertySet, Candidate] = {}
         self.candidates: dict[Setting, Candidate] = {}
-        self.ways: dict[Setting, Way] = {}  # of the last stage, with their rounds
-        self.decoded_prompts: list[np.ndarray] = []  # by them
+        self.choosing = Contest(CHOSEN_BY)  # of the last ones: the choice rests on it
+        self.afresh = Contest(1.0, LEAST_ROUNDS)  # of the choice and what it is compared with: what is reported
         self.failed: dict[str, str] = {}
         self.k = 0  # a first guess of the best draft length
         self.note = ""  # what the budget left no time for
@@ -141,7 +155,8 @@ class Tuning:
         self.try_drafts()
         self.try_properties()
         self.halve()
-        self.compare()
+        self.compare(self.choosing, self.finalists())
+        self.measure_afresh()
 
     # ---- what is tried, on which machine
 
@@ -424,7 +439,7 @@ class Tuning:
             Setting(best_set, "GenAI", draft, best),
             Setting(best_set, "ours", draft, best),
             Setting(best_set, "ours", draft, "adaptive"),
-            Setting(self.fastest_alone, "GenAI"),
+            *self.alone(),
         ]
         least = len(found)
         for place, models in enumerate(dict.fromkeys([*self.fastest, self.default])):
@@ -437,13 +452,22 @@ class Tuning:
         found = [one for one in found if one.engine == "ours" or one.draft_length <= longest]
         if kind(best_set.device) != "NPU":
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
-        found.append(Setting(self.fastest_alone, "ours"))
         found = list(dict.fromkeys(found))
         plain = self.costs[self.default, self.drafts[0]].main[1]
         affordable = int(self.clock.until(LENGTHS_BY) / (LEAST_RUN * FIRST_TOKENS * plain))
         if affordable < len(found):
             self.note = "the budget had no time for all draft lengths: give more --minutes"
         return found[: max(least, affordable)]
+
+    def alone(self) -> list[Setting]:
+        """The main model alone with each engine and scheduler: what these gain is no merit of a draft."""
+        models = self.fastest_alone
+        schedulers = SCHEDULERS if kind(models.device) != "NPU" else ()
+        return [
+            Setting(models, "GenAI"),
+            Setting(models, "ours"),
+            *(Setting(models, "GenAI", scheduler=scheduler) for scheduler in schedulers),
+        ]
 
     def lengths(self, models: PropertySet, draft: Path) -> list[int]:
         """Fixed lengths worth a look, the likeliest first. Acceptance comes in runs, which favours longer ones."""
@@ -535,39 +559,51 @@ class Tuning:
             chosen += [one.setting for one in found if one.setting.engine == engine][:2]
         usual = Setting(self.default, "GenAI", self.drafts[0], SAMPLE_K)
         steps = [Setting(one.models, "GenAI", one.draft, SAMPLE_K) for one in chosen]  # by the properties alone
-        alone = Setting(self.fastest_alone, "GenAI")
-        return list(dict.fromkeys([self.baseline, alone, usual, *steps, *chosen]))
+        return list(dict.fromkeys([self.baseline, *self.alone(), usual, *steps, *chosen]))
 
-    def compare(self) -> None:
-        """Rounds of all finalists in turns until the budget is spent. Each round has other prompts than the one before,
-        so that the ranges say how much depends on the prompt, too. On a cluster each machine has rounds of its own."""
-        settings = self.finalists()
-        self.clock.tick("the last ones")
+    def measure_afresh(self) -> None:
+        """The choice and what it is compared with once more. The fastest of many that are about as fast is partly the
+        luckiest: its rounds so far flatter it, new ones do not."""
+        settings = tune_verdict.to_measure_afresh(self)
+        if settings:
+            self.compare(self.afresh, settings)
+
+    def compare(self, contest: Contest, settings: list[Setting]) -> None:
+        """Rounds of all settings in turns until the contest's share of the budget is spent. Each round has other
+        prompts than the one before, so that the ranges say how much depends on the prompt, too. On a cluster each
+        machine has rounds of its own."""
+        contest.settings = settings
+        self.clock.tick("measuring the choice afresh" if contest is self.afresh else "the last ones")
         machines = len(self.benches)
         try:
             self.share(
-                list(range(machines)), lambda numbers, bench: self.compare_on(bench, settings, *numbers, machines)
+                list(range(machines)), lambda numbers, bench: self.compare_on(bench, contest, *numbers, machines)
             )
         except Ended:
-            if not self.ways:
+            if not contest.ways:
                 raise
 
-    def compare_on(self, bench: Bench, settings: list[Setting], number: int, machines: int) -> None:
-        if self.ways and self.clock.until(1) < 0:  # the share of a machine that was lost
+    def compare_on(self, bench: Bench, contest: Contest, number: int, machines: int) -> None:
+        if contest.ways and self.clock.until(contest.by) < 0:  # the share of a machine that was lost
             return
+        settings = contest.settings
         bench.ask("keep", settings, [])
         settings = [one for one in settings if self.loads(bench, one)]
         begin = time.perf_counter()
         warm_up = self.decode_all(bench, settings, self.prompts[-1:])
         seconds = time.perf_counter() - begin  # of one prompt
-        at_once = min(max(1, int(self.clock.until(1) / seconds / ROUNDS)), len(self.prompts))
+        at_once = min(max(1, int(self.clock.until(contest.by) / seconds / ROUNDS)), len(self.prompts))
         start = number * at_once
-        while self.clock.until(1) > 1.1 * at_once * seconds:
+        if contest is self.afresh:
+            start += len(self.choosing.prompts)
+        rounds = 0
+        while rounds < contest.least_rounds or self.clock.until(contest.by) > 1.1 * at_once * seconds:
             prompts = [self.prompts[(start + i) % len(self.prompts)] for i in range(at_once)]
-            self.keep_round(self.decode_all(bench, settings, prompts), prompts)
+            self.keep_round(contest, self.decode_all(bench, settings, prompts), prompts)
             start += machines * at_once
-        if not self.ways:
-            self.keep_round(warm_up, self.prompts[-1:])
+            rounds += 1
+        if not contest.ways:
+            self.keep_round(contest, warm_up, self.prompts[-1:])
         if bench.machine:
             self.other_load = max(self.other_load, bench.ask("other_load"))
 
@@ -579,15 +615,15 @@ class Tuning:
                 runs[one].append(run)
         return {one: found for one, found in runs.items() if str(one) not in self.failed}
 
-    def keep_round(self, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
+    def keep_round(self, contest: Contest, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
         """Of what failed no round is kept."""
         with self._one:
-            ways = self.ways or {one: self.way(one) for one in runs}
+            ways = contest.ways or {one: self.way(one) for one in runs}
             ways = {one: way for one, way in ways.items() if len(runs.get(one, [])) == len(prompts)}
             for one, way in ways.items():
                 way.rounds.append(runs[one])
-            self.decoded_prompts += prompts
-            self.ways = ways
+            contest.prompts += prompts
+            contest.ways = ways
 
     def way(self, setting: Setting) -> Way:
         length = setting.draft_length if isinstance(setting.draft_length, int) else setting.length

@@ -1,4 +1,9 @@
-"""What scripts/tune.py makes of its measurements: the recommendation, why, the command, the lines of Python."""
+"""What scripts/tune.py makes of its measurements: the recommendation, why, the command, the lines of Python.
+
+A draft is credited with what it gains over the fastest way without one, be that GenAI's pipeline, with whichever
+scheduler, or this project's engine. The choice is made by some rounds and reported by others: the fastest of many is
+partly the luckiest.
+"""
 
 import shlex
 import statistics
@@ -15,7 +20,7 @@ from tune_settings import PropertySet, Setting, shown
 from speculative import metrics, recommendation, weights
 from speculative.draft_length import LONGEST, Costs
 
-WORTH_IT = 1.05  # speedup over the main model's best settings from which on a draft is recommended
+WORTH_IT = 1.05  # speedup over the fastest way without a draft from which on one is recommended
 AS_GOOD = 0.99  # of the fastest: there the fewest properties are preferred
 MEMORY_BOUND = 1.25  # verify ratio up to which the weights' way from memory is what an inference waits for
 UNLIKELY = 1.15  # speedup over block efficiency, beyond what two engines differ by
@@ -69,43 +74,100 @@ class Figures:
         return [one / two for one, two in zip(self.throughputs, other.throughputs, strict=True)]
 
 
+@dataclass
+class Choice:
+    """The fastest ways, by some rounds."""
+
+    drafted: Figures
+    alone: Figures  # of all without a draft
+    sample_alone: Figures  # of those that samples/greedy_causal_lm.py has: GenAI, without a scheduler of its own
+    of_engine: dict[str, Figures]  # with a draft
+
+    @property
+    def settings(self) -> list[Setting]:
+        chosen = (self.drafted, self.alone, self.sample_alone, *self.of_engine.values())
+        return [one.setting for one in chosen]
+
+    def with_figures(self, found: dict[Setting, Figures]) -> "Choice":
+        """The same choice with other figures."""
+        drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
+        return Choice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
+
+
 def figures(tuning) -> list[Figures]:
-    if tuning.ways:
-        alone = tuning.ways[tuning.baseline]
-        rounds = range(len(alone.rounds))
-        return [
-            Figures(
-                setting,
-                [way.throughput(i) for i in rounds],
-                [way.throughput(i) / alone.throughput(i) for i in rounds],
-            )
-            for setting, way in tuning.ways.items()
-        ]
+    """What the choice rests on."""
+    if tuning.choosing.ways:
+        return figures_of(tuning.choosing, tuning.baseline)
     left = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
     return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left]
 
 
+def figures_of(contest, baseline: Setting) -> list[Figures]:
+    if not contest.ways:
+        return []
+    alone = contest.ways[baseline]
+    rounds = range(len(alone.rounds))
+    return [
+        Figures(
+            setting,
+            [way.throughput(i) for i in rounds],
+            [way.throughput(i) / alone.throughput(i) for i in rounds],
+        )
+        for setting, way in contest.ways.items()
+    ]
+
+
+def choose(tuning) -> Choice | None:
+    """None where nothing was decoded with a draft, or without one."""
+    found = [
+        one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
+    ]
+    drafted = [one for one in found if one.setting.draft]
+    alone = [one for one in found if not one.setting.draft]
+    sample_alone = [one for one in alone if one.setting.engine == "GenAI" and not one.setting.scheduler]
+    if not sample_alone or not drafted:
+        return None
+    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in ("GenAI", "ours")}
+    of_engine = {engine: fastest(found) for engine, found in own.items() if found}
+    best = fastest(drafted)
+    of_engine[best.setting.engine] = best
+    return Choice(best, fastest(alone), fastest(sample_alone), of_engine)
+
+
+def to_measure_afresh(tuning) -> list[Setting]:
+    """The choice, and all that its gain is told over."""
+    choice = choose(tuning)
+    if not choice:
+        return []
+    found = {one.setting: one for one in figures(tuning)}
+    usual = _usual(tuning)
+    steps = [one.setting for one in _steps(found, found[usual], choice.drafted)] if usual in found else []
+    return list(dict.fromkeys([tuning.baseline, *choice.settings, *([usual] if steps else []), *steps]))
+
+
 def judge(tuning) -> Verdict | None:
     """None where nothing was decoded."""
-    found = [one for one in figures(tuning) if tuning.fits(one.setting.models)]
-    alone = [one for one in found if not one.setting.draft and one.setting.engine == "GenAI"]
-    drafted = [one for one in found if one.setting.draft]
-    if not alone or not drafted:
+    choice = choose(tuning)
+    if not choice:
         return None
-    best_alone, best = fastest(alone), fastest(drafted)
+    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
+    is_afresh = set(choice.settings) <= set(afresh)
+    found = list(afresh.values()) if is_afresh else figures(tuning)
+    if is_afresh:
+        choice = choice.with_figures(afresh)
+    best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
-    # No draft gains more time than inferences: what does is noise.
-    pays = statistics.median(gains) >= WORTH_IT and min(gains) > 1 and _tokens_each(tuning, best) >= WORTH_IT
-    settings = {"alone": _settings(best_alone)}
-    for engine in ("GenAI", "ours"):
-        own = [one for one in drafted if one.setting.engine == engine]
-        if own and pays and statistics.median(fastest(own).over(best_alone)) >= WORTH_IT:
-            settings[engine] = _settings(fastest(own))
-    chosen = best if pays else best_alone
-    reason = _why(tuning, best) if pays else _why_not(tuning, best, best_alone, gains)
-    sentences = _sentences(tuning, found, best, best_alone, gains, reason) if pays else [reason]
+    use_draft = is_worth_it(tuning, best, best_alone)
+    settings = {"alone": _settings(choice.sample_alone)}
+    for engine, own in choice.of_engine.items():
+        if use_draft and is_worth_it(tuning, own, best_alone):
+            settings[engine] = _settings(own)
+    chosen = best if use_draft else best_alone
+    reason = _why(tuning, best) if use_draft else _why_not(tuning, best, best_alone, gains)
+    sentences = _sentences(tuning, found, choice, is_afresh) if use_draft else [reason]
+    sentences += [reason] if use_draft else _alone_in_sample(choice)
     sentences += _text(tuning, chosen.setting.models)
-    sentences += _command(tuning, chosen.setting)
+    sentences += _command(tuning, chosen.setting, choice.sample_alone.setting)
     if tuning.note:
         sentences.append(f"Note: {tuning.note}.")
     quality = tuning.quality.get(chosen.setting.models)
@@ -113,7 +175,7 @@ def judge(tuning) -> Verdict | None:
         tuning.arguments.main,
         best.setting.draft,
         chosen.setting,
-        best.setting.engine if pays else "alone",
+        best.setting.engine if use_draft else "alone",
         reason,
         sentences,
         settings,
@@ -122,11 +184,28 @@ def judge(tuning) -> Verdict | None:
     )
 
 
+def is_worth_it(tuning, one: Figures, best_alone: Figures) -> bool:
+    """Whether a way with a draft gains enough over the fastest one without: in the middle of the rounds 5 %, and
+    something even in the round that is worst for it. No draft gains more time than inferences: what does is noise."""
+    gains = one.over(best_alone)
+    return statistics.median(gains) >= WORTH_IT and min(gains) > 1 and _tokens_each(tuning, one) >= WORTH_IT
+
+
 def fastest(found: list[Figures]) -> Figures:
     """The fastest; of those as good, the one with the fewest properties."""
     top = max(one.speedup for one in found)
     good = [one for one in found if one.speedup >= AS_GOOD * top]
     return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
+
+
+def _usual(tuning) -> Setting:
+    """samples/speculative_decoding_lm.py with its defaults."""
+    return Setting(tuning.default, "GenAI", tuning.drafts[0], 5)
+
+
+def _contest(tuning, setting: Setting):
+    """The rounds that tell about a setting: those measured afresh, if it was. None: none was."""
+    return next((one for one in (tuning.afresh, tuning.choosing) if setting in one.ways), None)
 
 
 def measured_on(place: Place, models: PropertySet) -> dict:
@@ -137,35 +216,31 @@ def measured_on(place: Place, models: PropertySet) -> dict:
 
 def _tokens_each(tuning, one: Figures) -> float:
     """What an inference of the main model yields: block efficiency."""
-    way = tuning.ways.get(one.setting)
-    if not way:
+    contest = _contest(tuning, one.setting)
+    if not contest:
         return 1 + tuning.alpha[one.setting.draft]
-    return metrics.block_efficiency([n for run in way.runs() for n in run.gained])
+    return metrics.block_efficiency([n for run in contest.ways[one.setting].runs() for n in run.gained])
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 
-def _sentences(tuning, found, best, best_alone, gains, reason) -> list[str]:
-    rounds = len(best.speedups)
-    low, high = min(best.speedups), max(best.speedups)
-    over = f"{low:.2f}-{high:.2f} over {rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
+def _sentences(tuning, found: list[Figures], choice: Choice, is_afresh: bool) -> list[str]:
+    best, best_alone = choice.drafted, choice.alone
     lines = [
         f"Use this draft: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
-        f"{best.speedup:.2f}x the main model alone with its defaults ({over}).",
+        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_afresh)}."
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
-            f"Over the main model alone at its best ({best_alone.setting.models}) it is "
-            f"{statistics.median(gains):.2f}x ({min(gains):.2f}-{max(gains):.2f})."
+            f"Over the fastest way without a draft ({best_alone.setting}) it is {_times(best.over(best_alone))}."
         )
     by_setting = {one.setting: one for one in found}
-    usual = by_setting.get(Setting(tuning.default, "GenAI", tuning.drafts[0], 5))
+    usual = by_setting.get(_usual(tuning))
     if usual and usual is not best:
-        ratios = best.over(usual)
         lines.append(
-            f"Over samples/speculative_decoding_lm.py with its defaults (K = 5) it is {statistics.median(ratios):.2f}x "
-            f"({min(ratios):.2f}-{max(ratios):.2f}){_steps(by_setting, usual, best)}."
+            f"Over samples/speculative_decoding_lm.py with its defaults (K = 5) it is {_times(best.over(usual))}"
+            f"{_in_steps(by_setting, usual, best)}."
         )
     tau = _tokens_each(tuning, best)
     if best.speedup > UNLIKELY * tau:
@@ -173,11 +248,25 @@ def _sentences(tuning, found, best, best_alone, gains, reason) -> list[str]:
             f"That is more than {tau:.1f} tokens an inference of the main model can explain: the machine's speed "
             "changed while this was measured; tune again when it is quiet, or with more --minutes."
         )
-    return [*lines, reason]
+    return lines
 
 
-def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
-    """Which settings did it: properties, then K, then the engine, each over the one before."""
+def _times(ratios: list[float]) -> str:
+    """The median of rounds, and their range."""
+    spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}x{spread}"
+
+
+def _rounds(one: Figures, is_afresh: bool) -> str:
+    """How often the figures were measured, and when."""
+    rounds = len(one.speedups)
+    counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
+    when = "measured after it was chosen" if is_afresh else "those that it was chosen by, which flatter it"
+    return f" ({counted}; {when})"
+
+
+def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> list[Figures]:
+    """From the sample's settings to the best ones: properties, then K, then the engine."""
     models, draft = best.setting.models, best.setting.draft
     same_k = by_setting.get(Setting(models, "GenAI", draft, usual.setting.draft_length))
     of_genai = [
@@ -186,17 +275,36 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
         if (one.setting.engine, one.setting.models, one.setting.draft) == ("GenAI", models, draft)
     ]
     best_k = max(of_genai, key=lambda one: one.speedup, default=None)
-    steps, before = [], usual
+    steps = [usual]
     for after in (same_k, best_k if best.setting.engine == "ours" else None, best):
-        if after and after.setting != before.setting:
-            one, two = before.setting, after.setting
-            changed = [str(two.models)] * (one.models != two.models)
-            changed += [two.length] * (one.draft_length != two.draft_length)
-            changed += ["our engine"] * (one.engine != two.engine)
-            changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))
-            steps.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
-            before = after
-    return f": {', '.join(steps)}" if steps else ""
+        if after and after.setting != steps[-1].setting:
+            steps.append(after)
+    return steps[1:]
+
+
+def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
+    """Which settings did it, each over the one before."""
+    told, before = [], usual
+    for after in _steps(by_setting, usual, best):
+        one, two = before.setting, after.setting
+        changed = [str(two.models)] * (one.models != two.models)
+        changed += [two.length] * (one.draft_length != two.draft_length)
+        changed += ["our engine"] * (one.engine != two.engine)
+        changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))
+        told.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
+        before = after
+    return f": {', '.join(told)}" if told else ""
+
+
+def _alone_in_sample(choice: Choice) -> list[str]:
+    """What the sample decodes at, where the fastest way without a draft is none that it has."""
+    if choice.alone.setting == choice.sample_alone.setting:
+        return []
+    ratios = choice.alone.over(choice.sample_alone)
+    return [
+        f"The fastest way without a draft, {choice.alone.setting}, is in Python below: {_times(ratios)} "
+        f"samples/greedy_causal_lm.py ({choice.sample_alone.setting})."
+    ]
 
 
 def _why(tuning, best: Figures) -> str:
@@ -234,8 +342,8 @@ def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> 
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
     seen = (
-        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} of the main model alone "
-        f"({best_alone.setting.models}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
+        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} of the fastest way without a draft "
+        f"({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
     costs = f"a draft step costs {c:.2f} of a main step and checking two tokens {v:.2f} of one"
     if tau < WORTH_IT:
@@ -253,10 +361,10 @@ def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> 
 def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | None:
     """tau, acceptance rate, K (the mean one, rounded), cost ratio, verify ratio."""
     measured = tuning.costs.get((one.setting.models, one.setting.draft))
-    way = tuning.ways.get(one.setting)
-    if not measured or not way:
+    contest = _contest(tuning, one.setting)
+    if not measured or not contest:
         return None
-    row = measuring.row(way, tuning.ways[tuning.baseline])
+    row = measuring.row(contest.ways[one.setting], contest.ways[tuning.baseline])
     verify = measured.verify()
     k = min(max(1, round(row["mean_draft_length"])), LONGEST)
     return (
@@ -292,15 +400,14 @@ def _first_differences(tuning, models: PropertySet) -> str:
     """Of the texts that were decoded in the last stage and have a reference."""
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
-    for setting, way in tuning.ways.items():
-        if setting.models != models:
-            continue
-        for prompt, run in zip(tuning.decoded_prompts, way.runs(), strict=True):
-            reference = references.get(prompt.tobytes())
-            if reference:
-                total += 1
-                difference = text_quality.first_difference(reference, run.tokens)
-                found += [difference] if difference else []
+    for contest in (tuning.choosing, tuning.afresh):
+        for way in (way for setting, way in contest.ways.items() if setting.models == models):
+            for prompt, run in zip(contest.prompts, way.runs(), strict=True):
+                reference = references.get(prompt.tobytes())
+                if reference:
+                    total += 1
+                    difference = text_quality.first_difference(reference, run.tokens)
+                    found += [difference] if difference else []
     if not total:
         return ""
     real = sum(margin > text_quality.NEAR_TIE for _, margin in found)
@@ -310,9 +417,12 @@ def _first_differences(tuning, models: PropertySet) -> str:
     )
 
 
-def _command(tuning, setting: Setting) -> list[str]:
-    """As a command, with --recommended and spelled out, and as Python."""
+def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
+    """As a command, with --recommended and spelled out, and as Python. Without a draft the command is that of
+    `sample_alone`, as no sample decodes alone with our engine or a scheduler."""
     main = str(tuning.arguments.main)
+    python = _python(main, setting)
+    setting = setting if setting.draft else sample_alone
     models = setting.models
     if not setting.draft:
         program, folders = "greedy_causal_lm.py", [main]
@@ -337,7 +447,7 @@ def _command(tuning, setting: Setting) -> list[str]:
         *([f"Run it: {shlex.join([*begin, '--recommended'])}"] if kept_beside else []),
         f"{'or' if kept_beside else 'Run it'}, spelled out: {shlex.join([*begin, *options])}",
         "In Python:",
-        *("    " + line for line in _python(main, setting)),
+        *("    " + line for line in python),
     ]
 
 
@@ -351,11 +461,13 @@ def _python(main: str, setting: Setting) -> list[str]:
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
     if setting.engine == "ours":
+        of_draft = f", {str(setting.draft)!r}, {models.draft_device!r}"
         return [
             "from openvino_genai import GenerationConfig",
             "from speculative import decoder",
-            f"engine = decoder.load({main!r}, {models.device!r}, {str(setting.draft)!r}, {models.draft_device!r}, "
-            f"{properties}, {draft_properties})",
+            f"engine = decoder.load({main!r}, {models.device!r}{of_draft}, {properties}, {draft_properties})"
+            if setting.draft
+            else f"engine = decoder.load({main!r}, {models.device!r}, properties={properties})",
             f"config = {config}",
             f"print(engine.generate({PROMPT!r}, config).text)",
         ]
@@ -389,27 +501,36 @@ def table(tuning) -> str:
         lines.append(f"{one.models!s:<58} {one.speedup:8.2f}x {one.alone:5.2f}x   {text}")
     for name, reason in tuning.failed.items():
         lines.append(f"{name:<58} failed: {reason}")
-    lines += ["", f"{'decoding':<76} tokens/s   speedup (range)"]
-    for one in sorted(figures(tuning), key=lambda one: -one.speedup):
+    lines += _decoding("decoding, by which it was chosen", figures(tuning))
+    lines += _decoding("the choice measured afresh", figures_of(tuning.afresh, tuning.baseline))
+    return "\n".join(lines)
+
+
+def _decoding(title: str, found: list[Figures]) -> list[str]:
+    """A table, the fastest first; no line where there are no figures."""
+    lines = ["", f"{title:<76} tokens/s   speedup (range)"] if found else []
+    for one in sorted(found, key=lambda one: -one.speedup):
         lines.append(
             f"{one.setting!s:<76} {statistics.median(one.throughputs):8.1f}   {one.speedup:.2f}x "
             f"({min(one.speedups):.2f}-{max(one.speedups):.2f})"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def rows(tuning) -> list[dict]:
-    """As in all result objects: the last ones."""
-    return [measuring.row(way, tuning.ways[tuning.baseline]) for way in tuning.ways.values()]
+    """As in all result objects: the last ones, measured afresh where they were."""
+    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
+    return [measuring.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
 def candidates(tuning) -> list[dict]:
     """All that was tried."""
     found = []
     last = {one.setting: one for one in figures(tuning)}
+    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
     for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
         is_set = isinstance(one.setting, PropertySet)
-        final = last.get(one.setting)
+        final = afresh.get(one.setting) or last.get(one.setting)
         settings = Setting(one.models, "ours").as_dict() if is_set else one.setting.as_dict()
         found.append(
             {
@@ -419,6 +540,7 @@ def candidates(tuning) -> list[dict]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
+                "measured_afresh": one.setting in afresh,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }

@@ -30,6 +30,7 @@ SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
 START = b"\0answers\0"  # behind what libraries print while they are imported
 LENGTH = struct.Struct("<Q")  # before each message
 RAISED = {kind.__name__: kind for kind in (RuntimeError, ValueError, KeyError, TypeError, MemoryError)}
+RAISABLE = tuple(RAISED.values())
 
 
 class WorkerProcess:
@@ -43,8 +44,14 @@ class WorkerProcess:
         self._child: subprocess.Popen | None = None
 
     def remember(self, name: str, *arguments) -> object:
-        self._remembered.append((name, *arguments))
-        return self.call(name, *arguments) if self._child else self._start()
+        """Call now and in every process started later. A call that raises here is not remembered."""
+        call = (name, *arguments)
+        self._remembered.append(call)
+        try:
+            return self._exchange(call) if self._child else self._start()
+        except RAISABLE:
+            self._remembered.pop()
+            raise
 
     def call(self, name: str, *arguments) -> object:
         if not self._child:
@@ -65,8 +72,12 @@ class WorkerProcess:
         self.started += 1
         threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
         answer = None
-        for call in self._remembered:
-            answer = self._exchange(call)
+        try:
+            for call in self._remembered:
+                answer = self._exchange(call)
+        except RAISABLE:  # without the calls behind it this process is not what the next call counts on
+            self.close()
+            raise
         return answer
 
     def _exchange(self, call: tuple) -> object:
@@ -137,7 +148,7 @@ def serve(functions: Callable[[str], Callable]) -> None:
         name, *arguments = waiting.get()
         try:
             answer = "", functions(name)(*arguments)
-        except tuple(RAISED.values()) as error:
+        except RAISABLE as error:
             kind = next(name for name, kind in RAISED.items() if isinstance(error, kind))
             answer = kind, " ".join(str(error).split())
         write(answers, answer)

@@ -139,14 +139,47 @@ def chi_square_p_value(seen: np.ndarray, probabilities: np.ndarray) -> float:
 
     The rarest cells are put together until each holds 10 expected draws, which the chi-square distribution needs.
     """
-    order = np.argsort(-probabilities)
+    order, starts = _cells_of_test(probabilities, int(seen.sum()))
     seen, expected = seen[order], probabilities[order] * seen.sum()
-    rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
-    kept = max(1, np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED)))
-    starts = np.arange(kept + 1) if kept < len(expected) else np.arange(kept)
     seen, expected = np.add.reduceat(seen, starts), np.add.reduceat(expected, starts)
     statistic = float(((seen - expected) ** 2 / expected).sum())
     return _chi_square_above(statistic, len(expected) - 1)
+
+
+def detectable_total_variation(cells: Cells, draws: int, alpha: float, power: float = 0.9) -> float | None:
+    """The total-variation distance from which on the test finds a wrong distribution, whichever it is: `draws` draws
+    then have a p-value below `alpha` with a chance of `power` or more. Between the cells of the test, that is: what
+    differs only within a cell, among the rarest sequences, is not seen. None: there is one cell, nothing is compared.
+
+    The test's noncentrality for draws from q is N sum (q - p)^2 / p, for a distance d at least 4 N d^2 (Cauchy-Schwarz;
+    as little where |q - p| is proportional to p).
+    """
+    degrees = len(_cells_of_test(np.array(list(cells.values())), draws)[1]) - 1
+    if not degrees:
+        return None
+    critical = _smallest(lambda x: _chi_square_above(x, degrees) <= alpha)
+    noncentrality = _smallest(lambda x: _noncentral_chi_square_above(critical, degrees, x) >= power)
+    return min(1.0, math.sqrt(noncentrality / (4 * draws)))
+
+
+def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cells [n] by falling probability, and where each cell of the test begins in that order."""
+    order = np.argsort(-probabilities)
+    expected = probabilities[order] * draws
+    rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
+    kept = max(1, np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED)))
+    return order, np.arange(kept + 1) if kept < len(expected) else np.arange(kept)
+
+
+def _smallest(holds: Callable[[float], bool]) -> float:
+    """The smallest positive number for which `holds`, which is true from there on."""
+    low, high = 0.0, 1.0
+    while not holds(high):
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def _chi_square_above(x: float, degrees: int) -> float:
@@ -162,6 +195,18 @@ def _chi_square_above(x: float, degrees: int) -> float:
     )
     tail = math.erfc(math.sqrt(half)) if degrees % 2 else 0.0
     return min(1.0, tail + math.fsum(terms))
+
+
+def _noncentral_chi_square_above(x: float, degrees: int, noncentrality: float) -> float:
+    """The chance of a noncentral chi-square variable to be `x` or more: a Poisson mixture of central ones, of which
+    each follows from the one with two degrees of freedom less (Abramowitz and Stegun 1964, 26.4.25 and 26.4.8)."""
+    half, mean = x / 2, noncentrality / 2
+    above, total = _chi_square_above(x, degrees), 0.0
+    for j in range(int(mean + 10 * math.sqrt(mean)) + 30):
+        total += above * math.exp(j * math.log(mean) - mean - math.lgamma(j + 1))
+        shape = degrees / 2 + j
+        above += math.exp(shape * math.log(half) - half - math.lgamma(shape + 1))
+    return min(1.0, total)
 
 
 def _log_choose(n: int, k: int) -> float:

@@ -8,7 +8,8 @@ Written by scripts/tune.py, taken by the samples with --recommended. In the file
 
 - `use_draft`, `reason`: whether the draft pays, and why, in one sentence; `sentences`: all that was found;
 - `best`: which of `settings` is fastest: "alone" (the main model), "GenAI" (its pipeline), "ours" (this project's
-  engine). Each has `device`, `properties`, `throughput`; those with a draft that pays also `draft_device`,
+  engine). "alone" is GenAI's pipeline, which the samples have, even where `sentences` names a faster way. Each has
+  `device`, `properties`, `throughput`; those with a draft that pays also `draft_device`,
   `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler`
   (of GenAI's SchedulerConfig), `speedup` and `speedup_range` over the main model alone with its defaults;
 - `main`, `draft`: the folder's name and the fingerprint of its weights; `measured_on`: versions and devices.

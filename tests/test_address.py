@@ -214,7 +214,9 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
     rows = {row["name"]: row["speedup"] for row in result["rows"]}
     alone = {name: speedup for name, speedup in rows.items() if name.startswith("GenAI, main alone, default")}
-    assert alone == {"GenAI, main alone, default properties": 1}  # not with what only a draft is told
+    schedulers = [name for name in alone if name.endswith("max_num_batched_tokens=2147483648")]
+    assert not any("draft: " in name for name in alone)  # not with what only a draft is told
+    assert {name: alone[name] for name in set(alone) - {*schedulers}} == {"GenAI, main alone, default properties": 1}
     kept = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert kept["measured_on"].keys() == {"openvino_genai", "CPU"}
     assert psutil.wait_procs([worker], timeout=PATIENCE)[1] == []

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from conftest import DRAFT, MAIN, ROOT
@@ -17,6 +18,7 @@ from waiting import PATIENCE, wait_until
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import device_cell
 import device_matrix
 from child_process import how_it_ended
 from device_matrix import Cell, Device, device_list
@@ -186,6 +188,52 @@ def test_a_pair_with_an_npu_goes_on_past_the_end_of_the_text():
     assert len(pair.generate(genai_runs.inputs(ids), config).tokens[0]) < 60  # the day it is mended we know it
     run = genai_runs.generate(pair, genai_runs.inputs(ids), 60, 2)
     assert len(run.tokens) == sum(run.gained) + 1 == 60
+
+
+JOB = {
+    "main": str(DRAFT),
+    "draft": str(DRAFT),
+    **{f"{role}_device": "CPU" for role in ("main", "draft")},
+    **{f"{role}_properties": EXACT for role in ("main", "draft")},
+    "draft_lengths": [2, 4],
+    "max_new_tokens": 8,
+}
+
+
+def count_tokens(model):
+    """A list that grows by the number of tokens of each inference of `model`."""
+    counts, run = [], model.backend.run
+    model.backend.run = lambda start, tokens, last: (counts.append(len(tokens)), run(start, tokens, last))[1]
+    return counts
+
+
+def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
+    """Else the time to the first token with a draft would be that of one token: alone has just read the prompt."""
+    engines = []
+    load = device_cell.decoder.load
+    monkeypatch.setattr(device_cell.decoder, "load", lambda *given: engines.append(load(*given)) or engines[-1])
+    ways = device_cell._own_ways(JOB)
+    read = [count_tokens(model) for model in (engines[0].main, engines[0].draft.model)]
+    ids = np.arange(300) * 7919 % 4000
+    for way in (*ways, *ways):
+        way.decode(ids)
+        mains, drafts = ([lengths.pop(0) for _ in range(len(lengths))] for lengths in read)
+        assert mains[0] == 300 and (drafts[0] >= 300 if way.draft_length else not drafts), way.name
+
+
+def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
+    """GenAI does not tell what it found in its cache: what is looked at is what its pipelines are loaded with."""
+    given = []
+    load = genai_runs.load
+    monkeypatch.setattr(genai_runs, "load", lambda *arguments: given.append(arguments) or load(*arguments))
+    ways = device_cell._genai_ways(JOB)
+    assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
+    assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
+    assert [draft for _, _, draft, *_ in given] == [None, str(DRAFT)]
+    for _, _, _, _, properties, draft_properties in given:
+        assert properties["scheduler_config"].enable_prefix_caching is False
+        assert properties["EXECUTION_MODE_HINT"] == "ACCURACY" and "scheduler_config" not in draft_properties
+    assert device_cell._without_prefix_cache(EXACT, "CPUNPU") == EXACT
 
 
 @posix

@@ -23,6 +23,8 @@ def test_smoke_passes_on_the_embedded_pair(run):
     assert (process.returncode, result["ok"], result["problems"]) == (0, True, [])
     assert process.stdout.count("\n") == 1 and process.stderr == ""
     assert 1 < result["block_efficiency"] <= 5 and result["streamed_pieces"] > 3
+    assert 1 < result["engine"]["block_efficiency"] <= 5 and result["engine"]["streamed_pieces"] > 3
+    assert result["engine"]["acceptance_rate"] == pytest.approx(result["acceptance_rate"], abs=0.05)
 
 
 def test_smoke_fails_below_the_acceptance_floor(run):
@@ -35,7 +37,36 @@ def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run):
     process = run("scripts/smoke.py", MAIN, MAIN, "--prompt", "def area(", "--min-acceptance", "1", "-k", "3")
     result = last_line(process)
     assert process.returncode == 0, process.stdout
-    assert result["acceptance_rate"] == 1.0 and result["draft_length"] == 3
+    assert result["acceptance_rate"] == result["engine"]["acceptance_rate"] == 1.0 and result["draft_length"] == 3
+
+
+BROKEN = {  # a line of Python that breaks this project's engine, and what smoke.py says of it
+    "accepts everything": (
+        "import speculative.growing_text as g, speculative.rejection_sampling as r; "
+        "g.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))",
+        "this engine: the text after 'def read_notes(path):' differs from the main model's own at new token",
+    ),
+    "loses what it streams": (
+        "import speculative.recording as r; take = r.Recording.take; "
+        "r.Recording.take = lambda self, step: (take(self, step)[0], '')",
+        "this engine: the text streamed after 'def read_notes(path):' is not the text returned",
+    ),
+    "does not load": (
+        "import speculative.decoder as d; d.load = lambda *_: (_ for _ in ()).throw(RuntimeError('planted'))",
+        "planted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("plant", "problem"), BROKEN.values(), ids=BROKEN)
+def test_smoke_fails_with_a_broken_engine_whatever_genai_does(plant, problem):
+    start = f"import runpy, sys; sys.path[:0] = ['.', 'scripts']; {plant}; "
+    start += "runpy.run_path('scripts/smoke.py', run_name='__main__')"
+    command = [sys.executable, "-c", start, str(MAIN), str(DRAFT), "--prompt", "def read_notes(path):"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    result = last_line(process)
+    assert process.returncode == 1 and not result["ok"], process.stderr
+    assert len(result["problems"]) == 1 and result["problems"][0].startswith(problem)
 
 
 @pytest.mark.parametrize("program", ["scripts/smoke.py", "scripts/benchmark.py"])

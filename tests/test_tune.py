@@ -5,12 +5,14 @@ No test looks at a speed: whether a setting is fastest depends on the machine an
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,14 +24,19 @@ sys.path.append(str(ROOT / "scripts"))
 
 import text_quality
 import tune
+import tune_verdict
 from child_process import Failed
+from device_matrix import Device
 from device_places import Place
 from ray_cells import Machine
 from text_quality import Quality, ReferenceText
+from tune_settings import SCHEDULERS, Setting
 from tune_stages import Candidate, Tuning
 from worker_process import WorkerProcess
 
 from speculative import cached_model, recommendation
+from speculative.draft_length import Costs
+from speculative.genai_runs import Run
 
 PROMPT = "def read_file(path):"
 SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
@@ -225,6 +232,177 @@ def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
     assert tuning.best_alone(found[:2]) == tuning.best_alone(found, above=1.2) == tuning.default
 
 
+# ---- the verdict, on made-up figures --------------------------------------------------------------------------------
+
+GROUP = (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 256),)
+SCHEDULER = SCHEDULERS[0]
+
+
+def made_up(choosing, afresh=None, gained=4):
+    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured afresh.
+    An inference of the main model yields `gained` tokens with the draft."""
+    arguments = SimpleNamespace(
+        main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
+    )
+    arguments.max_new_tokens = 60
+    here = Place({"CPU": Device("CPU", "a processor")}, None, ["1"], machine=Machine("here", [], None))
+    tuning = Tuning(arguments, [], [here])
+    tuning.clock.bar.close()
+    tuning.alpha[DRAFT] = 0.8
+    for models in (tuning.default, tuning.default.with_properties(GROUP)):
+        tuning.costs[models, DRAFT] = Costs(0.1, {1: 1.0, 2: 1.1, 6: 1.2})
+    for contest, found in ((tuning.choosing, choosing), (tuning.afresh, afresh or {})):
+        for (engine, k, *more), throughputs in found.items():
+            properties, scheduler = (*more, (), ())[:2]
+            models = tuning.default.with_properties(properties)
+            setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
+            way = contest.ways[setting] = tuning.way(setting)
+            way.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
+        contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
+    return tuning
+
+
+def made_up_run(throughput, k, gained):
+    n = 60 // gained
+    return Run([1] * (n * gained + 1), [k] * n, [gained] * n, 1.0, 1.0 + n * gained / throughput)
+
+
+ALONE, OURS_ALONE, SCHEDULED_ALONE = ("GenAI", 0), ("ours", 0), ("GenAI", 0, (), SCHEDULER)
+USUAL, OURS = ("GenAI", 5), ("ours", 4)
+WINS = {  # tokens/s by round; the draft has to be recommended, at what it gains over the fastest without one
+    "over GenAI, the fastest alone": ({ALONE: [20, 21], OURS_ALONE: [19, 20], USUAL: [40, 40], OURS: [50, 51]}, 2.46),
+    "over our engine, the fastest alone": (
+        {ALONE: [20, 20], OURS_ALONE: [25, 25], USUAL: [26, 26], OURS: [30, 30]},
+        1.2,
+    ),
+    "over another scheduler": (
+        {ALONE: [20, 20], SCHEDULED_ALONE: [24, 24], OURS_ALONE: [21, 21], OURS: [30, 30]},
+        1.25,
+    ),
+    "a little in every round": ({ALONE: [20, 20, 20], OURS: [21.6, 21.2, 20.2]}, 1.06),
+}
+LOSES = {
+    "slower": {ALONE: [20, 20], OURS_ALONE: [19, 19], USUAL: [12, 12], OURS: [15, 15]},
+    "a tie": {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20, 20]},
+    "only our engine gains": {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [19, 19], OURS: [21.5, 21.5]},
+    "only the scheduler gains": {ALONE: [20, 20], SCHEDULED_ALONE: [30, 30], USUAL: [25, 25], OURS: [30.5, 30.5]},
+    "less than is worth it": {ALONE: [20, 20, 20], OURS: [20.8, 20.8, 20.8]},
+    "not in the worst round": {ALONE: [20, 20, 20], OURS: [30, 30, 19.5]},
+}
+
+
+@pytest.mark.parametrize(("figures", "gain"), WINS.values(), ids=WINS)
+def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
+    verdict = tune_verdict.judge(made_up(figures, figures))
+    found = verdict.as_dict()
+    assert found["use_draft"] and found["best"] == "ours" and found["settings"]["ours"]["num_assistant_tokens"] == 4
+    assert verdict.choice.draft == DRAFT and verdict.sentences[0].startswith("Use this draft: ours, K = 4,")
+    said = next((line for line in verdict.sentences if line.startswith("Over the fastest way without")), None)
+    if said:
+        assert float(re.search(r"it is ([\d.]+)x", said)[1]) == pytest.approx(gain, abs=0.006)
+        assert str(tune_verdict.choose(made_up(figures)).alone.setting) in said
+    else:  # what it decodes with its defaults is the fastest alone
+        assert re.search(rf" {gain:.2f}x \([^)]*\) the main model alone with its defaults", verdict.sentences[0])
+    assert "Why: " in verdict.reason and verdict.reason in verdict.sentences
+    assert found["settings"]["alone"].get("scheduler") is None  # samples/greedy_causal_lm.py has no such option
+
+
+@pytest.mark.parametrize("figures", LOSES.values(), ids=LOSES)
+def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
+    verdict = tune_verdict.judge(made_up(figures, figures))
+    found = verdict.as_dict()
+    assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
+    assert verdict.choice.draft is None and verdict.sentences[0] == verdict.reason
+    assert verdict.reason.startswith("Do not use this draft, because even at its best it gains too little")
+    fastest = max(figures, key=lambda way: figures[way][0] if not way[1] else 0)
+    assert (verdict.choice.engine, verdict.choice.scheduler) == (fastest[0], (*fastest, (), ())[3])
+
+
+def test_a_draft_without_accepted_tokens_gains_no_time_whatever_the_clock_says():
+    figures = {ALONE: [20, 20], OURS: [30, 30]}
+    verdict = tune_verdict.judge(made_up(figures, figures, gained=1))
+    assert not verdict.as_dict()["use_draft"] and "hardly any of its tokens is accepted" in verdict.reason
+
+
+def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does():
+    figures = {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [22.5, 22.5], OURS: [40, 40]}
+    assert set(tune_verdict.judge(made_up(figures, figures)).settings) == {"alone", "ours"}
+
+
+def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
+    """Of settings that are all as fast as the main model alone, the luckiest: measured again it gains nothing."""
+    lucky = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [23, 23]}
+    sober = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20.1, 19.9]}
+    assert tune_verdict.judge(made_up(lucky)).as_dict()["use_draft"]
+    verdict = tune_verdict.judge(made_up(lucky, sober))
+    assert not verdict.as_dict()["use_draft"] and "K = 4, default properties decodes at 1.00x" in verdict.reason
+
+    better = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [33, 35]}
+    luckier = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [50, 50]}
+    verdict = tune_verdict.judge(made_up(luckier, better))
+    kept = verdict.as_dict()["settings"]["ours"]
+    assert [kept["throughput"], kept["speedup"], *kept["speedup_range"]] == pytest.approx([34, 1.7, 1.65, 1.75])
+    assert "34.0 tokens/s" in verdict.sentences[0] and "measured after it was chosen" in verdict.sentences[0]
+    unmeasured = tune_verdict.judge(made_up(luckier))
+    assert "50.0 tokens/s" in unmeasured.sentences[0] and "which flatter it" in unmeasured.sentences[0]
+    table = tune_verdict.table(made_up(luckier, better))
+    assert "1.70x (1.65-1.75)" in table.partition("the choice measured afresh")[2]
+
+
+def test_what_is_reported_is_measured_afresh_and_no_more():
+    figures = {
+        ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], ("GenAI", 8): [29, 29],
+        ("ours", 4, GROUP): [50, 50], ("GenAI", 5, GROUP): [40, 40], ("GenAI", 7, GROUP): [41, 41],
+    }  # fmt: skip
+    tuning = made_up(figures)
+    wanted = {str(setting) for setting in tune_verdict.to_measure_afresh(tuning)}
+    group = "DYNAMIC_QUANTIZATION_GROUP_SIZE=256"
+    assert wanted == {
+        "GenAI, main alone, default properties", "ours, main alone, default properties",
+        f"ours, K = 4, {group}", f"GenAI, K = 7, {group}", f"GenAI, K = 5, {group}", "GenAI, K = 5, default properties",
+    }  # fmt: skip
+    tuning.failed[f"ours, K = 4, {group}"] = "its process was killed"
+    assert tune_verdict.choose(tuning).drafted.throughputs == pytest.approx([41, 41])
+
+
+def test_of_settings_as_fast_as_each_other_the_one_with_the_fewest_properties_is_taken():
+    figures = {ALONE: [20, 20], ("ours", 4, GROUP): [50.2, 50.2], OURS: [50, 50]}
+    assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([50, 50])
+    figures[("ours", 4, GROUP)] = [51, 51]
+    assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([51, 51])
+
+
+def test_the_lines_of_python_of_our_engine_alone_decode():
+    figures = {ALONE: [20, 20], OURS_ALONE: [30, 30], OURS: [20, 20]}
+    verdict = tune_verdict.judge(made_up(figures, figures))
+    said = (
+        "The fastest way without a draft, ours, main alone, default properties, is in Python below: 1.50x (1.50-1.50)"
+    )
+    assert any(line.startswith(f"{said} samples/greedy_causal_lm.py") for line in verdict.sentences)
+    assert any("samples/greedy_causal_lm.py" in line and "spelled out" in line for line in verdict.sentences)
+    program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
+    assert "draft" not in program
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0 and len(done.stdout) > 20, done.stderr
+
+
+def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end():
+    tuning = made_up({ALONE: [20, 20], OURS: [30, 30]})
+    models = tuning.default.with_properties(GROUP)
+    tuning.fastest, tuning.fastest_alone, tuning.k = [tuning.default], models, 4
+    alone = {
+        Setting(models, "GenAI"),
+        Setting(models, "ours"),
+        *(Setting(models, "GenAI", scheduler=one) for one in SCHEDULERS),
+    }
+    tuning.clock.begin -= 3600  # no time is left for what may be left out
+    tuning.lengths = lambda *_: [4]
+    assert alone <= set(tuning.settings())
+    for setting in (*alone, Setting(tuning.default, "ours", DRAFT, 4)):
+        tuning.candidates[setting] = Candidate(setting, 1.0, throughput=20.0)
+    assert {tuning.baseline, *alone} <= set(tuning.finalists())
+
+
 CRASHES = """
 import os, signal, sys
 sys.path.insert(0, "scripts")
@@ -291,6 +469,45 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     child = psutil.Process().children()[-1]
     worker.close()
     assert not child.is_running()
+
+
+def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
+    """Where a remembered call raises in a new process, that one is not used: the next call begins another."""
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        "import worker_process\n"
+        "kept = []\n"
+        "def keep(name):\n"
+        "    if Path(name).exists():\n"
+        "        raise ValueError(f'{name} is in the way')\n"
+        "    kept.append(name)\n"
+        "functions = {'keep': keep, 'all': lambda: kept, 'end': lambda: os._exit(3)}\n"
+        "worker_process.serve(functions.__getitem__)\n",
+        encoding="utf-8",
+    )
+    one, two, refused = (str(tmp_path / name) for name in ("one", "two", "worker.py"))
+    worker = WorkerProcess([sys.executable, str(program)])
+    try:
+        with pytest.raises(ValueError, match="in the way"):
+            worker.remember("keep", refused)
+        worker.remember("keep", one)
+        worker.remember("keep", two)
+        with pytest.raises(ValueError, match="in the way"):
+            worker.remember("keep", refused)
+        assert worker.call("all") == [one, two]
+        with pytest.raises(Failed):
+            worker.call("end")
+        Path(one).touch()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="in the way"):
+                worker.call("all")
+        Path(one).unlink()
+        assert worker.call("all") == [one, two]
+    finally:
+        worker.close()
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
@@ -451,9 +668,29 @@ def test_default_properties_fit_and_another_model_does_not(exact):
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)
 
 
+def test_a_reference_text_is_small_however_large_the_vocabulary_and_judges_as_whole_logits_do():
+    random = np.random.default_rng(0)
+    ids = np.arange(16)
+    by_rank = -1.6 * np.log(np.arange(1, 151_937))  # the likeliest 1,024 tokens have 98 % of the probability
+    logits = np.array([random.permutation(by_rank) for _ in ids], np.float32)
+    tokens = logits.argmax(axis=1)
+    reference = ReferenceText.of(ids, tokens, logits)
+    assert len(pickle.dumps(reference)) < logits.nbytes / 40
+
+    other = (logits + 0.2 * random.standard_normal(logits.shape)).astype(np.float32)
+    model = SimpleNamespace(logits=lambda text, last: other[len(text) - 15 - last : len(text) - 15])
+    p, q = (text_quality._log_softmax(one) for one in (logits, other))
+    whole = float((np.exp(p) * (p - q)).sum(axis=1).mean())
+    assert text_quality.judge(model, [reference]).mean_kl == pytest.approx(whole, rel=0.05) and whole > 0.001
+
+    second = int(reference.likeliest[0, 1])
+    assert reference.margin(0, second) == pytest.approx(float(logits[0].max() - logits[0, second]), abs=1e-4)
+    assert reference.margin(0, int(logits[0].argmin())) > reference.margin(0, second)
+
+
 def test_a_near_tie_is_no_real_difference():
     logits = np.array([[0, 1.0, 0.8, -3], [2.0, 0, 0, -3]])
-    reference = ReferenceText(np.array([7]), np.array([1, 0]), logits)
+    reference = ReferenceText.of(np.array([7]), np.array([1, 0]), logits)
     assert text_quality.first_difference(reference, [2, 0]) == (0, pytest.approx(0.2))
     assert text_quality.first_difference(reference, [1, 2]) == (1, 2.0)
     assert text_quality.first_difference(reference, [1]) is None
