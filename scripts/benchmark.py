@@ -23,6 +23,7 @@ import argparse
 import signal
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
@@ -111,25 +112,33 @@ def starts(arguments: argparse.Namespace) -> list[dict]:
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:
     """What to compare, by processes: the main model alone first, our engine last where it is among them."""
-    ks, paths, lookup = arguments.num_assistant_tokens, arguments.paths, f"lookup {LOOKUP}"
-
-    def genai(name: str, *ways: tuple, draft: bool = False, lookup: bool = False, alone: bool = False) -> Job:
-        """`alone`: the draft itself, without a main model."""
-        folder, device = (arguments.draft, arguments.draft_device) if alone else (arguments.main, arguments.device)
-        with_draft = (arguments.draft, arguments.draft_device) if draft else (None, "")
-        return _job(arguments, name, "GenAI", folder, device, *with_draft, ways, lookup)
-
-    found = [genai("GenAI, main alone", ("GenAI, main alone", 0, 0.0))]
+    ks, paths = arguments.num_assistant_tokens, arguments.paths
+    alone = Job(
+        name="GenAI, main alone",
+        engine="GenAI",
+        main=arguments.main,
+        device=arguments.device,
+        draft=None,
+        draft_device="",
+        properties=dict(arguments.property),
+        max_new_tokens=arguments.max_new_tokens,
+        ways=(("GenAI, main alone", 0, 0.0),),
+        keep_caches=bool(arguments.context),
+        huge_pages=arguments.huge_pages,
+    )
+    pair = replace(alone, name="GenAI with the draft", draft=arguments.draft, draft_device=arguments.draft_device)
+    found = [alone]
     if "draft" in paths:
-        found.append(genai("GenAI, draft alone", ("GenAI, draft alone", 0, 0.0), alone=True))
+        name = "GenAI, draft alone"
+        draft = (arguments.draft, arguments.draft_device)
+        found.append(replace(alone, name=name, main=draft[0], device=draft[1], ways=((name, 0, 0.0),)))
     if "genai" in paths:
-        found.append(genai("GenAI with the draft", *((f"GenAI, K = {k}", k, 0.0) for k in ks), draft=True))
+        found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:
-        found.append(genai("GenAI, prompt lookup", ("GenAI, prompt lookup", lookup, 0.0), lookup=True))
-    ours = list(our_ways(ks, paths, arguments.temperature))
-    if ours:
-        pair = (arguments.main, arguments.device, arguments.draft, arguments.draft_device)
-        found.append(_job(arguments, "ours with the draft", "ours", *pair, ours))
+        name = "GenAI, prompt lookup"
+        found.append(replace(alone, name=name, lookup=True, ways=((name, f"lookup {LOOKUP}", 0.0),)))
+    if ours := tuple(our_ways(ks, paths, arguments.temperature)):
+        found.append(replace(pair, name="ours with the draft", engine="ours", ways=ours))
     return found
 
 
@@ -146,23 +155,6 @@ def our_ways(ks: list[int], paths: list[str], temperature: float):
             yield f"{kind}, adaptive", "adaptive", t
         if path == "engine" and "lookup" in paths:
             yield "ours, prompt lookup", f"lookup {LOOKUP}", 0.0
-
-
-def _job(arguments, name, engine, main, device, draft, draft_device, ways, lookup=False) -> Job:
-    return Job(
-        name,
-        engine,
-        main,
-        device,
-        draft,
-        draft_device,
-        dict(arguments.property),
-        arguments.max_new_tokens,
-        tuple(ways),
-        lookup,
-        keep_caches=bool(arguments.context),
-        huge_pages=arguments.huge_pages,
-    )
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,6 +97,16 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture
+def kept_signals():
+    """Programs set SIGINT and SIGPIPE when they are imported: a test that imports one leaves both as they were."""
+    names = [name for name in ("SIGINT", "SIGPIPE") if hasattr(signal, name)]
+    usual = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    yield
+    for number, handler in usual.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

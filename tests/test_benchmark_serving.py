@@ -71,6 +71,21 @@ def test_both_engines_get_the_same_prompts(measured):
     assert all(one["same_text"] == one["texts"] > 0 for one in engines)
 
 
+def test_genai_alone_has_its_default_scheduler(monkeypatch):
+    """Only with a draft does it need prompts that are not split."""
+    import batching_ways
+    from openvino_genai import SchedulerConfig
+
+    made = []
+    monkeypatch.setattr(batching_ways, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
+    batching_ways.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
+    batching_ways.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
+    names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
+    alone, draft = ([getattr(config, name) for name in names] for config in made)
+    assert alone == [getattr(SchedulerConfig(), name) for name in names]
+    assert draft[0] is False and draft[1] > alone[1] and draft[2:] == alone[2:]
+
+
 def test_memory_is_told_for_each_choice(measured):
     program, printed, _ = measured
     if program == SERVING:

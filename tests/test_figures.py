@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import figures
 import gains_table
 
+pytestmark = pytest.mark.usefixtures("kept_signals")
 SMALL = "-k 2 --max-prompts 2 --max-new-tokens 8 --rounds 1 --starts 1 --paths genai,engine,sampled --no-starts"
 MACHINE = dict.fromkeys(figures.MACHINE, "x") | {"date": "2026-11-22 10:00 UTC"}
 
