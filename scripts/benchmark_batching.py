@@ -103,7 +103,7 @@ def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
 def measure(
     processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
 ) -> tuple[bool, list[dict]]:
-    """Whether all rounds were measured, and the memory of each process at the end of the first start.
+    """Whether all rounds were measured, and the memory of each process at the end of the first start, if it had one.
 
     Raises KeyboardInterrupt where there is no full round.
     """
@@ -113,10 +113,9 @@ def measure(
             for start in range(arguments.starts):
                 for process in shuffled(processes, start):
                     process.start()
-                complete = take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds)
+                if not take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds):
+                    return False, memory  # the process that was interrupted is gone
                 memory = memory or [process.memory() for process in processes]
-                if not complete:
-                    return False, memory
     except KeyboardInterrupt:
         if not memory:
             raise

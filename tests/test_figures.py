@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,12 @@ def test_the_pages_show_what_is_kept():
         text = page.read_text(encoding="utf-8")
         assert figures.rendered(text, kept) == text, page
     assert not set(kept) - set(figures.FIGURES)
+
+
+def test_linked_files_exist():
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
 
 
 def test_every_figure_is_shown_and_no_other():
