@@ -3,15 +3,29 @@
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TESTS ?=# some files only: make test-fresh TESTS=tests/test_serve_cluster.py
 
-.PHONY: demo test smoke lint figures clean
+.PHONY: demo test test-fast test-fresh test-samples smoke lint figures clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run-installed
 	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-test: .venv/all-installed lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: lint
+	$(PYTEST) $(TESTS)
+
+# About a minute: without exports, Ray, a browser and what takes long.
+test-fast: .venv/all-installed
+	$(PYTEST) -m "not slow and not ray and not export and not browser" $(TESTS)
+
+# Everything, with an empty /tmp and an empty HOME.
+test-fresh: lint
+	.ci/fresh $(PYTEST) $(TESTS)
+
+# What samples do, on systems without Ray's clusters and POSIX shells, too.
+test-samples: .venv/all-installed
+	$(PYTEST) tests/test_samples.py tests/test_sampling_samples.py tests/test_sample_errors.py tests/test_processes.py
 
 smoke: .venv/run-installed
 	$(PY) scripts/smoke.py
@@ -28,7 +42,7 @@ figures: .venv/all-installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-run.txt
 	@touch $@
 
-.venv/all-installed: requirements.txt requirements-run.txt requirements-export.txt requirements-dev.txt
+.venv/all-installed: requirements.txt requirements-run.txt requirements-serve.txt requirements-export.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@

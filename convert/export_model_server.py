@@ -44,8 +44,10 @@ from convert.model_server_settings import (  # noqa: E402
     greedy_by_default,
     settings,
 )
+from convert.work_folder import recover  # noqa: E402
 from speculative import model_facts  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
+from speculative.processes import end_with_reader, utf8_output  # noqa: E402
 
 CONFIG_SCHEMA = Path(__file__).with_name("model_server_config.json")
 IMAGE = f"openvino/model_server:{SERVER}"
@@ -53,8 +55,7 @@ IMAGE = f"openvino/model_server:{SERVER}"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+    utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         export(options)
@@ -116,7 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.name = options.name or options.pair.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
-        parser.error(f"{options.name!r} is no name for a served model; give --name with letters, digits, . _ -")
+        parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
     if options.draft_length is not None and options.draft_length < 1:
         parser.error(f"-k {options.draft_length} drafts nothing; give 1 or more")
     for given in options.property:
@@ -141,6 +142,7 @@ def port(text: str) -> int:
 def export(options: argparse.Namespace) -> None:
     """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
     main, draft = options.pair / "main", options.pair / "draft"
+    recover(options.out.resolve())
     refuse_occupied(options.out, options.overwrite)
     if not main.is_dir() or not draft.is_dir():
         raise ConvertError(
@@ -177,7 +179,7 @@ def export(options: argparse.Namespace) -> None:
     if not guide.chat:
         serving.notes.append("The model has no chat template: ask it for completions, not for chat.")
     if options.bind != "127.0.0.1":
-        serving.notes.append(f"On {options.bind} the server asks nobody for a key: let only those who may reach it.")
+        serving.notes.append(f"On {options.bind} the server has no authentication: let only trusted clients reach it.")
 
     with new_repository(guide.folder, options.overwrite) as folder:
         served = folder / options.name
@@ -220,7 +222,6 @@ def report(options: argparse.Namespace, guide: Guide) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly; the folder is complete before anything is printed
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    end_with_reader()  # the folder is complete before anything is printed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are tidied
     sys.exit(main())

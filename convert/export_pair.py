@@ -14,6 +14,7 @@ half-written ever looks usable, and the same command run again goes on where the
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import shlex
 import shutil
@@ -23,13 +24,17 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from convert import optimum_cli, source  # noqa: E402
+from convert import group_size, optimum_cli, source  # noqa: E402
 from convert.errors import ConvertError  # noqa: E402
 from convert.pair_folder import HALVES, PairFolder, folder_bytes  # noqa: E402
 from speculative.pair_check import PairCheck, check_pair  # noqa: E402
+from speculative.processes import utf8_output  # noqa: E402
 
 BYTES_ORDER = ("int4", "mxfp4", "nf4", "cb4", "int8", "fp16", "fp32")
 EXPORT_PACKAGES = ("optimum", "optimum-intel", "transformers", "torch", "nncf")
@@ -38,8 +43,7 @@ RUN_PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+    utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.list:
@@ -48,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             export_pair(options)
         return 0
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it ended", file=sys.stderr)
+        print("\ninterrupted; run the same command again to resume", file=sys.stderr)
         return 130
     except ConvertError as error:
         if options.debug:
@@ -98,9 +102,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--for", dest="device", choices=["NPU"], help="add what this device needs of the weights (and say so)")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the models, with your rights")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the models, with your permissions",
+    )
     add("--dry-run", action="store_true", help="print the commands and stop")
     add("--force", action="store_true", help="export again what is complete already")
+    add("--overwrite", action="store_true", help="replace models in OUT_DIR that were made by hand or of other sources")
     add("--verbose", action="store_true", help="show optimum-cli's own output, otherwise kept in OUT_DIR/*.log")
     add("--debug", action="store_true", help="show stack traces")
     options = parser.parse_intermixed_args(own)
@@ -175,13 +184,14 @@ def print_known_pairs() -> None:
 def export_pair(options: argparse.Namespace) -> None:
     """Make the pair: open both sources, check what can be checked, export each half, check the pair, install it."""
     if options.trust_remote_code:
-        print("--trust-remote-code: Python code that comes with these models will run here, with your rights")
+        print("--trust-remote-code: Python code that comes with these models will run with your permissions")
     if options.dry_run:
         print_commands(options)
         return
     folder = PairFolder(options.out_dir)
-    folder.prepare()
+    folder.open()
     try:
+        folder.refuse_foreign({"main": options.main, "draft": options.draft}, options.overwrite)
         sources = {
             "main": source.open_source(options.main, options.revision),
             "draft": source.open_source(options.draft, options.draft_revision),
@@ -202,9 +212,9 @@ def export_pair(options: argparse.Namespace) -> None:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
         refuse_unsound(check, "after exporting")
         if folder.has_new_halves():
-            folder.install({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
+            folder.install_pair({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
     finally:
-        folder.clean()
+        folder.close()
     total = folder_bytes(options.out_dir / "main") + folder_bytes(options.out_dir / "draft")
     print(f"done: {options.out_dir}/main, {options.out_dir}/draft, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
     sample = "samples/speculative_decoding_lm.py"
@@ -235,12 +245,21 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         if half == "main"
         else (options.draft_weight_format, options.draft_args)
     )
+    added, sentences = [], []
     if options.device == "NPU":
         given = options.main if half == "main" else options.draft
         parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(given)
-        added, sentence = optimum_cli.npu_arguments(weight_format, parameters, extra)
-        print(f"# {half} {sentence}" if options.dry_run else f"{half} {sentence}")
-        extra = [*added, *extra]
+        channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
+        added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
+        sentences.append(sentence)
+    if model and weight_format in group_size.GROUPED and "--quant-mode" not in extra:
+        size, sentence = group_size.choose(model.folder, [*added, *extra])
+        if size and (extra or not optimum_cli.has_recipe(model.given)):
+            added = [*added, "--group-size", str(size)]
+            sentences.append(sentence)
+    for sentence in sentences:
+        print(f"{'# ' if options.dry_run else ''}{half} {sentence}")
+    extra = [*added, *extra]
     if "--quant-mode" in extra:  # excludes --weight-format
         weight_format = None
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
@@ -351,5 +370,6 @@ def now() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
     sys.exit(main())

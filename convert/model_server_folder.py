@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from convert.errors import ConvertError
+from convert.work_folder import replacement
 
 PIECE = 1 << 22  # bytes copied at a time
 
@@ -22,7 +22,7 @@ def refuse_occupied(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not _is_repository(target):
-        raise ConvertError(f"{target} holds other things than a repository of this program; choose another OUT", 2)
+        raise ConvertError(f"{target} holds files that this program did not make; choose another OUT", 2)
     if not overwrite:
         raise ConvertError(f"{target} is a model repository already; --overwrite makes it again", 2)
 
@@ -33,28 +33,14 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
 
     Raises ConvertError as refuse_occupied does, or where the disk does not take it.
     """
-    refuse_occupied(target, overwrite)
-    work = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        (work / "new").mkdir()
-        yield work / "new"
-        if target.exists():
-            target.rename(work / "old")
-        try:
-            (work / "new").rename(target)
-        except BaseException:
-            if (work / "old").exists():
-                (work / "old").rename(target)
-            raise
+        with replacement(target) as folder:
+            refuse_occupied(target, overwrite)
+            yield folder
     except OSError as error:
         raise ConvertError(
             f"{target} cannot be written ({error.strerror or error}); make room, or choose another OUT"
         ) from error
-    finally:
-        if work:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def place_model(source: Path, target: Path, copy: bool) -> str:

@@ -86,7 +86,7 @@ def shown(properties: dict[str, object]) -> str:
 
 def recommended(file: Path, main: Path, draft: Path) -> Serving:
     """What scripts/tune.py found best of what this server can do: GenAI with the draft, or the main model alone."""
-    instead = "or leave it unread with --ignore-recommendation"
+    instead = "or ignore it with --ignore-recommendation"
     try:
         content = recommendation.read(file)
     except ValueError as error:
@@ -96,7 +96,9 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
         serving = _as_found(content, file.name)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConvertError(f"{file} is not what scripts/tune.py writes ({what}); make it anew, {instead}") from None
+        raise ConvertError(
+            f"{file} is not what scripts/tune.py writes ({what}); run scripts/tune.py again, {instead}"
+        ) from None
     for half, folder in (("main", main), ("draft", draft)):
         if recommendation.fingerprint(folder) != fingerprints[half]:
             raise ConvertError(

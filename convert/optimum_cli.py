@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from convert.errors import ConvertError
+from speculative.processes import kill_group, own_group, terminate_group
 
 TASK = "text-generation-with-past"  # cannot be inferred from a local folder
 LAST_LINES = 12  # of the log, shown when an export fails
@@ -31,10 +32,10 @@ def command(model: str, arguments: list[str], output: str) -> list[str]:
     return ["optimum-cli", "export", "openvino", "--model", model, *arguments, output]
 
 
-def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tuple[list[str], str]:
+def npu_arguments(weight_format: str, parameters: int, channel_wise: bool, given: list[str]) -> tuple[list[str], str]:
     """What an NPU needs of the weights, less what the user gives, and one sentence that says so.
 
-    Symmetric integers always; in int4 channel-wise groups above about 4 B parameters, groups of 128 below
+    Symmetric integers always; in int4 channel-wise groups (as above about 4 B parameters), or groups of 128
     (openvino#34450).
     """
     if weight_format == "fp16":
@@ -42,13 +43,22 @@ def npu_arguments(weight_format: str, parameters: int, given: list[str]) -> tupl
     if weight_format == "int8":
         needed = {"--sym": []}
     elif weight_format == "int4":
-        needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if parameters > 4e9 else "128"]}
+        needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if channel_wise else "128"]}
     else:
         raise ConvertError(f"the NPU takes no {weight_format} weights; choose int4, int8 or fp16", 2)
     added = [part for option, value in needed.items() if option not in given for part in (option, *value)]
     kept = [option for option in needed if option in given]
     sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.2g} B parameters)"
     return added, sentence + (f", your own {' '.join(kept)} kept" if kept else "")
+
+
+def has_recipe(model: str) -> bool:
+    """Whether optimum-cli has int4 settings of its own for this hub id or folder name, used where none are given."""
+    try:
+        from optimum.intel.openvino.configuration import get_default_quantization_config
+    except ImportError:
+        return False
+    return get_default_quantization_config(model, "int4") is not None
 
 
 def expected_bytes(parameters: int, source_bytes: int, weight_format: str | None) -> int:
@@ -79,9 +89,6 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     if not _needs_hub(typed):
         environment["HF_HUB_OFFLINE"] = "1"  # all files are local by now: no waiting for a hub out of reach
-    own_group = (
-        {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
-    )
     arrived = []  # Ctrl-C while the child is being started: held back until it is known, so that it can be ended
     handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
     child = None
@@ -93,7 +100,7 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
                 stdout=None if verbose else file,
                 stderr=None if verbose else subprocess.STDOUT,
                 env=environment,
-                **own_group,
+                **own_group(),
             )
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -134,16 +141,13 @@ def _wait(child: subprocess.Popen, quiet: bool) -> None:
 
 
 def _end(child: subprocess.Popen) -> None:
-    """End the child, and on POSIX everything it started."""
+    """End the child and everything it started."""
     if child.poll() is not None:
         return
-    for ask, grace in ((signal.SIGTERM, 5), (getattr(signal, "SIGKILL", signal.SIGTERM), 5)):
-        if os.name == "nt":
-            child.terminate() if ask == signal.SIGTERM else child.kill()
-        else:
-            os.killpg(child.pid, ask)
+    for ask in (terminate_group, kill_group):
+        ask(child)
         try:
-            child.wait(timeout=grace)
+            child.wait(timeout=5)
             return
         except subprocess.TimeoutExpired:
             continue
@@ -159,7 +163,7 @@ def _fail(status: int, log: Path, verbose: bool) -> None:
     where = "see above" if verbose else f"the end of its log, {log}:\n  " + "\n  ".join(lines)
     ended = f"failed with exit status {status}"
     if status < 0:
-        ended = f"was ended by signal {-status} (9 is often: out of memory)"
+        ended = f"was killed by signal {-status} (9 often means out of memory)"
     raise ConvertError(f"optimum-cli {ended}; {where}")
 
 

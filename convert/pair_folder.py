@@ -6,68 +6,68 @@ stays there until its pair is, so that a second run goes on from it; other files
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 from convert.errors import ConvertError
+from convert.work_folder import WorkFolder
 from speculative.model_facts import is_ir
 
 HALVES = ("main", "draft")
 SAME = ("source", "revision", "content", "arguments")  # a half with equal values of these is not made again
 
 
-class PairFolder:
+class PairFolder(WorkFolder):
     """OUT_DIR and its hidden folder beside it."""
 
     def __init__(self, target: Path):
-        self.target = target
-        self.work = target.parent / f".{target.name}.unfinished"
+        work = target.parent / f".{target.name}.unfinished"
+        super().__init__(target, work, new=work, into=target)
         self.temporary = self.work / "tmp"
-        self._lock_file = None
-        self.old = self.work / "old"  # what an install replaces, while it runs
 
-    def prepare(self) -> None:
-        """Make the hidden folder, undo an install that was interrupted, and refuse a target that cannot be written."""
-        for half in HALVES:
-            folder = self.target / half
-            if folder.exists() and not is_ir(folder) and (not folder.is_dir() or any(folder.iterdir())):
-                raise ConvertError(
-                    f"{folder} exists and is not an OpenVINO model, so it will not be replaced; choose another OUT_DIR",
-                    2,
-                )
+    def open(self) -> None:
+        """Make and lock the hidden folder, undo an interrupted install, refuse a target that cannot be written."""
+        super().open()
         try:
-            self.work.mkdir(parents=True, exist_ok=True)
-            self._lock()
             if self.target.exists():
                 probe = self.target / ".writable"
                 probe.touch()
                 probe.unlink()
         except OSError as error:
-            self.clean()
+            self.close()
             raise ConvertError(f"{self.target} cannot be written ({error.strerror}); choose another OUT_DIR") from error
-        self._put_back()
         for leftover in (self.temporary, self.work / "replaced", *(self._part(half) for half in HALVES)):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _lock(self) -> None:
-        """Keep a second export to the same target out. The system frees the lock when this process ends, in any way."""
-        lock_file = (self.work / "lock").open("w")
-        try:
-            if os.name == "nt":
-                import msvcrt
+    def refuse_foreign(self, sources: dict[str, str], overwrite: bool) -> None:
+        """Raise ConvertError where the target holds what this program did not make, or made of other sources.
 
-                msvcrt.locking(lock_file.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
+        `sources` names what each half is to be made of. `overwrite` allows other models to go, but nothing else.
+        """
+        records = _read(self.target / "pair.json")
+        foreign = {half: self._foreign(half, records.get(half), sources[half]) for half in HALVES}
+        if (self.target / "pair.json").exists() and not any(_is_record(records.get(half)) for half in HALVES):
+            foreign["pair.json"] = "was not made by this program"
+        for name, reason in foreign.items():
+            if reason and not overwrite:
+                raise ConvertError(
+                    f"{self.target / name} {reason}; choose another OUT_DIR, or replace it with --overwrite", 2
+                )
 
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock_file = lock_file
-        except OSError:
-            lock_file.close()
+    def _foreign(self, half: str, record: object, source: str) -> str:
+        """Why an export from `source` must not replace this half of the target unasked; "" where it may."""
+        folder = self.target / half
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return ""
+        if not is_ir(folder):
             raise ConvertError(
-                f"another export to {self.target} is running; wait for it, or choose another OUT_DIR"
-            ) from None
+                f"{folder} exists and is not an OpenVINO model, so it will not be replaced; choose another OUT_DIR", 2
+            )
+        if not _is_record(record):
+            return "was not made by this program (pair.json does not record it)"
+        if not _same_source(record["source"], source):
+            return f"was made from {record['source']}, not from {source}"
+        return "holds more than this program wrote" if folder_bytes(folder) > record["bytes"] else ""
 
     def finished(self, half: str, wanted: dict) -> dict | None:
         """The record of this half if the target or the hidden folder holds it complete and as wanted."""
@@ -109,52 +109,26 @@ class PairFolder:
         """Whether there is anything to install."""
         return any((self.work / half).is_dir() for half in HALVES)
 
-    def install(self, pair: dict) -> None:
+    def new_names(self) -> list[str]:
+        return [*(half for half in HALVES if self._record(half).exists()), "pair.json"]
+
+    def install_pair(self, pair: dict) -> None:
         """Move the new halves into the target, pair.json last; on any failure the old pair comes back whole."""
-        new = [half for half in HALVES if (self.work / half).is_dir()] + ["pair.json"]
         _write(self.work / "pair.json", pair)
-        try:
-            self.target.mkdir(parents=True, exist_ok=True)
-            self.old.mkdir()
-            for name in new:
-                if (self.target / name).exists():
-                    (self.target / name).rename(self.old / name)
-            for name in new:
-                (self.work / name).rename(self.target / name)
-            self.old.rename(self.work / "replaced")  # from here on the new pair counts
-        except BaseException:
-            self._put_back()
-            raise
+        self.install()
         for half in HALVES:
             if self.log(half).exists():
                 self.log(half).replace(self.target / f"{half}.log")
-        self._remove()
 
     def _put_back(self) -> None:
-        """Undo an install: new halves return to the hidden folder, old ones to the target."""
-        if not self.old.is_dir():
-            return
-        for name in (*HALVES, "pair.json"):
-            was_new = name == "pair.json" or self._record(name).exists()
-            if was_new and not (self.work / name).exists() and (self.target / name).exists():
-                (self.target / name).rename(self.work / name)
-            if (self.old / name).exists():
-                (self.old / name).rename(self.target / name)
-        self.old.rmdir()
-        with contextlib.suppress(OSError):  # a target that the install made is empty again
-            self.target.rmdir()
+        if self.old.is_dir():
+            super()._put_back()
+            with contextlib.suppress(OSError):  # a target that the install made is empty again
+                self.target.rmdir()
 
-    def clean(self) -> None:
-        """Let go of the hidden folder, and remove it where nothing in it is worth a second run."""
-        worth_keeping = self.has_new_halves() or self.old.exists() or any(self.work.glob("*.log"))
-        if self._lock_file and not worth_keeping:
-            self._remove()
-        elif self._lock_file:
-            self._lock_file.close()
-
-    def _remove(self) -> None:
-        self._lock_file.close()  # Windows removes no open file
-        shutil.rmtree(self.work, ignore_errors=True)
+    def keeps_something(self) -> bool:
+        """Whether a second run can go on from what is here, or a person wants to read it."""
+        return super().keeps_something() or self.has_new_halves() or any(self.work.glob("*.log"))
 
     def _part(self, half: str) -> Path:
         return self.work / f"{half}.part"
@@ -175,8 +149,18 @@ def _as_wanted(folder: Path, record: dict | None, wanted: dict) -> bool:
     return is_ir(folder) and folder_bytes(folder) == record.get("bytes")
 
 
+def _is_record(record: object) -> bool:
+    """Whether this is what pair.json says of a half that this program made."""
+    return isinstance(record, dict) and isinstance(record.get("source"), str) and isinstance(record.get("bytes"), int)
+
+
+def _same_source(one: str, other: str) -> bool:
+    """Whether both name the same hub repository or local folder."""
+    return one == other or (Path(other).exists() and Path(one).resolve() == Path(other).resolve())
+
+
 def _read(path: Path) -> dict:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
     return {}

@@ -63,7 +63,9 @@ def _require_model(source: Source) -> None:
     if is_ir(folder):
         return
     if (folder / "openvino_language_model.xml").is_file():
-        raise ConvertError(f"{source.given} is a vision-language model, and these take no draft; give a text model", 2)
+        raise ConvertError(
+            f"{source.given} is a vision-language model, which cannot be used with a draft; give a text model", 2
+        )
     if any(folder.glob("*.gguf")):
         raise ConvertError(
             f"{source.given} holds GGUF files, which cannot be used with a draft; give its original model", 2

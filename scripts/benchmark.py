@@ -27,8 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -62,6 +60,7 @@ from ratios import engines, ratio, verdict  # noqa: E402
 from start_cost import Start, start_costs  # noqa: E402
 
 from speculative import metrics  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
 PATHS = ("draft", "genai", "lookup", "engine", "sampled")
@@ -376,8 +375,7 @@ def compared(fact: dict) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

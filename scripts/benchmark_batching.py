@@ -23,8 +23,6 @@ import sys
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -44,6 +42,8 @@ from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
 from load_figures import Load, counted, row, stops_paying, table, take_turns  # noqa: E402
 from measuring import OtherLoad, ctrl_c_raises, environment, shuffled  # noqa: E402
 from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
+
+from speculative.processes import prepare_output  # noqa: E402
 
 NUMBER_TOKENS = 16  # that the number before a prompt may take
 
@@ -189,8 +189,7 @@ def _range(one: dict) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

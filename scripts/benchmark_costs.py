@@ -27,8 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written but a temporary folder
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,6 +41,7 @@ from tqdm import tqdm  # noqa: E402
 from speculative import decoder, device_facts, weights  # noqa: E402
 from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.distribution import Distribution  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 from speculative.rejection_sampling import draw, verify  # noqa: E402
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
@@ -250,8 +249,7 @@ def table(inferences: list[dict], sampling: list[dict], started: list[dict], bou
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

@@ -23,8 +23,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,6 +33,8 @@ from load_figures import Load, counted, losses, row, stops_paying, table, take_t
 from measuring import OtherLoad, ctrl_c_raises, environment  # noqa: E402
 from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
 from started_server import StartedServer  # noqa: E402
+
+from speculative.processes import prepare_output  # noqa: E402
 
 NUMBER_TOKENS = 16  # that the number before a prompt may take
 DRAFT, ALONE = "with draft", "main model alone"
@@ -116,8 +116,7 @@ def summary(rows: list[dict], done: int, asked: int, other: OtherLoad) -> list[s
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    prepare_output()
     arguments = parse_arguments()
     try:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)

@@ -18,14 +18,13 @@ import textwrap
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from speculative.model_facts import UnusableFolder  # noqa: E402
 from speculative.pair_check import Finding, check_pair  # noqa: E402
 from speculative.pair_fit import check_fit  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 COLOURS = {"ok": "32", "warning": "33", "error": "31"}  # green, yellow, red
 LEVEL, WHAT = 9, 16  # widths of the first two columns
@@ -69,8 +68,7 @@ def show(findings: list[Finding]) -> None:
 
 
 def main() -> int:
-    sys.stdout.reconfigure(encoding="utf-8")
-    sys.stderr.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     findings = examine(arguments)
     number = {level: sum(finding.level == level for finding in findings) for level in COLOURS}

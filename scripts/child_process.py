@@ -13,9 +13,10 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from speculative.processes import kill_group, no_sigpipe, own_group
 
 LOOK = 0.05  # seconds between two looks at the child
 SHOWN = 200  # characters of what it said last
@@ -31,12 +32,11 @@ class OutOfTime(Failed):
 
 def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], None] = lambda: None) -> dict | list:
     """The child's answer. `waiting` is called about every second. Raises Failed, for the answer {"failed": ...} too."""
-    own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}  # a new group
     quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         child = None
         try:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group)
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group())
             with no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
                 child.stdin.write(json.dumps(job).encode() + b"\n")
                 child.stdin.flush()
@@ -45,19 +45,6 @@ def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], Non
             if child:  # interrupted while it starts, it reads an empty standard input
                 end(child)
         return _answer(child.returncode, last_line(out), last_line(said))
-
-
-@contextlib.contextmanager
-def no_sigpipe() -> Iterator[None]:
-    """Writing to a process that is gone raises BrokenPipeError, also where the signal would end this program."""
-    if os.name == "nt" or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGPIPE, usual)
 
 
 def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) -> None:
@@ -74,13 +61,7 @@ def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) 
 
 def end(child: subprocess.Popen) -> None:
     """End the child, if it still runs, and all that it started."""
-    if os.name == "nt":
-        if child.poll() is None:
-            tree = ["taskkill", "/F", "/T", "/PID", str(child.pid)]
-            subprocess.run(tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    else:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says it otherwise
-            os.killpg(child.pid, signal.SIGKILL)
+    kill_group(child)
     child.wait()
     with no_sigpipe(), contextlib.suppress(OSError):  # closing writes what is still in the buffer
         child.stdin.close()

@@ -23,6 +23,7 @@ from openvino_genai import GenerationConfig
 
 from speculative import cached_model, decoder, device_facts, genai_runs
 from speculative.decoder import Decoder
+from speculative.processes import utf8_output
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # of Intel devices: all are looked for
@@ -134,7 +135,7 @@ def _end_with(stream) -> None:
 
 
 def main() -> None:
-    sys.stdout.reconfigure(encoding="utf-8")
+    utf8_output()
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit("no job on standard input: device_swap.py gives it")

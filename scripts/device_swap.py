@@ -38,8 +38,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first cell nothing is there to keep
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,6 +56,7 @@ from results_file import ResultsFile  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import npu_model  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
 JUDGE_SECONDS = 600
@@ -351,8 +350,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     try:

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gains_table import gains
 from whole_file import write_whole
 
+from speculative.processes import utf8_output
+
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
 PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
@@ -262,8 +264,7 @@ def list_figures(kept: dict[str, dict]) -> None:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    utf8_output()
     arguments = parse_arguments()
     kept, commit, failed = read_kept(), present_commit(), False
     if arguments.list:

@@ -24,13 +24,16 @@ Prints a summary, then one JSON object on the last line, which is OUT/pair.json.
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,11 +46,14 @@ from arguments import above_zero  # noqa: E402
 from expansion import Shape, expand, refuse_misfit, shape_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from convert.errors import ConvertError  # noqa: E402
+from convert.work_folder import recover, replacement  # noqa: E402
 from speculative import cached_model, genai_runs, metrics  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import FixedDraftLength  # noqa: E402
 from speculative.draft_source import ModelDraft  # noqa: E402
 from speculative.pair_check import check_pair  # noqa: E402
+from speculative.processes import utf8_output  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
@@ -130,6 +136,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--debug", action="store_true", help="show stack traces")
     arguments = parser.parse_args()
     out = arguments.out
+    try:
+        recover(out)
+    except ConvertError as error:
+        parser.error(str(error))
     if out.exists() and not arguments.overwrite:
         parser.error(f"{out} exists: choose another folder, or --overwrite")
     if out.exists() and not is_benchmark_pair(out):
@@ -139,7 +149,10 @@ def parse_arguments() -> argparse.Namespace:
             parser.error("--main-of and --shape exclude each other: the main model there has its shape")
         if not is_benchmark_pair(arguments.main_of):
             parser.error(f"{arguments.main_of} is no benchmark pair: give a folder that this program made")
-        arguments.shape = Shape(**read_json(arguments.main_of / "pair.json")["main"]["shape"])
+        try:
+            arguments.shape = Shape(**read_json(arguments.main_of / "pair.json")["main"]["shape"])
+        except (KeyError, TypeError) as error:
+            parser.error(f"{arguments.main_of}/pair.json does not give the main model's shape ({error}): make it again")
     arguments.shape = arguments.shape or SHAPES["TinyLlama-1.1B"]
     arguments.draft_shape = arguments.draft_shape or replace(DRAFT_SHAPE, vocabulary=arguments.shape.vocabulary)
     if arguments.draft_shape.vocabulary != arguments.shape.vocabulary:
@@ -172,10 +185,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def is_benchmark_pair(folder: Path) -> bool:
+    """Whether this program made the folder, by its pair.json."""
     try:
-        return read_json(folder / "pair.json")["kind"] == "benchmark pair"
-    except (OSError, ValueError, KeyError):
+        pair = read_json(folder / "pair.json")
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(pair, dict) and pair.get("kind") == "benchmark pair"
 
 
 def essential(main: llama_ir.Llama) -> llama_ir.Llama:
@@ -266,8 +281,8 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
             noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
     elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
-            f"warning: this draft gives no more than {most:.3f}; --draft-shape with "
-            f"layers={len(arguments.source.layers)} or more is accepted nearly always",
+            f"warning: the acceptance rate of this draft is at most {most:.3f}; for more, give --draft-shape with "
+            f"layers={len(arguments.source.layers)} or more",
             file=sys.stderr,
         )
     noise = min(tried, key=lambda noise: abs(tried[noise] - asked))
@@ -367,7 +382,9 @@ def require_space(arguments: argparse.Namespace) -> None:
     needed = arguments.draft_shape.parameters + (0 if arguments.main_of else arguments.shape.parameters)
     free = shutil.disk_usage(arguments.out.parent).free
     if free < 1.1 * needed:
-        raise OSError(f"{arguments.out.parent} has {free / 1e9:.1f} GB free and this needs {1.1 * needed / 1e9:.1f} GB")
+        raise OSError(
+            f"{arguments.out.parent} has {free / 1e9:.1f} GB free and this needs {1.1 * needed / 1e9:.1f} GB; make room"
+        )
 
 
 def summary(pair: dict, out: Path) -> str:
@@ -386,20 +403,14 @@ def summary(pair: dict, out: Path) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    utf8_output()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleaned up after as Ctrl-C is
-    arguments = parse_arguments()
-    out, folder = arguments.out, None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        require_space(arguments)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        pair = make_pair(arguments, folder)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.chmod(0o755)
-        folder.replace(out)
+        arguments = parse_arguments()
+        out = arguments.out
+        with replacement(out) as folder:
+            require_space(arguments)
+            pair = make_pair(arguments, folder)
         print(summary(pair, out))
         print(json.dumps(pair, ensure_ascii=False))
         return 0
@@ -407,14 +418,12 @@ def main() -> int:
         print("\ninterrupted; nothing is left behind", file=sys.stderr)
         return 130
     except Exception as error:
-        if arguments.debug:
+        if "--debug" in sys.argv:
             traceback.print_exc()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import logging
 import platform
-import signal
 import socket
 import sys
 import threading
@@ -28,6 +27,8 @@ import child_process
 import worker_process
 from child_process import Failed, OutOfTime
 from worker_process import RAISED, WorkerProcess
+
+from speculative.processes import no_sigpipe
 
 HERE = Path(__file__).resolve().parent
 RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # devices as resources of Ray
@@ -51,7 +52,7 @@ class Host:
             with contextlib.suppress(OSError):
                 prints[folder] = recommendation.fingerprint(Path(folder))
         boot = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a computer
-        computer = boot.read_text().strip() if boot.is_file() else platform.node()
+        computer = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
         return {"computer": computer, "prints": prints, "cores": device_facts.usable_cores()}
 
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
@@ -130,21 +131,19 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
     except ImportError:
         raise ValueError("--address needs Ray: install it with `pip install -r requirements-serve.txt`") from None
     _look_for(address)
-    usual = signal.signal(signal.SIGPIPE, signal.SIG_IGN) if hasattr(signal, "SIGPIPE") else None
     actors: list = []
-    try:
-        _join(ray, address)
-        machines = _machines(ray, actors, note)
-        _check_models(machines, [str(folder.resolve()) for folder in folders])
-        yield machines
-    finally:
-        for actor in actors:  # the processes that they started end with them
+    with no_sigpipe():
+        try:
+            _join(ray, address)
+            machines = _machines(ray, actors, note)
+            _check_models(machines, [str(folder.resolve()) for folder in folders])
+            yield machines
+        finally:
+            for actor in actors:  # the processes that they started end with them
+                with contextlib.suppress(Exception):
+                    ray.kill(actor)
             with contextlib.suppress(Exception):
-                ray.kill(actor)
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        if usual is not None:
-            signal.signal(signal.SIGPIPE, usual)
+                ray.shutdown()
 
 
 def _look_for(address: str) -> None:

@@ -13,7 +13,6 @@ import argparse
 import csv
 import io
 import json
-import signal
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +25,8 @@ from report_charts import acceptance, candidates, iteration, speedup, speedup_po
 from report_tables import categories, devices, environment, recommendation, tables, tokens
 from svg_charts import PATTERNS
 from whole_file import write_whole
+
+from speculative.processes import prepare_output
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
@@ -159,8 +160,7 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    prepare_output()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=read_result, help="JSON of a script, or its saved output")
     parser.add_argument("files", type=output_file, nargs="+", metavar="FILE", help="what to write: .html, .csv, .png")
@@ -180,8 +180,6 @@ def main() -> int:
             return 1
         except KeyboardInterrupt:  # what is half-written is gone
             return 130
-    if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(*arguments.files, sep="\n")
     return 0
 

@@ -22,6 +22,7 @@ import openvino_genai  # noqa: E402
 from arguments import refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 
 from speculative import genai_runs, metrics  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
 
@@ -98,8 +99,7 @@ def smoke(arguments: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    sys.stdout.reconfigure(encoding="utf-8")
-    sys.stderr.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

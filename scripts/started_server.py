@@ -9,15 +9,15 @@ finally:
 
 import collections
 import contextlib
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from speculative.processes import kill_group, own_group
 
 SERVE_PAIR = Path(__file__).resolve().parent.parent / "samples/serve/serve_pair.py"
 READY = "ready: "  # then the URL, on a line of its standard error
@@ -32,7 +32,6 @@ class StartedServer:
     def __init__(self, arguments: Sequence[object]):
         """`arguments` of serve_pair.py, but for the ports: free ones are taken."""
         ports = ["--port", str(free_port()), "--metrics-port", str(free_port())]
-        own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}  # Ctrl-C is ours
         self.process = subprocess.Popen(
             [sys.executable, str(SERVE_PAIR), *map(str, arguments), *ports],
             stdin=subprocess.DEVNULL,
@@ -40,7 +39,7 @@ class StartedServer:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            **own_group,
+            **own_group(),  # Ctrl-C is for this program alone
         )
         self._url = ""
         self._said = collections.deque(maxlen=20)
@@ -62,8 +61,7 @@ class StartedServer:
         try:
             self.process.wait(END)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                self.process.kill() if os.name == "nt" else os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process)
             self.process.wait()
 
     def _listen(self) -> None:

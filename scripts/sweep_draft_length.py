@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,6 +51,7 @@ from whole_file import write_whole  # noqa: E402
 from speculative import decoder, metrics  # noqa: E402
 from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 EXPLAINED = 0.1  # mean error of the prediction from which on it says why
 REPEATS = 3  # of the costs, between two rounds
@@ -299,8 +298,7 @@ def table(points: list[dict]) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

@@ -38,8 +38,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured that is worth keeping
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,6 +56,7 @@ from tune_settings import Setting, kind  # noqa: E402
 from tune_stages import Ended, Tuning  # noqa: E402
 
 from speculative import recommendation  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 KINDS = ["CPU", "GPU", "NPU"]  # of devices that are tried unless others are named
 
@@ -211,8 +210,7 @@ def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     for draft in arguments.drafts:
         refuse_unsound(arguments.main, draft)

@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
-if hasattr(signal, "SIGPIPE"):  # `| head` ends it quietly
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,6 +44,7 @@ from speculative.cached_model import CachedModel  # noqa: E402
 from speculative.decoder import Decoder  # noqa: E402
 from speculative.draft_length import LONGEST  # noqa: E402
 from speculative.draft_source import PromptLookup  # noqa: E402
+from speculative.processes import prepare_output  # noqa: E402
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -352,8 +351,7 @@ def share(value: float | None) -> str:
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8")
+    prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)

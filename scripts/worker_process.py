@@ -24,6 +24,8 @@ from collections.abc import Callable
 import child_process
 from child_process import Failed, OutOfTime
 
+from speculative.processes import no_sigpipe, own_group
+
 SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
 START = b"\0answers\0"  # behind what libraries print while they are imported
 LENGTH = struct.Struct("<Q")  # before each message
@@ -55,12 +57,11 @@ class WorkerProcess:
             self._child = None
 
     def _start(self) -> object:
-        own_group = {"creationflags": 0x200} if os.name == "nt" else {"start_new_session": True}
         quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._answers: queue.Queue = queue.Queue()
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
-        self._child = subprocess.Popen(self._command, env=quiet, **pipes, **own_group)
+        self._child = subprocess.Popen(self._command, env=quiet, **pipes, **own_group())
         self.started += 1
         threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
         answer = None
@@ -71,7 +72,7 @@ class WorkerProcess:
     def _exchange(self, call: tuple) -> object:
         done = False
         try:
-            with child_process.no_sigpipe(), contextlib.suppress(OSError):  # it may be gone: then no answer comes
+            with no_sigpipe(), contextlib.suppress(OSError):  # it may be gone: then no answer comes
                 write(self._child.stdin, call)
             error, answer = self._wait()
             done = True

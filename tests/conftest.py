@@ -50,9 +50,30 @@ LONGEST = [
 ]
 
 
+EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
+SLOW = [*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers
 def pytest_collection_modifyitems(items):
     """Files that take long come first, so that no test process waits long for another at the end."""
+    for item in items:
+        for marker in (name for name, is_so in kinds(item).items() if is_so):
+            item.add_marker(marker)
+        if os.name == "nt" and (posix := item.get_closest_marker("posix")):
+            item.add_marker(pytest.mark.skip(reason=posix.args[0]))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def kinds(item):
+    """What `make test-fast` leaves out, by the names of the markers in pyproject.toml."""
+    file, fixtures = item.path.stem, item.fixturenames
+    return {
+        "ray": starts_ray(item.nodeid),
+        "export": file in EXPORTING or "tiny_pair" in fixtures,
+        "browser": "browser" in fixtures,
+        "slow": file in SLOW,
+    }
 
 
 def starts_ray(nodeid):

@@ -22,6 +22,7 @@ from conftest import DRAFT, MAIN, ROOT
 from waiting import wait_until
 
 from scripts.started_server import free_port
+from speculative.processes import interrupt_group, own_group
 
 READY_SECONDS = 180
 
@@ -41,7 +42,8 @@ def ray_cluster(**head):
     short = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # the path of sockets
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "temp_dir": folder, **head})
+        patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
         yield cluster
         cluster.shutdown()
 
@@ -66,7 +68,7 @@ class Server:
             errors="replace",
             cwd=ROOT,
             env={**os.environ, **(env or {})},
-            start_new_session=True,  # Ctrl-C is then for the tests alone, and `interrupt` for it
+            **own_group(),  # Ctrl-C is then for the tests alone, and `interrupt` for it
         )
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -92,7 +94,7 @@ class Server:
 
     def interrupt(self) -> None:
         """Ctrl-C, as a terminal gives it: to Ray's processes, too."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        interrupt_group(self.process)
 
     def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Stop it as its user would, or harder if it does not; returns the exit status."""

@@ -5,7 +5,6 @@ The embedded draft plays both models: it is quick. No test looks at a speed.
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import ray_cells
 from device_matrix import Cell, Device
 from device_places import Place
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="Ray's clusters are for Linux")
+pytestmark = pytest.mark.posix("Ray's clusters are for Linux")
 SWAP, TUNE = "scripts/device_swap.py", "scripts/tune.py"
 ROOM = {"object_store_memory": 80 * 2**20}
 QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property", "EXECUTION_MODE_HINT=ACCURACY"]

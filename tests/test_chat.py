@@ -22,7 +22,7 @@ TOKENS = 24
 QUESTIONS = ["Write a function that reads a file.", "Now 你好 🙂"]
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
-needs_terminal = pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are a POSIX thing")
+needs_terminal = pytest.mark.posix("pseudo-terminals are a POSIX thing")
 
 
 @pytest.fixture(scope="module")

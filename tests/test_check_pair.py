@@ -90,7 +90,7 @@ def test_json_alone(run):
     assert process.stdout.count("\n") == 1 and result_of(process)["sound"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX terminals")
+@pytest.mark.posix("POSIX terminals")
 def test_a_terminal_gets_colours():
     import pty
 

@@ -4,7 +4,6 @@ The embedded draft plays both models: it is quick. No test looks at a speed.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ PROGRAM = "scripts/device_swap.py"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 QUICK = ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 EMULATED = ["--devices", "CPU,GPU,NPU", "--emulate-npu", "--k", "9", "--property", "NPU:MAX_PROMPT_LEN=128", *QUICK]
-posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+posix = pytest.mark.posix("POSIX signals")
 
 
 def result_of(stdout):

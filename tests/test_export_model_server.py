@@ -18,9 +18,10 @@ import jsonschema
 import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
+from killing import killed_at_rename
 from tiny_checkpoints import save_ir, train_tokenizer
 
-from convert import export_model_server, model_server_folder, model_server_graph
+from convert import export_model_server, model_server_folder, model_server_graph, work_folder
 from convert.errors import ConvertError
 from convert.model_server_graph import read_graph
 from speculative import recommendation
@@ -225,7 +226,7 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
     assert options.tool_parser == "hermes3" and options.dynamic_split_fuse and options.chat_template_mode == 1
     assert options.cache_eviction_config.recent_size == 128
     assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, as the main model does" in said
-    assert "On 10.0.0.7 the server asks nobody for a key" in said
+    assert "On 10.0.0.7 the server has no authentication" in said
     assert "-p 10.0.0.7:9000:9000" in said and "--rest_port 9000 --rest_bind_address 10.0.0.7" in said
     assert "--device /dev/dri" in said and "model_server:2026.4.1-gpu" in said
 
@@ -407,9 +408,9 @@ def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pai
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--name", "a/b"], "is no name for a served model"),
-        (["--name", ".."], "is no name for a served model"),
-        (["--name", "config.json"], "is no name for a served model"),
+        (["--name", "a/b"], "is not a valid model name"),
+        (["--name", ".."], "is not a valid model name"),
+        (["--name", "config.json"], "is not a valid model name"),
         (["-k", "0"], "-k 0 drafts nothing"),
         (["-k", "two"], "invalid int value: 'two'"),
         (["--property", "FAST"], "--property FAST is not KEY=VALUE"),
@@ -456,9 +457,9 @@ def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     before = everything_in(out)
     for arguments in ([], ["--overwrite"]):
-        assert "holds other things" in refuses(2, pair, out, *arguments)
-    assert "holds other things" in refuses(2, pair, pair, "--overwrite")
-    assert "holds other things" in refuses(2, pair, out / "notes.txt", "--overwrite")
+        assert "holds files that this program did not make" in refuses(2, pair, out, *arguments)
+    assert "holds files that this program did not make" in refuses(2, pair, pair, "--overwrite")
+    assert "holds files that this program did not make" in refuses(2, pair, out / "notes.txt", "--overwrite")
     assert everything_in(out) == before
 
 
@@ -471,7 +472,7 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
             original = Path.rename
 
             def rename(self, target):
-                if self.name == "new":
+                if target == out and self.parent.name == "new":
                     raise OSError(errno.EACCES, "Permission denied")
                 return original(self, target)
 
@@ -485,6 +486,33 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
     assert words[step] in capsys.readouterr().err
     assert everything_in(out) == before
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("renames", range(3))
+def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(renames, pair, out, export, refuses):
+    """Killed before each of its renames."""
+    export(pair, out)
+    before = everything_in(out)
+    killed_at_rename(renames, PROGRAM, pair, out, "--overwrite", "--set", "cache_size=9")
+    assert "--overwrite makes it again" in refuses(2, pair, out)  # looks first whether anything has to be mended
+    assert everything_in(out) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+    export(pair, out, "--overwrite", "--set", "cache_size=9")
+    assert options_in(out).cache_size == 9
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_a_killed_program_leaves_nothing_where_nothing_was(pair, out, export):
+    killed_at_rename(1, PROGRAM, pair, out)
+    export(pair, out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
+
+
+def test_two_programs_do_not_write_one_repository(pair, out, refuses):
+    with work_folder.replacement(out):
+        assert "another process is writing" in refuses(1, pair, out)
+    assert sorted(path.name for path in out.iterdir()) == []
 
 
 def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair, out, export, monkeypatch, refuses):

@@ -4,6 +4,8 @@ Programs run as processes where that matters (optimum-cli as a child, Ctrl-C, a 
 called with optimum-cli in this process, which saves the seconds that importing it takes.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import re
@@ -20,9 +22,11 @@ import openvino_genai
 import pytest
 from conftest import ROOT
 from tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
-from waiting import PATIENCE, wait_until
+from transformers import LlamaConfig, LlamaForCausalLM
+from waiting import PATIENCE, wait_until, wait_until_loaded
 
 from convert import export_pair, optimum_cli
+from convert.errors import ConvertError
 from convert.pair_folder import PairFolder
 
 PROGRAM = "convert/export_pair.py"
@@ -160,12 +164,13 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
 
 def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--weight-format", "int4"]
-    arguments += ["--main-args=--awq", "--draft-args", "--backup-precision none", "--trust-remote-code"]
+    arguments += ["--main-args=--awq --group-size 64", "--draft-args", "--backup-precision none", "--trust-remote-code"]
     assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
     said, main, draft = capsys.readouterr().out.splitlines()
-    assert "with your rights" in said
+    assert "with your permissions" in said
     task = "--task text-generation-with-past"
-    assert f"{task} --weight-format int4 --trust-remote-code --ratio 0.8 --awq {tmp_path / 'pair' / 'main'}" in main
+    own = "--trust-remote-code --ratio 0.8"
+    assert f"{task} --weight-format int4 {own} --awq --group-size 64 {tmp_path / 'pair' / 'main'}" in main
     assert (
         f"--weight-format int8 --trust-remote-code --ratio 0.8 --backup-precision none {tmp_path / 'pair' / 'draft'}"
         in draft
@@ -187,6 +192,57 @@ def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
         "--model Qwen/Qwen3-8B --task text-generation-with-past --weight-format int4 --sym --ratio 1.0 --group-size -1"
         in (capsys.readouterr().out)
     )
+
+
+@pytest.mark.parametrize(("width", "size"), [(192, 64), (96, 32), (80, -1), (256, None)])
+def test_int4_takes_the_largest_group_that_fits(width, size, tokenizer, irs, optimum_runs, tmp_path, capsys):
+    checkpoint = save_wide_checkpoint(width, tokenizer, tmp_path / "draft")
+    pair = tmp_path / "pair"
+    assert export_pair.main([str(irs / "main"), str(checkpoint), str(pair), "--draft-weight-format", "int4"]) == 0
+    arguments = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["arguments"]
+    added = ["--group-size", str(size)] if size else []
+    assert arguments[arguments.index("int4") + 1 :] == added
+    sentence = f"draft --group-size {size} added: the default, 128, does not divide hidden_size {width}\n"
+    assert (sentence in capsys.readouterr().out) == bool(size)
+    assert 'element_type="u4"' in (pair / "draft" / "openvino_model.xml").read_text(encoding="utf-8")
+
+
+def save_wide_checkpoint(width, tokenizer, folder):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do(refuses, tokenizer, irs, tmp_path):
+    checkpoint = save_wide_checkpoint(96, tokenizer, tmp_path / "draft")
+    for given in (["--group-size", "64"], ["--group-size=128"]):
+        said = refuses(2, irs / "main", checkpoint, tmp_path / "pair", "--draft-weight-format", "int4", "--", *given)
+        assert "does not divide hidden_size 96 of" in said and "give 32, -1 (-1: one group" in said
+    said = refuses(2, irs / "main", checkpoint, tmp_path / "p", "--draft-weight-format=int4", "--", "--group-size", "x")
+    assert "--group-size x is not a whole number" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+    command = [str(irs / "main"), str(checkpoint), str(tmp_path / "pair"), "--dry-run", "--draft-weight-format", "int4"]
+    for fits in (["--group-size", "32"], ["--group-size", "64", "--group-size-fallback", "adjust"]):
+        assert export_pair.main([*command, "--", *fits]) == 0
+
+
+def test_an_npu_gets_channel_wise_groups_where_128_does_not_fit(checkpoints, tmp_path, capsys):
+    arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
+    assert export_pair.main(arguments) == 0
+    assert "--weight-format int4 --sym --ratio 1.0 --group-size -1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "known"), [("owner/unknown", False), ("facebook/opt-6.7b", True)])
+def test_the_recipes_of_optimum_cli_are_known(name, known):
+    assert optimum_cli.has_recipe(name) == known
 
 
 def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, tmp_path):
@@ -408,10 +464,34 @@ def test_a_target_that_cannot_be_written(refuses, irs, tmp_path):
 
 
 @posix
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root writes everywhere")
 def test_a_read_only_target(refuses, irs, tmp_path):
-    tmp_path.chmod(0o555)
-    assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "pair")
+    pair = tmp_path / "pair"
+    with unprivileged():
+        tmp_path.chmod(0o555)
+        assert "cannot be written (Permission denied)" in refuses(1, *pair_of(irs), pair)
+        tmp_path.chmod(0o755)
+        pair.mkdir(mode=0o555)
+        assert "cannot be written (Permission denied)" in refuses(1, *pair_of(irs), pair)
+    assert [path.name for path in tmp_path.rglob("*")] == ["pair"]
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """File permissions hold for root too: on Linux this thread gives up its capabilities for a while (man 2 capset)."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, in two halves
+    assert libc.capget(header, sets) == 0, os.strerror(ctypes.get_errno())
+    without = (ctypes.c_uint32 * 6)(*sets)
+    without[0] = without[3] = 0
+    assert libc.capset(header, without) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_path):
@@ -419,6 +499,47 @@ def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_p
     before = everything_in(home)
     assert "will not be replaced" in refuses(2, *pair_of(home), home)
     assert everything_in(home) == before
+
+
+@pytest.mark.parametrize(
+    "record", [None, "[]", "{}", '{"main": {"source": 1}}', '{"kind": "benchmark pair", "main": {}}']
+)
+def test_models_made_by_hand_are_replaced_only_with_overwrite(record, refuses, irs, tmp_path):
+    pair = shutil.copytree(irs, tmp_path / "pair")
+    if record:
+        (pair / "pair.json").write_text(record, encoding="utf-8")
+    before = everything_in(pair)
+    said = refuses(2, *pair_of(irs), pair, "--force")
+    assert "pair/main was not made by this program" in said and "--overwrite" in said
+    assert everything_in(pair) == before and [path.name for path in tmp_path.iterdir()] == ["pair"]
+    assert export_pair.main([*map(str, pair_of(irs)), str(pair), "--overwrite"]) == 0
+    assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["main"]["source"] == str(irs / "main")
+
+
+def test_a_pair_json_of_another_kind_is_kept(refuses, irs, tmp_path):
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    (pair / "pair.json").write_text('["mine"]', encoding="utf-8")
+    assert "pair/pair.json was not made by this program" in refuses(2, *pair_of(irs), pair)
+    assert [path.name for path in pair.iterdir()] == ["pair.json"]
+
+
+def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tmp_path, monkeypatch):
+    """The embedded pair is such a one: its pair.json names the checkpoints it was trained to."""
+    pair = shutil.copytree(ROOT / "models/embedded", tmp_path / "embedded")
+    before = everything_in(pair)
+    said = refuses(2, *pair_of(irs), pair)
+    assert f"embedded/main was made from checkpoints/main, not from {irs / 'main'}; choose another" in said
+    assert everything_in(pair) == before
+
+    command = [*map(str, pair_of(irs)), str(pair)]
+    assert export_pair.main([*command, "--overwrite"]) == 0
+    monkeypatch.chdir(irs)
+    assert export_pair.main(["./main", "draft", str(pair), "--force"]) == 0  # the same sources in other words
+    mine = pair / "draft" / "notes.txt"
+    mine.write_text("mine", encoding="utf-8")
+    assert "embedded/draft holds more than this program wrote" in refuses(2, *command, "--force")
+    assert mine.read_text(encoding="utf-8") == "mine"
 
 
 def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
@@ -442,7 +563,8 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
     before = everything_in(pair)
 
-    finished = run(PROGRAM, irs / "main", draft, pair)
+    command = [irs / "main", draft, pair, "--overwrite"]
+    finished = run(PROGRAM, *command)
     assert finished.returncode == 1
     assert "optimum-cli failed with exit status 1" in finished.stderr
     assert (
@@ -455,7 +577,7 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
 
     config.write_text(good, encoding="utf-8")
-    finished = run(PROGRAM, irs / "main", draft, pair)
+    finished = run(PROGRAM, *command)
     assert finished.returncode == 0, finished.stderr
     assert "main: complete already" in finished.stdout
     assert not unfinished.exists()
@@ -484,10 +606,20 @@ def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
 
 
 @posix
+def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
+    command = [sys.executable, str(ROOT / PROGRAM), "main", "draft", str(tmp_path / "pair")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
+    wait_until_loaded("_multiarray_umath", process)  # numpy, which openvino needs
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 130
+
+
+@posix
 def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     pair = shutil.copytree(irs, tmp_path / "pair")
     before = everything_in(pair)
-    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair)]
+    command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     line = process.stdout.readline()
     assert line.startswith("main: optimum-cli export openvino"), process.communicate()
@@ -496,17 +628,41 @@ def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert error.strip() == "interrupted; the same command goes on where it ended"
+    assert error.strip() == "interrupted; run the same command again to resume"
     assert child is None or not Path(f"/proc/{child}").exists()
     assert everything_in(pair) == before
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
 
 
+@posix
+def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tmp_path, monkeypatch):
+    """One export ends, and another begins, between the moments when a third opens the lock file and locks it."""
+    import fcntl
+
+    first, second, third = (PairFolder(tmp_path / "pair") for _ in range(3))
+    first.open()
+    flock = fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.close()
+        second.open()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConvertError, match="another process is writing"):
+        third.open()
+    second.close()
+    assert not any(tmp_path.iterdir())
+    third.open()
+    third.close()
+
+
 def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
     first = PairFolder(tmp_path / "pair")
-    first.prepare()
-    assert "another export to" in refuses(1, *pair_of(irs), tmp_path / "pair")
-    first.clean()
+    first.open()
+    assert "another process is writing" in refuses(1, *pair_of(irs), tmp_path / "pair")
+    first.close()
     assert export_pair.main([*map(str, pair_of(irs)), str(tmp_path / "pair")]) == 0
 
 
@@ -528,7 +684,7 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
 
     for error in (OSError, KilledError):
         folder = PairFolder(pair)
-        folder.prepare()
+        folder.open()
         for half in ("main", "draft"):
             part = folder.start(half)
             part.mkdir()
@@ -537,14 +693,14 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
         with monkeypatch.context() as patch:
             break_off_after(renames, error, patch)
             try:
-                folder.install({"new": True})
+                folder.install_pair({"new": True})
             except (OSError, KilledError):
                 pass
             else:
                 assert renames >= (7 if old_pair else 4)
-        folder.clean()
+        folder.close()
         if error is KilledError:
-            PairFolder(pair).prepare()
+            PairFolder(pair).open()
         after = everything_in(pair)
         if (pair / "pair.json").exists() and json.loads((pair / "pair.json").read_text(encoding="utf-8")):
             assert (pair / "main" / "openvino_model.xml").read_text(encoding="utf-8") == "new"

@@ -1,10 +1,12 @@
 """Huge pages: the weights are in them, and every logit stays what it was."""
 
+import mmap
 import platform
 import re
 import sys
 
 import numpy as np
+import psutil
 import pytest
 from conftest import MAIN
 
@@ -33,6 +35,21 @@ def test_only_what_is_new_is_moved():
     assert huge_pages._without([(0, 30)], [(5, 10), (20, 40)]) == [(0, 5), (10, 20)]
     assert huge_pages._without([(10, 20)], [(0, 30)]) == []
     assert huge_pages._without([(10, 20), (30, 40)], [(0, 10), (15, 35)]) == [(10, 15), (35, 40)]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or KERNEL < (6, 1), reason="Linux has MADV_COLLAPSE since 6.1")
+def test_memory_that_is_hardly_used_stays_small():
+    """One page is touched in each of 33 blocks: as huge pages they would hold 66 MB more."""
+    before = huge_pages.allocated()
+    memory = mmap.mmap(-1, 33 * huge_pages.SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    for start in range(0, len(memory), huge_pages.SIZE):
+        memory[start] = 1
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    resident = psutil.Process().memory_info().rss
+    huge_pages.move(before)
+    assert psutil.Process().memory_info().rss - resident < 4 * huge_pages.SIZE
+    assert memory[huge_pages.SIZE] == 1
 
 
 def test_nowhere_but_on_linux_does_anything_happen(monkeypatch):

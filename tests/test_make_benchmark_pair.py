@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import numpy as np
 import openvino as ov
 import pytest
 from conftest import MAIN, ROOT
+from killing import killed_at_rename
 from openvino._offline_transformations import paged_attention_transformation
-from waiting import PATIENCE, wait_until
+from waiting import PATIENCE, wait_until, wait_until_loaded
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import expansion
@@ -253,11 +255,58 @@ def test_what_exists_is_kept(run, made, tmp_path):
     assert (tmp_path / "mine/file").exists()
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "1", "null", '"benchmark pair"', "{}", '{"kind": []}', "[" * 100_000, "{", ""]
+)
+def test_any_other_pair_json_is_no_benchmark_pair(run, tmp_path, content):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/pair.json").write_text(content, encoding="utf-8")
+    process = run(PROGRAM, tmp_path / "mine", "--overwrite")
+    assert process.returncode == 2 and "no benchmark pair, so it is not overwritten" in process.stderr
+    assert (tmp_path / "mine/pair.json").read_text(encoding="utf-8") == content
+
+
+def test_a_benchmark_pair_without_its_shape_is_named(run, tmp_path):
+    (tmp_path / "pair.json").write_text('{"kind": "benchmark pair", "main": {"shape": [1]}}', encoding="utf-8")
+    process = run(PROGRAM, tmp_path / "out", "--main-of", tmp_path)
+    assert process.returncode == 2 and "does not give the main model's shape" in process.stderr.splitlines()[-1]
+
+
+WITHOUT_MODELS = """
+import make_benchmark_pair as program
+program.make_pair = lambda arguments, folder: (folder / "new").touch() or {}
+program.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("renames", range(3))
+def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renames):
+    """Killed at each of its renames. What is made is no models here, which take minutes and are not what this tests."""
+    out = tmp_path / "pair"
+    out.mkdir()
+    (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")
+    killed_at_rename(renames, PROGRAM, out, "--overwrite", prepare=WITHOUT_MODELS)
+    process = run(PROGRAM, out)
+    assert process.returncode == 2 and "exists: choose another folder, or --overwrite" in process.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
+    command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    wait_until_loaded("_multiarray_umath", process)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_leaves_nothing(tmp_path, sent):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
-    wait_until(lambda: list(tmp_path.glob(".out-*/draft/config.json")), "the draft is being made")
+    wait_until(lambda: list(tmp_path.glob(".out.*/new/out/draft/config.json")), "the draft is being made")
     process.send_signal(sent)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "interrupted; nothing is left behind" in errors and "Traceback" not in errors

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def as_tested(command):
     return command
 
 
-posix = pytest.mark.skipif(os.name == "nt", reason="bash blocks; PowerShell's are compared with them below")
+posix = pytest.mark.posix("bash blocks; PowerShell's are compared with them below")
 SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 
 
@@ -153,8 +154,43 @@ def test_linked_files_exist(text, folder):
         assert (folder / target).exists(), target
 
 
-def test_the_tree_names_every_file_of_the_four_rooms():
-    tree = README[README.index("## The tree") :]
-    for folder in ("samples", "convert", "scripts", "speculative"):
-        for path in (ROOT / folder).glob("*.py"):
-            assert path.name in tree, path
+def tree():
+    """The files that the tree names, by their path."""
+    folders, found = {}, set()
+    for line in re.search(r"## The tree\n+```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1].splitlines():
+        indent = len(line) - len(line.lstrip())
+        above = "".join(name for depth, name in folders.items() if depth < indent)
+        for name in re.split(r"\s{2,}", line.strip())[0].split(", "):
+            if name.endswith("/"):
+                folders = {depth: folder for depth, folder in folders.items() if depth < indent} | {indent: name}
+            else:
+                found.add(above + name)
+    return found
+
+
+def test_the_tree_names_every_file_of_the_four_rooms_and_no_other():
+    there = {str(path.relative_to(ROOT).as_posix()) for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    rooms = {path for path in there if path.startswith(("samples/", "convert/", "scripts/", "speculative/"))}
+    named = tree()
+    assert rooms - named == {"samples/serve/__init__.py"} & rooms
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def shape(output):
+    """What an output is on any machine: its labels and words, without numbers and without the machine's precision."""
+    words = re.sub(r"\b(bf16|f16|f32)\b", "PRECISION", output.replace("\\", "/"))
+    return [line.rstrip() for line in re.sub(r"\d[\d,.]*", "N", words).splitlines() if line.strip()]
+
+
+def test_the_demo_prints_what_the_readme_shows():
+    """The text may differ in a near-tie on another processor; it is compared in exact arithmetic by other tests."""
+    shown = re.search(r"^```bash\nmake demo\n```\n+```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1]
+    recipe = re.search(r"^demo:.*\n\t\$\(PY\) (.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    process = subprocess.run(
+        [sys.executable, *shlex.split(recipe)], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600
+    )
+    assert process.returncode == 0, process.stderr
+    beginning, *summary = shape(process.stderr)
+    assert shape(shown)[0] == beginning
+    assert shape(shown)[-len(summary) :] == summary
+    assert len(shape(shown)) == 1 + len(shape(process.stdout)) + len(summary)

@@ -443,7 +443,7 @@ def test_bad_input_is_one_sentence(run, tmp_path, content, file, status, word):
     assert [path.name for path in tmp_path.iterdir()] == (["result.json"] if content is not None else [])
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a limit on the size of files stands for a full disk")
+@pytest.mark.posix("a limit on the size of files stands for a full disk")
 def test_a_full_disk_leaves_the_old_page(tmp_path):
     saved, page = tmp_path / "result.json", tmp_path / "page.html"
     saved.write_text(json.dumps(ALL), encoding="utf-8")

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -13,6 +12,8 @@ import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 from waiting import PATIENCE
+
+from speculative.processes import interrupt_group, own_group
 
 SAMPLES = {
     "greedy_causal_lm.py": [MAIN],
@@ -225,7 +226,7 @@ def test_a_closed_pipe_ends_quietly():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")  # noqa: PTH110
 def test_a_full_disk_is_one_sentence():
     command = [sys.executable, sample("greedy_causal_lm.py"), MAIN, PROMPT, "--max-new-tokens", "300"]
-    with open("/dev/full", "w") as full:  # noqa: PTH123
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
     assert done.returncode == 1
     assert "No space left on device" in done.stderr.decode().splitlines()[-1]
@@ -237,12 +238,10 @@ def test_a_full_disk_is_one_sentence():
 
 def press_ctrl_c_when(arguments, ready):
     """Start a sample, interrupt it once `ready(process)` returns, and return (exit status, stderr)."""
-    new_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if os.name == "nt" else {}
     command = [sys.executable, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **new_group) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, **own_group()) as process:
         seen = ready(process)
-        # On Windows Ctrl-C reaches a whole console, the tests with it; Ctrl-Break reaches one group.
-        process.send_signal(signal.CTRL_BREAK_EVENT if os.name == "nt" else signal.SIGINT)
+        interrupt_group(process)
         rest = process.stderr.read()
         process.wait(timeout=PATIENCE)
     return process.returncode, (seen + rest).decode()

@@ -123,7 +123,7 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
     ]  # fmt: skip
     for start in result["starts"]:
         assert min(start["first_seconds"], start["second_seconds"]) > 0
-        assert os.name == "posix" and 50e6 < start["peak_bytes"] < 5e9
+        assert start["peak_bytes"] is None if sys.platform == "darwin" else 50e6 < start["peak_bytes"] < 5e9
     counted = {(part["category"], part["prompts"]) for part in result["categories"]}
     assert counted == {("function", 1), ("class", 2)}
     drafting = {row["name"] for row in result["rows"] if row["draft_length"]}
@@ -213,7 +213,7 @@ def test_a_full_disk_loses_nothing(run, tmp_path):
     assert last_line(process)["program"] == "benchmark" and (tmp_path / "rows.csv").exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("POSIX signals")
 def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     arguments = [
         "--paths",
@@ -292,7 +292,7 @@ def test_benchmark_costs_prints_tables_and_one_json_line(run):
     assert 0 < results["limit"]["draft"] < 1.5
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("POSIX signals")
 @pytest.mark.parametrize("loaded", ["libopenvino", "intel_cpu_plugin"])
 @pytest.mark.parametrize("program", ["scripts/smoke.py", "scripts/benchmark.py"])
 def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):

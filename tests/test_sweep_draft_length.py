@@ -1,7 +1,6 @@
 """The sweep over draft lengths as a user runs it, on the embedded pair. No test looks at a time."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -133,7 +132,7 @@ def test_the_plot_without_matplotlib(run, tmp_path):
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("POSIX signals")
 def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     arguments = ["--k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
     command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
@@ -160,7 +159,7 @@ def wait_for_runs(progress, process, runs):
     wait_until(enough, f"{runs} runs are done")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a POSIX pipe")
+@pytest.mark.posix("a POSIX pipe")
 def test_a_pipe_that_closes_loses_no_file(tmp_path):
     arguments = ["--k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
     command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]

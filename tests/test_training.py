@@ -1,7 +1,6 @@
 """The recipe of the embedded pair, run for seconds: it resumes, grows without changing the function, ends in a pair."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_deepening_changes_nothing():
     assert deep.config.num_hidden_layers == 5 and difference < 1e-5
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals stop the run in its middle here")
+@pytest.mark.posix("POSIX signals stop the run in its middle here")
 def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, request):
     if not request.config.getoption("--long"):
         pytest.skip("two minutes of training: --long")

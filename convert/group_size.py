@@ -1,0 +1,92 @@
+"""Group size of 4-bit weights: how many neighbouring inputs of a matrix share a scale.
+
+It has to divide the number of inputs of every matrix, or nncf ends with an error. Its default, 128, does not divide the
+576 of SmolLM2-135M.
+"""
+
+import json
+from pathlib import Path
+
+from convert.errors import ConvertError
+
+DEFAULT = 128  # nncf's
+SIZES = (128, 64, 32)
+PER_CHANNEL = -1  # one scale for each output, over all its inputs: fits every matrix
+GROUPED = ("int4", "nf4", "cb4")  # formats whose groups can be chosen
+WIDTHS = (
+    *("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
+    *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+
+def choose(folder: Path, given: list[str]) -> tuple[int | None, str]:
+    """The group size to add to the optimum-cli options `given` for the checkpoint in `folder`, and why.
+
+    None where the default fits, or `given` leaves nothing to choose. Raises ConvertError for a --group-size in `given`
+    that does not fit.
+    """
+    widths = input_widths(folder)
+    wanted = _option(given, "--group-size")
+    if not widths or _option(given, "--group-size-fallback") in ("adjust", "ignore"):
+        return None, ""
+    if wanted is not None:
+        _refuse_misfit(wanted, widths, folder)
+        return None, ""
+    name = _misfit(DEFAULT, widths)
+    if not name:
+        return None, ""
+    size = next((size for size in SIZES if not _misfit(size, widths)), PER_CHANNEL)
+    return size, f"--group-size {size} added: the default, {DEFAULT}, does not divide {name} {widths[name]}"
+
+
+def input_widths(folder: Path) -> dict[str, int]:
+    """Numbers of inputs of the matrices of a checkpoint, by their names in config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        return {}
+    widths = {name: config[name] for name in WIDTHS if _is_width(config.get(name))}
+    heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
+    if _is_width(heads) and _is_width(head_dim):
+        widths["num_attention_heads x head_dim"] = heads * head_dim
+    return widths
+
+
+def fits(size: int, folder: Path) -> bool:
+    """Whether groups of this size divide all matrices of the checkpoint in `folder`, as far as config.json tells."""
+    return not _misfit(size, input_widths(folder))
+
+
+def _refuse_misfit(wanted: str, widths: dict[str, int], folder: Path) -> None:
+    try:
+        size = int(wanted)
+    except ValueError:
+        raise ConvertError(f"--group-size {wanted} is not a whole number; give 128, 64 or -1, say", 2) from None
+    name = "" if size == PER_CHANNEL else _misfit(size, widths)
+    if name:
+        fitting = [str(size) for size in SIZES if not _misfit(size, widths)]
+        raise ConvertError(
+            f"--group-size {size} does not divide {name} {widths[name]} of {folder}; give "
+            f"{', '.join([*fitting, str(PER_CHANNEL)])} (-1: one group for each output channel)",
+            2,
+        )
+
+
+def _misfit(size: int, widths: dict[str, int]) -> str:
+    """The name of a width that groups of this size do not divide, or ""."""
+    return next((name for name, width in widths.items() if size < 1 or width % size), "")
+
+
+def _option(given: list[str], name: str) -> str | None:
+    """The value of the last `name VALUE` or `name=VALUE` among options, or None."""
+    value = None
+    for i, word in enumerate(given):
+        if word == name and i + 1 < len(given):
+            value = given[i + 1]
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _is_width(value: object) -> bool:
+    return isinstance(value, int) and value > 0

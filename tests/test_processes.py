@@ -1,0 +1,87 @@
+"""Process groups and the output of programs: the one module that knows what Windows does otherwise."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from conftest import ROOT
+from waiting import PATIENCE
+
+from speculative.processes import interrupt_group, kill_group, own_group, terminate_group
+
+SOURCES = [
+    path for folder in ("samples", "convert", "scripts", "speculative") for path in (ROOT / folder).rglob("*.py")
+]
+START_ANOTHER = """
+import subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(other.pid, flush=True)
+time.sleep(600)
+"""
+WAIT_FOR_CTRL_C = """
+import signal, time
+def stop(*_):
+    raise KeyboardInterrupt
+signal.signal(getattr(signal, "SIGBREAK", signal.SIGINT), stop)
+try:
+    print("ready", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+# A lone surrogate: what a file name that is no UTF-8 becomes in Python.
+PRINT = "from speculative.processes import {0}; {0}(); print('é, π, ' + chr(0xDC80))"
+PRINT_MUCH = "from speculative.processes import {0}; {0}()\nfor _ in range(100_000): print('x' * 100)"
+
+
+def start(program):
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, encoding="utf-8", **own_group())
+
+
+@pytest.mark.parametrize("end", [terminate_group, kill_group])
+def test_a_group_ends_with_all_that_it_started(end):
+    with start(START_ANOTHER) as leader:
+        other = psutil.Process(int(leader.stdout.readline()))
+        end(leader)
+        assert leader.wait(PATIENCE) != 0
+        assert psutil.wait_procs([other], timeout=PATIENCE)[1] == []
+        end(leader)  # nothing is left: no error
+
+
+def test_a_group_can_be_interrupted_and_this_program_is_not():
+    with start(WAIT_FOR_CTRL_C) as leader:
+        assert leader.stdout.readline() == "ready\n"
+        interrupt_group(leader)
+        assert leader.stdout.read() == "stopped\n"
+        assert leader.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("prepared", ["utf8_output", "prepare_output"])
+def test_output_is_utf_8_at_a_console_of_another_code_page(prepared):
+    console = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", PRINT.format(prepared)]
+    process = subprocess.run(command, capture_output=True, cwd=ROOT, env=console, timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.decode("utf-8").rstrip() == "é, π, \\udc80"
+
+
+@pytest.mark.posix("Windows has no SIGPIPE")
+@pytest.mark.parametrize(("prepared", "quiet"), [("prepare_output", True), ("utf8_output", False)])
+def test_a_reader_that_goes_away_ends_a_program_that_leaves_nothing_half_written(prepared, quiet):
+    command = [sys.executable, "-c", PRINT_MUCH.format(prepared)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, bufsize=0) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode == -signal.SIGPIPE) == quiet
+    assert (said == b"") == quiet and (b"BrokenPipeError" in said) == (not quiet)
+
+
+def test_nothing_else_knows_what_windows_does_otherwise():
+    of_a_system = re.compile(r"0x200\b|CREATE_NEW_PROCESS_GROUP|start_new_session|killpg|CTRL_BREAK|SIGPIPE")
+    found = {path.name for path in SOURCES if of_a_system.search(path.read_text(encoding="utf-8"))}
+    assert found == {"processes.py"}
