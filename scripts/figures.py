@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gains_table import gains
 from whole_file import write_whole
 
-from speculative.processes import utf8_output
+from speculative.processes import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
@@ -264,7 +264,7 @@ def list_figures(kept: dict[str, dict]) -> None:
 
 
 def main() -> int:
-    utf8_output()
+    prepare_output()
     arguments = parse_arguments()
     kept, commit, failed = read_kept(), present_commit(), False
     if arguments.list:

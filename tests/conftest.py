@@ -51,7 +51,10 @@ LONGEST = [
 
 
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
-SLOW = [*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"]
+SLOW = [
+    *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
+    *("test_comparisons", "test_figures"),
+]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers

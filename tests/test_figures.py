@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -137,7 +136,7 @@ def test_ctrl_c_keeps_what_was_measured(checkout, monkeypatch):
     assert list(figures.read_kept()) == ["one"] and "a table" in (checkout / "page.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 def test_at_ctrl_c_the_command_ends_what_it_started(tmp_path):
     """It is not killed: a server that it started would stay."""
     program, ended = tmp_path / "program.py", tmp_path / "ended"
