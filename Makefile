@@ -1,11 +1,12 @@
 # make demo: the main job on the embedded pair. make test: everything. Other Pythons: make demo PYTHON=python3.12
+# make figures: measure what README and docs show, an hour on a quiet machine; some of it: make figures FIGURES=embedded,lookup
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 TESTS ?=# some files only: make test-fresh TESTS=tests/test_serve_cluster.py
 
-.PHONY: demo test test-fast test-fresh test-samples smoke lint clean
+.PHONY: demo test test-fast test-fresh test-samples smoke lint figures clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run-installed
@@ -32,6 +33,9 @@ smoke: .venv/run-installed
 lint: .venv/all-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+figures: .venv/all-installed
+	$(PY) scripts/figures.py $(FIGURES)
 
 .venv/run-installed: requirements-run.txt
 	$(PYTHON) -m venv .venv

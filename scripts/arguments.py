@@ -52,7 +52,19 @@ def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None
 
 def add_huge_pages_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--huge-pages", action="store_true", help="weights of our engine in pages of 2 MiB (Linux): what a server has"
+        "--huge-pages",
+        action="store_true",
+        help="all weights in pages of 2 MiB (Linux), as in a server",
+    )
+
+
+def add_starts_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--starts",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="times that the processes of all engines are started, with --rounds rounds each (default: 1)",
     )
 
 

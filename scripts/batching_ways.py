@@ -1,40 +1,54 @@
-"""Ways to decode several texts at once, in this process: GenAI's ContinuousBatchingPipeline and our batch decoder.
+"""Ways to decode several texts at once: GenAI's ContinuousBatchingPipeline and our batch decoder, each in a process.
 
-    python scripts/batching_ways.py '{"engine": "ours", "main": "models/embedded/main", "prompts": ["class Box:"],
-                                      "texts": 16, "max_new_tokens": 50}'
+    process = BatchingProcess({"name": "ours, draft", "engine": "ours", "main": "models/embedded/main", ...})
+    process.start()
+    way = process.way("ours, draft as pays", 0)
 
-That is one way alone in a process, under load of so many texts at once, as `memory_of` runs it: seconds to load, peak
-memory and memory of the KV caches, printed as JSON.
-
-GenAI gets what it needs to be right with a draft: without prefix cache, and without splitting prompts
-(`dynamic_split_fuse=False`), which with a draft gives other texts than the main model alone.
+Both get the same token ids. GenAI alone runs with its default scheduler; with a draft it gets what it needs to be right
+with one: prompts that are not split (`dynamic_split_fuse=False`), which else gives other texts than the main model
+alone. Its prefix cache is off.
 """
 
 import itertools
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+import openvino as ov
 import openvino_genai
+import worker_process
 from load_figures import Answer, Load, Span
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 from start_cost import peak_memory
+from worker_process import WorkerProcess
 
-from speculative import batch_decoder
+from speculative import batch_decoder, genai_runs, huge_pages
 from speculative.batch_decoder import BatchDecoder
 
 CACHE_TOKENS = 8192  # of all texts together; GenAI's caches grow as needed
 
 
+class Prompts:
+    """Token ids of prompts, with a number before each, so that none is asked twice and answered from a cache."""
+
+    def __init__(self, main: Path, texts: Sequence[str]):
+        self._tokenizer = openvino_genai.Tokenizer(str(main))
+        self._texts = texts
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """Ids [n], through the main model's chat template if it has one."""
+        text = f"# {number}\n{self._texts[number % len(self._texts)]}"
+        return np.array(genai_runs.encode(self._tokenizer, text).input_ids.data[0])
+
+
 # ---- ours -----------------------------------------------------------------------------------------------------------
 
 
-def our_way(name: str, decoder: BatchDecoder, prompts: Sequence[str], max_new_tokens: int) -> Load:
+def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
     """The batch's own rule says how much to draft."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
 
@@ -43,7 +57,7 @@ def our_way(name: str, decoder: BatchDecoder, prompts: Sequence[str], max_new_to
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                going[decoder.add(numbered(prompts, number), config)] = Answer(number, time.perf_counter())
+                going[decoder.add(prompts[number], config)] = Answer(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             for gain in decoder.step():
@@ -63,30 +77,29 @@ def our_way(name: str, decoder: BatchDecoder, prompts: Sequence[str], max_new_to
 # ---- GenAI's --------------------------------------------------------------------------------------------------------
 
 
-def scheduler(most_texts: int) -> SchedulerConfig:
+def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
     config = SchedulerConfig()
-    config.dynamic_split_fuse = False
-    config.enable_prefix_caching = False
-    config.max_num_batched_tokens = 2**31  # a prompt is one inference, as LLMPipeline has it
-    config.max_num_seqs = max(256, most_texts)
+    config.max_num_seqs = max(config.max_num_seqs, most_texts)
+    if with_draft:
+        config.dynamic_split_fuse = False
+        config.max_num_batched_tokens = 2**31  # a prompt is one inference, as LLMPipeline has it
     return config
 
 
 def genai_pipeline(
     main: Path, device: str, properties: dict, draft: Path | None = None, draft_device: str = "", most_texts: int = 256
 ) -> ContinuousBatchingPipeline:
-    given = dict(properties)
+    given, config = dict(properties), scheduler(most_texts, draft is not None)
     if draft:
-        config = scheduler(most_texts)
         given["draft_model"] = openvino_genai.draft_model(
             str(draft), draft_device, scheduler_config=config, **properties
         )
-    return ContinuousBatchingPipeline(str(main), scheduler(most_texts), device, given)
+    return ContinuousBatchingPipeline(str(main), config, device, given)
 
 
-def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Sequence[str], max_new_tokens: int) -> Load:
+def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
     """With `k` draft tokens for each inference, or 0 for a pipeline without a draft."""
-    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, apply_chat_template=False)
+    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if k:
         config.num_assistant_tokens = k
     ids = itertools.count()
@@ -96,8 +109,8 @@ def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Sequ
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                answer = Answer(number, time.perf_counter())
-                going[pipe.add_request(next(ids), numbered(prompts, number), config)] = answer
+                prompt = ov.Tensor(prompts[number][None])
+                going[pipe.add_request(next(ids), prompt, config)] = Answer(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             pipe.step()
@@ -115,54 +128,63 @@ def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Sequ
     return Load(name, run)
 
 
-def numbered(prompts: Sequence[str], number: int) -> str:
-    """None is asked twice, so that nothing is answered from a cache."""
-    return f"# {number}\n{prompts[number % len(prompts)]}"
+# ---- a process of its own -------------------------------------------------------------------------------------------
 
 
-# ---- one way alone --------------------------------------------------------------------------------------------------
+class BatchingProcess:
+    """A process that decodes several texts at once."""
+
+    def __init__(self, job: dict):
+        """`job` has what `Batch.load` takes."""
+        self.job = job
+        self._worker = WorkerProcess([sys.executable, __file__])
+
+    def start(self) -> None:
+        """Load the models in a new process. Raises RuntimeError or ValueError where they are refused, and Failed."""
+        self._worker.close()
+        self._worker.call("load", self.job)
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def way(self, name: str, k: int) -> Load:
+        return Load(name, lambda *load: self._worker.call("run", k, *load))
+
+    def memory(self) -> dict:
+        """What the process took to load, and has taken so far."""
+        return {"name": self.job["name"], "texts": self.job["texts"], **self._worker.call("memory")}
 
 
-def load(asked: dict, most_texts: int) -> tuple[Callable[[str, int], Load], int | None]:
-    """A function (name, K) that makes a way, and the bytes of its caches where they are fixed."""
-    main, draft = Path(asked["main"]), Path(asked["draft"]) if asked.get("draft") else None
-    device, draft_device = asked.get("device", "CPU"), asked.get("draft_device", "CPU")
-    properties, prompts, tokens = asked.get("properties", {}), asked["prompts"], asked["max_new_tokens"]
-    if asked["engine"] == "ours":
-        ours = batch_decoder.load(
-            main, device, draft, draft_device, properties, cache_tokens=asked.get("cache_tokens", CACHE_TOKENS)
-        )
-        return lambda name, k: our_way(name, ours, prompts, tokens), ours.cache_bytes
-    pipe = genai_pipeline(main, device, properties, draft, draft_device, most_texts)
-    return lambda name, k: genai_way(name, pipe, k, prompts, tokens), None
+class Batch:
+    """The child's side. Its methods are called by their names."""
 
+    def load(self, job: dict) -> None:
+        main, draft = Path(job["main"]), Path(job["draft"]) if job.get("draft") else None
+        models = (main, job["device"], draft, job["draft_device"])
+        self.job, self.prompts, self.ways = job, Prompts(main, job["prompts"]), {}
+        self.ours, self.cache_bytes = job["engine"] == "ours", None
+        before, begin = huge_pages.allocated(), time.perf_counter()
+        if self.ours:
+            self.pipeline = batch_decoder.load(*models, job["properties"], cache_tokens=job["cache_tokens"])
+            self.cache_bytes = self.pipeline.cache_bytes
+        else:
+            self.pipeline = genai_pipeline(main, job["device"], job["properties"], *models[2:], job["texts"])
+        self.seconds = time.perf_counter() - begin
+        if job["huge_pages"]:  # both engines alike; a pipeline has allocated what it needs when it has decoded once
+            self.run(2 if draft else 0, 1, 0.001, 0)
+            huge_pages.move(before)
 
-def memory_of(name: str, asked: dict) -> dict:
-    """What a way takes in a process of its own. Raises RuntimeError, with what went wrong, where it fails."""
-    process = subprocess.run(
-        [sys.executable, __file__, json.dumps(asked)], capture_output=True, encoding="utf-8", errors="replace"
-    )
-    if process.returncode:
-        said = process.stderr.strip().splitlines() or [f"it ended with status {process.returncode}"]
-        raise RuntimeError(said[-1].removeprefix("error: "))
-    return {"name": name, **json.loads(process.stdout.splitlines()[-1])}
+    def run(self, k: int, clients: int, seconds: float, first: int) -> Span:
+        if k not in self.ways:
+            make = our_way if self.ours else genai_way
+            arguments = (self.pipeline,) if self.ours else (self.pipeline, k)
+            self.ways[k] = make("", *arguments, self.prompts, self.job["max_new_tokens"])
+        return self.ways[k].run(clients, seconds, first)
 
-
-def one_way(asked: dict) -> dict:
-    begin = time.perf_counter()
-    make, cache_bytes = load(asked, asked["texts"])
-    seconds = time.perf_counter() - begin
-    make("", asked.get("k", 0)).run(asked["texts"], asked.get("seconds", 0.5), 0)
-    return {
-        "first_seconds": seconds,
-        "peak_bytes": peak_memory(),
-        "cache_bytes": cache_bytes,
-        "texts": asked["texts"],
-    }
+    def memory(self) -> dict:
+        return {"first_seconds": self.seconds, "peak_bytes": peak_memory(), "cache_bytes": self.cache_bytes}
 
 
 if __name__ == "__main__":
-    try:
-        print(json.dumps(one_way(json.loads(sys.argv[1]))))
-    except (RuntimeError, ValueError, KeyError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    batch = Batch()
+    worker_process.serve(lambda name: getattr(batch, name))

@@ -5,12 +5,15 @@
 Paths (`--paths`), beside the main model alone: `draft`, the draft alone; `genai`, GenAI's pipeline with the draft,
 greedy, for each K; `lookup`, prompt lookup, which needs no draft, GenAI's and ours; `engine`, ours, greedy, for each K
 and adaptive; `sampled`, ours at `--temperature`, lossless. GenAI's own sampled mode with a draft is not
-(scripts/verify_lossless.py). Each path of GenAI and our engine hold the main model once: choose where memory is short.
+(scripts/verify_lossless.py). Each path of GenAI and our engine hold the main model once, in a process of its own, as
+the place of loading moves the speed by 5 to 10 %: `--starts 3` starts them three times. Choose where memory is short.
 
-The same number of new tokens everywhere (`ignore_eos`). Every round runs each prompt on every way, one after another,
-so that whatever else the machine does falls on all alike. No prompt is answered from a cache (but with `--context`).
+The same token ids for all, and the same number of new tokens (`ignore_eos`). Every round runs each prompt on every way,
+one after another, in changing order, so that whatever else the machine does falls on all alike. No prompt is answered
+from a cache (but with `--context`).
 Throughput is decode only (prompt excluded); speedup is over the main model alone in GenAI (sampled: alone in the
-engine), in the same round; shown are the median over the rounds and their range. `forwards`: new tokens / main
+engine), in the same round; shown are the median over the rounds and their range. Engines are compared by the prompts
+to which both gave the same text, with a bootstrap over them (scripts/ratios.py). `forwards`: new tokens / main
 inferences. `outside`: the share of the decoding that is not spent in the models. Repeated 4-grams inflate acceptance:
 their share stands beside. A table for people on standard output, then one JSON object on its last line. Ctrl-C keeps
 the full rounds measured so far. How K matters: scripts/sweep_draft_length.py.
@@ -20,6 +23,7 @@ import argparse
 import signal
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
@@ -33,29 +37,29 @@ from arguments import (  # noqa: E402
     add_huge_pages_argument,
     add_pair_arguments,
     add_run_arguments,
+    add_starts_argument,
     lengths,
     refuse_missing_devices,
     refuse_unsound,
     whole,
 )
-from decoding_ways import LOOKUP, genai_pipeline, genai_way, our_way  # noqa: E402
+from child_process import Failed  # noqa: E402
+from decoding_process import Closing, DecodingProcess, Job, measure  # noqa: E402
+from decoding_ways import LOOKUP  # noqa: E402
 from measuring import (  # noqa: E402
     OtherLoad,
     Way,
     add_output_arguments,
     environment,
-    interleave,
     iteration_split,
     row,
-    time_in,
     write_outputs,
 )
 from prompt_files import Prompt, read_prompts, shown_name, token_ids  # noqa: E402
-from start_cost import start_costs  # noqa: E402
-from token_view import token_view  # noqa: E402
+from ratios import engines, ratio, verdict  # noqa: E402
+from start_cost import Start, start_costs  # noqa: E402
 
-from speculative import decoder, metrics  # noqa: E402
-from speculative.decoder import Decoder  # noqa: E402
+from speculative import metrics  # noqa: E402
 from speculative.processes import prepare_output  # noqa: E402
 
 OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
@@ -85,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
     )
+    add_starts_argument(parser)
     add_huge_pages_argument(parser)
     parser.add_argument("--no-starts", action="store_true", help="leave out seconds to load and peak memory")
     add_output_arguments(parser)
@@ -96,52 +101,59 @@ def parse_arguments() -> argparse.Namespace:
 
 def starts(arguments: argparse.Namespace) -> list[dict]:
     """Load time and memory of what the paths need."""
-    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties = dict(arguments.property)
-    costs = [start_costs("GenAI, main alone", "GenAI", main, device, None, "", properties)]
+    kinds = [Start("GenAI, main alone", "GenAI", with_draft=False)]
     if "genai" in arguments.paths:
-        costs.append(start_costs("GenAI with the draft", "GenAI", main, device, draft, draft_device, properties))
+        kinds.append(Start("GenAI with the draft", "GenAI", with_draft=True))
     if {"engine", "sampled"} & set(arguments.paths):
-        costs.append(start_costs("ours with the draft", "ours", main, device, draft, draft_device, properties))
-    return costs
+        kinds.append(Start("ours with the draft", "ours", with_draft=True))
+    return start_costs(kinds, arguments, arguments.starts)
 
 
-def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder | None]:
-    """The ways to compare, the main model alone first, and our engine where it is among them."""
-    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties, n, paths = dict(arguments.property), arguments.max_new_tokens, arguments.paths
-    keep, ks, lookup = bool(arguments.context), arguments.num_assistant_tokens, f"lookup {LOOKUP}"
-
-    ways = [genai_way("GenAI, main alone", genai_pipeline(main, device, properties, keep_caches=keep), 0, n)]
+def jobs(arguments: argparse.Namespace) -> list[Job]:
+    """What to compare, by processes: the main model alone first, our engine last where it is among them."""
+    ks, paths = arguments.num_assistant_tokens, arguments.paths
+    alone = Job(
+        name="GenAI, main alone",
+        engine="GenAI",
+        main=arguments.main,
+        device=arguments.device,
+        draft=None,
+        draft_device="",
+        properties=dict(arguments.property),
+        max_new_tokens=arguments.max_new_tokens,
+        ways=(("GenAI, main alone", 0, 0.0),),
+        keep_caches=bool(arguments.context),
+        huge_pages=arguments.huge_pages,
+    )
+    pair = replace(alone, name="GenAI with the draft", draft=arguments.draft, draft_device=arguments.draft_device)
+    found = [alone]
     if "draft" in paths:
-        pipe = genai_pipeline(draft, draft_device, properties, keep_caches=keep)
-        ways.append(genai_way("GenAI, draft alone", pipe, 0, n))
+        name = "GenAI, draft alone"
+        draft = (arguments.draft, arguments.draft_device)
+        found.append(replace(alone, name=name, main=draft[0], device=draft[1], ways=((name, 0, 0.0),)))
     if "genai" in paths:
-        pipe = genai_pipeline(main, device, properties, draft, draft_device, keep_caches=keep)
-        ways += [genai_way(f"GenAI, K = {k}", pipe, k, n) for k in ks]
+        found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:
-        pipe = genai_pipeline(main, device, properties, lookup=True, keep_caches=keep)
-        ways.append(genai_way("GenAI, prompt lookup", pipe, lookup, n))
-    if not {"engine", "sampled", "lookup"} & set(paths):
-        return ways, None
+        name = "GenAI, prompt lookup"
+        found.append(replace(alone, name=name, lookup=True, ways=((name, f"lookup {LOOKUP}", 0.0),)))
+    if ours := tuple(our_ways(ks, paths, arguments.temperature)):
+        found.append(replace(pair, name="ours with the draft", engine="ours", ways=ours))
+    return found
 
-    pages = arguments.huge_pages
-    ours = decoder.load(main, device, draft, draft_device, properties, properties, use_huge_pages=pages)
-    seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
 
-    def add(name: str, draft_length: int | str, temperature: float) -> None:
-        ways.append(our_way(name, ours, seconds, draft_length, temperature, n, keep))
-
-    for name, temperature in (("engine", 0.0), ("sampled", arguments.temperature)):
-        if name in paths:
-            kind = "ours, sampled" if temperature else "ours"
-            add(f"{kind}, main alone", 0, temperature)
+def our_ways(ks: list[int], paths: list[str], temperature: float):
+    """(name, draft length, temperature) of each way of our engine."""
+    if {"engine", "lookup"} & set(paths):
+        yield "ours, main alone", 0, 0.0
+    for kind, path, t in (("ours", "engine", 0.0), ("ours, sampled", "sampled", temperature)):
+        if path in paths:
+            if t:
+                yield f"{kind}, main alone", 0, t
             for k in ks:
-                add(f"{kind}, K = {k}", k, temperature)
-            add(f"{kind}, adaptive", "adaptive", temperature)
-        if name == "engine" and "lookup" in paths:
-            add("ours, prompt lookup", lookup, 0.0)
-    return ways, ours
+                yield f"{kind}, K = {k}", k, t
+            yield f"{kind}, adaptive", "adaptive", t
+        if path == "engine" and "lookup" in paths:
+            yield "ours, prompt lookup", f"lookup {LOOKUP}", 0.0
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -204,30 +216,29 @@ def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
     return found
 
 
-def compare(rows: list[dict]) -> list[dict]:
+def compare(ways: list[Way]) -> list[dict]:
     """What people ask of the table: ours against GenAI with the same K, adaptive against the best fixed K."""
-    facts = []
 
-    def ratio(what: str, one: dict, other: dict) -> None:
-        ratios = [a / b for a, b in zip(one["throughputs"], other["throughputs"], strict=True)]
-        facts.append({"what": what, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]})
+    def find(engine: str, sampled: bool) -> dict[int | str, Way]:
+        chosen = [way for way in ways if way.name != "GenAI, draft alone"]
+        return {way.draft_length: way for way in chosen if (way.engine, way.temperature > 0) == (engine, sampled)}
 
-    def find(engine: str, sampled: bool) -> dict[int | str, dict]:
-        chosen = [row for row in rows if row["name"] != "GenAI, draft alone"]
-        return {row["draft_length"]: row for row in chosen if (row["engine"], row["sampled"]) == (engine, sampled)}
+    def throughput(way: Way) -> float:
+        return statistics.median(way.throughput(i) for i in range(len(way.rounds)))
 
-    genai, ours = find("GenAI", False), find("ours", False)
+    facts, genai, ours = [], find("GenAI", False), find("ours", False)
     for k in [k for k in genai if k in ours]:
-        what = {0: "alone", f"lookup {LOOKUP}": "prompt lookup"}.get(k, f"K = {k}")
-        ratio(f"ours / GenAI, greedy, {what}", ours[k], genai[k])
+        where = {0: "alone", f"lookup {LOOKUP}": "prompt lookup"}.get(k, f"K = {k}")
+        facts += engines(where, ours[k], genai[k])
     for sampled in (False, True):
-        table = find("ours", sampled)
-        fixed = [row for k, row in table.items() if isinstance(k, int) and k]
+        table, kind = find("ours", sampled), "sampled" if sampled else "greedy"
+        fixed = [way for k, way in table.items() if isinstance(k, int) and k]
         if fixed:
-            best = max(fixed, key=lambda row: row["throughput"])
-            kind = "sampled" if sampled else "greedy"
-            ratio(f"adaptive / best fixed K = {best['draft_length']}, {kind}", table["adaptive"], best)
-            ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0])
+            best = max(fixed, key=throughput)
+            k = best.draft_length
+            facts.append(ratio(f"best fixed K = {k} / ours alone, {kind}", best, table[0]))
+            facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
+            facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
     return facts
 
 
@@ -237,9 +248,9 @@ def fastest(rows: list[dict], sampled: bool) -> dict | None:
 
 
 def summary(
-    rows: list[dict], categories: list[dict], costs: list[dict], load: OtherLoad, asked_rounds: int
+    rows: list[dict], categories: list[dict], compared: list[str], costs: list[dict], load: OtherLoad, asked_rounds: int
 ) -> list[str]:
-    """The answer in words."""
+    """The answer in words; `compared` says which engine is faster."""
     lines, n = [], len(rows[0]["throughputs"])
     for sampled, kind in ((False, "greedy"), (True, "sampled")):
         best = fastest(rows, sampled)
@@ -264,6 +275,7 @@ def summary(
                 f"The text of {best['name']} repeats itself ({best['repetition']:.0%} of its 4-grams), which makes "
                 "acceptance and speedup look better than they are."
             )
+    lines += compared
     main, best = rows[0], fastest(rows, False)
     chosen = [part for part in categories if best and part["name"] == best["name"]]
     if chosen:
@@ -351,12 +363,15 @@ def table(rows: list[dict], result: dict) -> str:
         for cost in result["starts"]
     ]
     lines.append("")
-    lines += [
-        f"{fact['what']}: {fact['ratio']:.2f} ({fact['range'][0]:.2f}-{fact['range'][1]:.2f})"
-        for fact in result["comparisons"]
-    ]
+    lines += map(compared, result["comparisons"])
     lines += [f"{one['name'].removeprefix('ours, ')}: {one['why']}" for one in rows if one["why"]]
     return "\n".join([*lines, "", *result["summary"]])
+
+
+def compared(fact: dict) -> str:
+    rounds_, prompts = fact["range"], fact["interval"]
+    sure = f", over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else ", over 1 prompt"
+    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}{sure})"
 
 
 def main() -> int:
@@ -374,16 +389,17 @@ def main() -> int:
         return 2
     try:
         costs = [] if arguments.no_starts else starts(arguments)
-        ways, ours = load(arguments)
-        with OtherLoad() as other:
-            complete = interleave(ways, ids, arguments.rounds)
-        rows = summarise(ways, keeps_caches=bool(arguments.context))
-        drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]
-        best = fastest(drafting, sampled=False)
-        view = token_view(ours, ids[0], best["draft_length"], arguments.max_new_tokens) if complete and best else None
+        with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
+            ways = [way for process in processes for way in process.ways]
+            with OtherLoad() as other:
+                complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
+            rows = summarise(ways, keeps_caches=bool(arguments.context))
+            drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]
+            best = fastest(drafting, sampled=False)
+            view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, Failed) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     facts = {
@@ -393,18 +409,21 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
+        "starts": arguments.starts,
         "rounds": len(ways[0].rounds),
     }
-    categories = by_category(ways, prompts)
+    categories, comparisons = by_category(ways, prompts), compare(ways)
+    words = verdict(comparisons, arguments.starts)
     result = {
         "program": "benchmark",
-        "summary": summary(rows, categories, costs, other, arguments.rounds),
+        "summary": summary(rows, categories, words, costs, other, arguments.rounds * arguments.starts),
         "environment": facts,
         "rows": rows,
         "categories": categories,
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
         "starts": costs,
-        "comparisons": compare(rows),
+        "comparisons": comparisons,
+        "processes": [start for process in processes for start in process.starts],
         **({"token_view": view} if view else {}),
     }
     write_outputs(arguments, result, table(rows, result))

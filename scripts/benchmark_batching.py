@@ -2,17 +2,18 @@
 
     python scripts/benchmark_batching.py models/embedded/main models/embedded/draft
 
-A server may send greedy requests through either: this measures which is faster here, at what memory. In one process,
-in turns (A B A B) at every number of texts: each way decodes so many texts at once for `--seconds`, a new one joining
-when one ends; the same prompts for all, none twice, each `--max-new-tokens` long. GenAI drafts K tokens always (`-k`),
-ours as many as pay in the batch. GenAI's prefix cache is off and its prompts are read in one piece
-(dynamic_split_fuse=False), as it needs to be right with a draft. Sampled requests are not compared: GenAI's are not
-lossless with a draft (scripts/verify_lossless.py).
+A server may send greedy requests through either: this measures which is faster here, at what memory. Each way has a
+process of its own, as the place at which a process loads a model moves its speed; `--starts 3` starts them three times.
+They take turns at every number of texts, in changing order: each decodes so many texts at once for `--seconds`, a new
+one joining when one ends; the same token ids for all, none twice, each text `--max-new-tokens` long. GenAI drafts K
+tokens always (`-k`), ours as many as pay in the batch. GenAI alone has its default scheduler; with a draft its prompts
+are read in one piece (dynamic_split_fuse=False), as it needs to be right. Its prefix cache is off. Sampled requests are
+not compared: GenAI's are not lossless with a draft (scripts/verify_lossless.py).
 
 Throughput: new tokens a second of all texts together, prompts and waiting included; medians over the rounds and their
-range; TTFT and TPOT: medians over the texts, and from 5 to 95 % of them. Memory: the peak of a process of its own for
-each way, with weights, caches and all, at the largest number of texts. A table for people, then one JSON object on the
-last line. Ctrl-C keeps the full rounds. The same over HTTP: scripts/benchmark_serving.py.
+range; TTFT and TPOT: medians over the texts, and from 5 to 95 % of them. Memory: the peak of each process, with
+weights, caches and all, up to the largest number of texts. A table for people, then one JSON object on the last line.
+Ctrl-C keeps the full rounds. The same over HTTP: scripts/benchmark_serving.py.
 """
 
 import argparse
@@ -25,11 +26,21 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, C
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import batching_ways  # noqa: E402
-from arguments import add_pair_arguments, lengths, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
+from arguments import (  # noqa: E402
+    add_huge_pages_argument,
+    add_pair_arguments,
+    add_starts_argument,
+    lengths,
+    refuse_missing_devices,
+    refuse_unsound,
+    whole,
+)
+from batching_ways import CACHE_TOKENS, BatchingProcess  # noqa: E402
+from child_process import Failed  # noqa: E402
+from decoding_process import Closing  # noqa: E402
 from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
 from load_figures import Load, counted, row, stops_paying, table, take_turns  # noqa: E402
-from measuring import OtherLoad, ctrl_c_raises, environment  # noqa: E402
+from measuring import OtherLoad, ctrl_c_raises, environment, shuffled  # noqa: E402
 from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
 
 from speculative.processes import prepare_output  # noqa: E402
@@ -41,21 +52,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
     add_load_arguments(parser)
+    add_starts_argument(parser)
+    add_huge_pages_argument(parser)
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=lengths, default="4", metavar="K", help="GenAI's, 4 or 2,4,8 (default: 4)"
     )
     parser.add_argument(
         "--cache-tokens",
         type=whole,
-        default=batching_ways.CACHE_TOKENS,
+        default=CACHE_TOKENS,
         metavar="N",
         help="room for all texts together in our engine (default: %(default)s); GenAI's grows",
     )
     return parser.parse_args()
 
 
-def jobs(arguments: argparse.Namespace, prompts: list[str]) -> dict[str, dict]:
-    """What each way is made of, by its name; K aside, which one pipeline takes with each request."""
+def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
+    """What each process is made of; K aside, which one pipeline takes with each request."""
     shared = {
         "main": str(arguments.main),
         "device": arguments.device,
@@ -64,50 +77,81 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> dict[str, dict]:
         "prompts": prompts,
         "max_new_tokens": arguments.max_new_tokens,
         "cache_tokens": arguments.cache_tokens,
+        "huge_pages": arguments.huge_pages,
         "texts": max(arguments.clients),
     }
-    draft = {"draft": str(arguments.draft), "k": arguments.num_assistant_tokens[0]}
-    return {
-        "GenAI, main alone": {**shared, "engine": "GenAI"},
-        "GenAI, draft": {**shared, "engine": "GenAI", **draft},
-        "ours, main alone": {**shared, "engine": "ours"},
-        "ours, draft": {**shared, "engine": "ours", **draft},
-    }
+    draft = {"draft": str(arguments.draft)}
+    return [
+        {**shared, "name": "GenAI, main alone", "engine": "GenAI"},
+        {**shared, "name": "GenAI, draft", "engine": "GenAI", **draft},
+        {**shared, "name": "ours, main alone", "engine": "ours"},
+        {**shared, "name": "ours, draft", "engine": "ours", **draft},
+    ]
 
 
-def load(made_of: dict[str, dict], ks: list[int]) -> list[Load]:
+def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
     ways = []
-    for name, job in made_of.items():
-        make, _ = batching_ways.load(job, job["texts"])
-        if (job["engine"], "draft" in job) == ("GenAI", True):
-            ways += [make(f"GenAI, K = {k}", k) for k in ks]
+    for process in processes:
+        name = process.job["name"]
+        if name == "GenAI, draft":
+            ways += [process.way(f"GenAI, K = {k}", k) for k in ks]
         else:
-            ways.append(make("ours, draft as pays" if "draft" in job else name, 0))
+            ways.append(process.way("ours, draft as pays" if name == "ours, draft" else name, 0))
     return ways
+
+
+def measure(
+    processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
+) -> tuple[bool, list[dict]]:
+    """Whether all rounds were measured, and the memory of each process at the end of the first start, if it had one.
+
+    Raises KeyboardInterrupt where there is no full round.
+    """
+    memory: list[dict] = []
+    try:
+        with ctrl_c_raises():
+            for start in range(arguments.starts):
+                for process in shuffled(processes, start):
+                    process.start()
+                if not take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds):
+                    return False, memory  # the process that was interrupted is gone
+                memory = memory or [process.memory() for process in processes]
+    except KeyboardInterrupt:
+        if not memory:
+            raise
+        return False, memory
+    return True, memory
 
 
 # ---- what was found -------------------------------------------------------------------------------------------------
 
 
 def compare(ways: list[Load], clients: list[int]) -> list[dict]:
-    """Ours with a draft over the best of GenAI's, and over ours alone, by the number of texts."""
+    """Ours over GenAI's, both alone; ours with a draft over the best of GenAI's, and over ours alone; by the number of
+    texts. `same_text`: how many of `texts` that both decoded are equal."""
     by_name = {way.name: way for way in ways}
     ours, alone = by_name["ours, draft as pays"], by_name["ours, main alone"]
     genai = [way for way in ways if way.name.startswith("GenAI")]
     found = []
     for n in clients:
         best = max(genai, key=lambda way: statistics.median(span.throughput for span in way.rounds[n]))
-        for what, other in ((f"ours / {best.name}, the best of GenAI", best), ("ours / ours, main alone", alone)):
-            pairs = zip(ours.rounds[n], other.rounds[n], strict=True)
-            ratios = [a.throughput / b.throughput for a, b in pairs if b.throughput]
-            if ratios:
-                ratio, range_ = statistics.median(ratios), [min(ratios), max(ratios)]
-                found.append({"what": f"{what}, {counted(n, 'text')}", "ratio": ratio, "range": range_, "clients": n})
+        for what, one, other in (
+            ("ours, main alone / GenAI, main alone", alone, by_name["GenAI, main alone"]),
+            (f"ours, draft / {best.name}, the best of GenAI", ours, best),
+            ("ours, draft / ours, main alone", ours, alone),
+        ):
+            figures = row(one, n, other)
+            if figures["speedup"] is not None:
+                ratio, range_ = figures["speedup"], figures["speedup_range"]
+                same = {"same_text": figures["same_text"], "texts": figures["texts"]}
+                what = f"{what}, {counted(n, 'text')}"
+                found.append({"what": what, "ratio": ratio, "range": range_, "clients": n, **same})
     return found
 
 
 def summary(rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: OtherLoad):
     """The answer in words."""
+    alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
     surely = [one for one in over_best if one["range"][0] > 1]
     slower = [one for one in over_best if one["range"][1] < 1]
@@ -118,9 +162,10 @@ def summary(rows: list[dict], comparisons: list[dict], memory: list[dict], round
     else:
         lines = [
             f"Greedy requests: texts at once with which our engine is surely faster: {_numbers(surely)}; GenAI's "
-            f"pipeline: {_numbers(slower)}; else it is even."
+            f"pipeline: {_numbers(slower)}; else neither surely is."
         ]
-    lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in over_best) + ".")
+    for compared in filter(None, (alone, over_best)):
+        lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
     ours = [row for row in rows if row["way"] == "ours, draft as pays"]
     lines += stops_paying(ours)
     lines += [
@@ -154,16 +199,15 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    made_of = jobs(arguments, [prompt.text for prompt in prompts])
     try:
-        with ctrl_c_raises():
-            memory = [batching_ways.memory_of(name, job) for name, job in made_of.items()]
-        ways = load(made_of, arguments.num_assistant_tokens)
-        with OtherLoad() as other:
-            complete = take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds)
+        texts = [prompt.text for prompt in prompts]
+        with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
+            ways = ways_of(processes, arguments.num_assistant_tokens)
+            with OtherLoad() as other:
+                complete, memory = measure(processes, ways, arguments)
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, Failed) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
@@ -174,12 +218,14 @@ def main() -> int:
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
         "seconds": arguments.seconds,
+        "starts": arguments.starts,
         "rounds": done,
+        "huge_pages": arguments.huge_pages,
         "cache_tokens": arguments.cache_tokens,
     }
     result = {
         "program": "benchmark_batching",
-        "summary": summary(rows, comparisons, memory, done, arguments.rounds, other),
+        "summary": summary(rows, comparisons, memory, done, arguments.rounds * arguments.starts, other),
         "environment": facts,
         "rows": rows,
         "comparisons": comparisons,

@@ -5,7 +5,8 @@
 - Inferences: the main model on 1 to 17 tokens and the draft on one, behind shorter and longer contexts; and whether a
   step costs more because the one before was rolled back.
 - Beside the models: logits to distribution, draw and verify, by size of the vocabulary.
-- Start and memory: the first start, the second one with a model cache (CACHE_DIR), peak memory against weights.
+- Start and memory, the models' files read before: without a model cache (CACHE_DIR), the first with one and the second,
+  peak memory against weights.
 - The limit: an iteration with K draft tokens reads the main model's weights once and the draft's K times. At the
   bandwidth of reading, measured before and after each text, that takes a time; the ratio is what part of the
   decoding time it is.
@@ -18,7 +19,6 @@ import json
 import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,6 +35,7 @@ import openvino as ov  # noqa: E402
 import openvino_genai  # noqa: E402
 from arguments import add_huge_pages_argument, add_pair_arguments, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
 from openvino_genai import GenerationConfig  # noqa: E402
+from start_cost import Start, job, read_files, run  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from speculative import decoder, device_facts, weights  # noqa: E402
@@ -130,43 +131,27 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
 
 # ---- start and memory -----------------------------------------------------------------------------------------------
 
-CHILD = """
-import json, sys, time
-arguments = json.loads(sys.argv[1])
-sys.path.insert(0, arguments["root"])
-from openvino_genai import GenerationConfig
-from speculative import decoder
-begin = time.perf_counter()
-one = decoder.load(arguments["main"], arguments["device"], arguments["draft"], arguments["draft_device"],
-                   arguments["properties"])
-loaded = time.perf_counter() - begin
-one.generate([1, 2, 3], GenerationConfig(max_new_tokens=100, ignore_eos=True))
-peak = next((int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")), None)
-print(json.dumps({"seconds": loaded, "peak_bytes": peak,
-                  "cache_bytes": one.main.backend.cache_bytes + one.draft.model.backend.cache_bytes}))
-"""
+STARTS = 3  # of each kind, in turn
 
 
 def starts(arguments: argparse.Namespace) -> list[dict]:
-    """Three starts, each in a new process: without a model cache, one that fills it, one that uses it."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for cache in (None, folder, folder):
-            properties = {**dict(arguments.property), **({"CACHE_DIR": cache} if cache else {})}
-            asked = {
-                "root": str(Path(__file__).resolve().parent.parent),
-                "main": str(arguments.main),
-                "draft": str(arguments.draft),
-                "device": arguments.device,
-                "draft_device": arguments.draft_device,
-                "properties": properties,
-            }
-            command = [sys.executable, "-c", CHILD, json.dumps(asked)]
-            process = subprocess.run(command, capture_output=True, encoding="utf-8")
-            if process.returncode:
-                raise RuntimeError(f"a start failed: {process.stderr.strip().splitlines()[-1]}")
-            found.append({"start": ("no cache", "first", "second")[len(found)], **json.loads(process.stdout)})
-    return found
+    """Starts in new processes: without a model cache, one that fills it, one that uses it. Medians of several."""
+    found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
+    ours = Start("ours with the draft", "ours", with_draft=True)
+    read_files(arguments.main, arguments.draft)
+    for _ in range(min(STARTS, arguments.repeat)):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, cache in zip(found, ({}, {"CACHE_DIR": folder}, {"CACHE_DIR": folder}), strict=True):
+                found[name].append(run(job(ours, arguments, **cache)))
+    return [
+        {
+            "start": name,
+            "seconds": statistics.median(one["seconds"] for one in runs),
+            "peak_bytes": max(one["peak_bytes"] or 0 for one in runs) or None,
+            "cache_bytes": runs[0]["cache_bytes"],
+        }
+        for name, runs in found.items()
+    ]
 
 
 # ---- the limit ------------------------------------------------------------------------------------------------------

@@ -60,14 +60,8 @@ def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
     result = pipe.generate(genai_runs.inputs(ids), config)
-    told = result.perf_metrics
-    return Run(
-        tokens=list(result.tokens[0]),
-        proposed=[],
-        gained=list(told.raw_metrics.m_batch_sizes)[1:],  # the first is the prompt's inference
-        seconds_to_first=told.get_ttft().mean / 1000,
-        seconds=told.get_generate_duration().mean / 1000,
-    )
+    gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's inference
+    return Run(list(result.tokens[0]), [], gained, *genai_runs.seconds(result.perf_metrics, len(gained)))
 
 
 def our_way(

@@ -5,8 +5,9 @@
     rows = [row(way, n, ways[0]) for way in ways for n in way.rounds]
 
 A way is put under load by `run(clients, seconds, first)`: so many clients in a closed loop for so long, with prompts
-numbered from `first` on. Ways take turns at every number of clients (A B A B), so that whatever else the machine does
-falls on all alike; all get the same prompts, none twice; after a warm-up; medians over the rounds and their range.
+numbered from `first` on. Ways take turns at every number of clients, in changing order, so that whatever else the
+machine does falls on all alike; all get the same prompts, none twice; after a warm-up of a text for each client;
+medians over the rounds and their range.
 """
 
 import statistics
@@ -14,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from measuring import ctrl_c_raises
+from measuring import ctrl_c_raises, shuffled
 from tqdm import tqdm
 
 from speculative import metrics
 
 OUTCOMES = ("answered", "refused", "cut off", "lost")
 EACH = 100_000  # numbers of prompts set apart for one measurement
+WARM_UP = 0.2  # seconds of load at most: each client has one text at least
 MIDDLE = (0.05, 0.95)  # quantiles between which the spread of TTFT and TPOT is shown
 
 
@@ -97,27 +99,28 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
     False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
     """
     total = (warm_up + rounds) * len(clients) * len(ways)
-    kept = 0
+    before = kept = len(ways[0].rounds.get(clients[0], ()))
     try:
         with ctrl_c_raises(), tqdm(total=total, unit="run", leave=False) as bar:
             for number in range(warm_up + rounds):
                 done = []
                 for place, n in enumerate(clients):
-                    first = EACH * (number * len(clients) + place)
-                    for way in ways:
+                    turn = (before + number) * len(clients) + place
+                    lasting = seconds if number >= warm_up else min(WARM_UP, seconds)
+                    for way in shuffled(ways, turn):
                         bar.set_description(f"{way.name}, {n} at once")
-                        done.append((way, n, way.run(n, seconds, first)))
+                        done.append((way, n, way.run(n, lasting, EACH * turn)))
                         bar.update()
                 if number >= warm_up:
                     for way, n, span in done:
                         way.rounds.setdefault(n, []).append(span)
                     kept += 1
     except KeyboardInterrupt:
-        if not kept:
-            raise
         for way in ways:  # the signal may come anywhere
             for n in clients:
-                del way.rounds[n][kept:]
+                del way.rounds.get(n, [])[kept:]
+        if kept == before:
+            raise
         return False
     return True
 
@@ -204,7 +207,7 @@ def stops_paying(rows: list[dict]) -> list[str]:
     elif len(unpaid) == len(rows):
         lines.append(f"Speculation pays surely at no number of {last['counted']}s that was measured.")
     else:
-        worst = min(one["speedup"] for one in unpaid)
+        worst = min(one["speedup_range"][0] for one in unpaid)  # of all rounds: a median hides those that were slower
         cost = f"takes {1 - worst:.0%} at worst" if worst < 0.995 else "costs nothing"
         if unpaid == rows[-len(unpaid) :]:
             stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])

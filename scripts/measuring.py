@@ -5,8 +5,9 @@
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
 
-Fair by construction: each round runs each prompt on every way, one after another (A B A B), so that whatever else the
-machine does falls on all alike; warm-up first; the median over the rounds and their range.
+Fair by construction: each round runs each prompt on every way, one after another, so that whatever else the machine
+does falls on all alike, in another order each time, so that no way always has the same predecessor in the processor's
+caches; warm-up first; the median over the rounds and their range.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import openvino as ov
@@ -39,6 +41,7 @@ from speculative.cached_model import CachedModel
 from speculative.decoder import Generation
 from speculative.genai_runs import Run
 
+Item = TypeVar("Item")
 NOTICED = 0.1  # share of the processor time that others take, from which on it is said
 
 
@@ -103,7 +106,7 @@ def interleave(
         with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
                 before_round()
-                done = _one_round(ways, prompts, bar)
+                done = _one_round(ways, prompts, bar, (before + number) * len(prompts))
                 if number >= warm_up:
                     _keep(done)
     except KeyboardInterrupt:
@@ -129,12 +132,17 @@ def ctrl_c_raises():
         signal.signal(signal.SIGINT, usual)
 
 
-def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm) -> list[tuple]:
+def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
+    """`items` in the order of their turn number `turn`: the same in every program, another one in the next turn."""
+    return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
+
+
+def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
     """Each prompt on each way; of each way: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | Generation]] = [[] for _ in ways]
     spent = np.zeros((len(ways), 3))
-    for ids in prompts:
-        for i, way in enumerate(ways):
+    for number, ids in enumerate(prompts):
+        for i, way in shuffled(list(enumerate(ways)), turn + number):
             before = [len(seconds) for seconds in way.seconds]
             run = way.decode(ids)
             runs[i].append(run)

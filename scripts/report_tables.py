@@ -50,6 +50,8 @@ COLUMNS = {
     "cache_bytes": ("caches (MB)", "{:.0f}"),
     "ratio": ("ratio", SHARE),
     "range": ("range", SHARE),
+    "interval": ("95 % over prompts", SHARE),
+    "prompts": ("prompts", PLAIN),
 }
 CAPTIONS = {
     "Ways to decode": "Medians over the rounds and their range; tokens/s while decoding, the prompt excluded",

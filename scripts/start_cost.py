@@ -2,15 +2,19 @@
 
     python scripts/start_cost.py '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
 
-That is one start, as `start_costs` runs it: from here to a text of 32 tokens, printed as JSON.
+That is one start, as `start_costs` runs it: from here to a text of 32 tokens, printed as JSON. The files of the models
+are read once before, so that nobody's start is the one that waits for the disk, and kinds of start alternate.
 """
 
+import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -22,54 +26,89 @@ from openvino_genai import GenerationConfig
 from speculative import decoder, genai_runs
 
 TOKENS = 32
+PIECE = 2**24  # bytes of a file read at once
 
 
-def start_costs(
-    name: str, engine: str, main: Path, device: str, draft: Path | None, draft_device: str, properties: dict
-):
-    """Two starts that share a model cache (CACHE_DIR), which is empty at the first. Raises RuntimeError, with what went
-    wrong, where one fails."""
-    found = []
-    with ctrl_c_raises(), tempfile.TemporaryDirectory() as folder:  # which Ctrl-C must not leave behind
-        asked = {
-            "engine": engine,
-            "main": str(main),
-            "device": device,
-            "draft": str(draft) if draft else None,
-            "draft_device": draft_device,
-            "properties": {**properties, "CACHE_DIR": folder},
-        }
-        for _ in range(2):
-            command = [sys.executable, __file__, json.dumps(asked)]
-            process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-            if process.returncode:
-                said = process.stderr.strip().splitlines() or [f"it ended with status {process.returncode}"]
-                raise RuntimeError(said[-1].removeprefix("error: "))
-            found.append(json.loads(process.stdout.splitlines()[-1]))
-    first, second = found
+class Start(NamedTuple):
+    """A kind of start."""
+
+    name: str
+    engine: str  # "GenAI" or "ours"
+    with_draft: bool
+
+
+def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[dict]:
+    """Two starts of each kind that share a model cache (CACHE_DIR), which is empty at the first; all of it `repeats`
+    times: medians and ranges of the seconds, and the largest memory. Raises RuntimeError, with what went wrong, where
+    one fails."""
+    found: dict[Start, list[list[dict]]] = {kind: [] for kind in kinds}
+    read_files(arguments.main, arguments.draft)
+    with ctrl_c_raises():  # a folder must not be left behind
+        for _ in range(repeats):
+            for kind, pairs in found.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    asked = job(kind, arguments, CACHE_DIR=folder)
+                    pairs.append([run(asked) for _ in range(2)])
+    return [_row(kind, pairs) for kind, pairs in found.items()]
+
+
+def _row(kind: Start, pairs: list[list[dict]]) -> dict:
+    row: dict = {"name": kind.name}
+    for place, starts in zip(("first", "second"), zip(*pairs, strict=True), strict=True):
+        seconds = [start["seconds"] for start in starts]
+        row |= {f"{place}_seconds": statistics.median(seconds), f"{place}_range": [min(seconds), max(seconds)]}
+    first, second = (max((start["peak_bytes"] or 0) for start in starts) for starts in zip(*pairs, strict=True))
+    return row | {"peak_bytes": first or None, "second_peak_bytes": second or None}
+
+
+def read_files(*folders: Path) -> None:
+    """Have the system keep what is in these folders in its memory, as far as there is room."""
+    for folder in folders:
+        for path in filter(Path.is_file, folder.iterdir()):
+            with path.open("rb", buffering=0) as file:
+                while file.read(PIECE):
+                    pass
+
+
+def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
+    """What a child is asked; `more` are properties."""
+    draft = (str(arguments.draft), arguments.draft_device) if kind.with_draft else (None, "")
     return {
-        "name": name,
-        "first_seconds": first["seconds"],
-        "second_seconds": second["seconds"],
-        "peak_bytes": first["peak_bytes"],
-        "second_peak_bytes": second["peak_bytes"],
+        "engine": kind.engine,
+        "main": str(arguments.main),
+        "device": arguments.device,
+        "draft": draft[0],
+        "draft_device": draft[1],
+        "properties": {**dict(arguments.property), **more},
     }
+
+
+def run(asked: dict) -> dict:
+    """One start in a process of its own. Raises RuntimeError, with what went wrong, where it fails."""
+    command = [sys.executable, __file__, json.dumps(asked)]
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if process.returncode:
+        said = process.stderr.strip().splitlines() or [f"it ended with status {process.returncode}"]
+        raise RuntimeError(said[-1].removeprefix("error: "))
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def one_start(asked: dict) -> dict:
     main, device, properties = Path(asked["main"]), asked["device"], asked.get("properties", {})
     draft, draft_device = asked.get("draft") and Path(asked["draft"]), asked.get("draft_device", "")
-    prompt = np.arange(1, 9)
+    prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
     if asked["engine"] == "ours":
         ours = decoder.load(main, device, draft, draft_device, properties, properties)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
+        models = [ours.main, *([ours.draft.model] if draft else [])]
+        cache_bytes = sum(model.backend.cache_bytes for model in models)
     else:
         pipe = genai_runs.load(main, device, draft, draft_device, properties, properties)
         seconds = time.perf_counter() - begin
         genai_runs.generate(pipe, genai_runs.inputs(prompt), TOKENS, 4 if draft else None)
-    return {"seconds": seconds, "peak_bytes": peak_memory()}
+    return {"seconds": seconds, "peak_bytes": peak_memory(), "cache_bytes": cache_bytes}
 
 
 def peak_memory() -> int | None:

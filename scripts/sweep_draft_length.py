@@ -9,10 +9,10 @@ on K + 1 tokens / on one) measured between the rounds, and tau, the tokens of an
 once more from alpha alone, the chance that a draft token is accepted, the same for all K. Where both differ by more
 than 10 % on average, it says which part of an iteration takes longer than its cost.
 
-The same number of new tokens everywhere, in turns; the median over the rounds and their range; no prompt is answered
-from a cache. A table for people on standard output, then one JSON object on its last line. Ctrl-C keeps the full rounds
-measured so far. Temperatures above 0 are our engine's only: GenAI's sampled mode with a draft draws from another
-distribution (scripts/verify_lossless.py).
+The same number of new tokens everywhere, in turns, GenAI's two pipelines in processes of their own; the median over the
+rounds and their range; no prompt is answered from a cache. A table for people on standard output, then one JSON object
+on its last line. Ctrl-C keeps the full rounds measured so far. Temperatures above 0 are our engine's only: GenAI's
+sampled mode with a draft draws from another distribution (scripts/verify_lossless.py).
 """
 
 import argparse
@@ -30,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_missing_devices, refuse_unsound  # noqa: E402
-from decoding_ways import genai_pipeline, genai_way, our_way  # noqa: E402
+from child_process import Failed  # noqa: E402
+from decoding_process import Closing, DecodingProcess, Job  # noqa: E402
+from decoding_ways import our_way  # noqa: E402
 from measuring import (  # noqa: E402
     OtherLoad,
     Way,
@@ -144,16 +146,19 @@ class MeasuredCosts:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def load(arguments: argparse.Namespace) -> tuple[list[Way], Decoder]:
-    """For each temperature the main model alone and then each K; and our engine, in which the costs are measured."""
+def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
+    """For each temperature the main model alone and then each K; and our engine, in which the costs are measured.
+    Processes that are started are added to `processes`."""
     main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
     properties, n = dict(arguments.property), arguments.max_new_tokens
     ours = decoder.load(main, device, draft, draft_device, properties, properties)
     if arguments.engine == "genai":
-        alone = genai_pipeline(main, device, properties)
-        pair = genai_pipeline(main, device, properties, draft, draft_device)
-        ways = [genai_way("GenAI, main alone", alone, 0, n)]
-        return ways + [genai_way(f"GenAI, K = {k}", pair, k, n) for k in arguments.k], ours
+        alone = Job("alone", "GenAI", main, device, None, "", properties, n, (("GenAI, main alone", 0, 0.0),))
+        ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.k)
+        for job in (alone, Job("pair", "GenAI", main, device, draft, draft_device, properties, n, ways)):
+            processes.append(DecodingProcess(job))
+            processes[-1].start()
+        return [way for process in processes for way in process.ways], ours
     seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
     ways = []
     for t in arguments.temperature:
@@ -255,6 +260,8 @@ def summary(points: list[dict], ways: list[Way], costs: MeasuredCosts, load: Oth
             f"{over}), {best['forward_speedup']:.2f} tokens for each main inference; predicted: K = {expected['k']} "
             f"with {expected['predicted']:.2f}x{also}."
         )
+        if low < 1:
+            lines.append(f"In one round or more it was slower than the main model alone ({low:.2f}x): measure longer.")
     error = mean_error(points)
     lines.append(
         f"The prediction is off by {error:.1%} on average over K (from alpha alone by "
@@ -302,14 +309,15 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        ways, ours = load(arguments)
-        context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
-        costs = MeasuredCosts(ours.main, ours.draft.model, arguments.k, context)
-        with OtherLoad() as other:
-            complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
+        with Closing() as processes:
+            ways, ours = load(arguments, processes)
+            context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
+            costs = MeasuredCosts(ours.main, ours.draft.model, arguments.k, context)
+            with OtherLoad() as other:
+                complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, Failed) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     alone = {way.temperature: way for way in ways if not way.draft_length}

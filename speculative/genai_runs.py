@@ -15,7 +15,8 @@ class Run:
     """One greedy generation.
 
     tokens: new token ids. proposed, gained: one entry for each inference of the main model after the prompt's (see
-    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: the call.
+    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: from the call
+    to the last token, as in `speculative.generation`; what GenAI does behind it (clean-up, detokenization) is left out.
     """
 
     tokens: list[int]
@@ -74,10 +75,11 @@ def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None)
     for tokens in gained:
         proposed.append(min(draft_length or 0, max_new_tokens - done - 1))  # no more than can still be used
         done += tokens
-    return Run(
-        tokens=list(result.tokens[0]),
-        proposed=proposed,
-        gained=gained,
-        seconds_to_first=metrics.get_ttft().mean / 1000,
-        seconds=metrics.get_generate_duration().mean / 1000,
-    )
+    return Run(list(result.tokens[0]), proposed, gained, *seconds(metrics, len(gained)))
+
+
+def seconds(metrics: openvino_genai.PerfMetrics, iterations: int) -> tuple[float, float]:
+    """From the call to its first token, and to its last one; `iterations` inferences lie between them."""
+    times = metrics.raw_metrics.m_new_token_times  # ms, one for each inference; of earlier calls too with an NPU
+    first = metrics.get_ttft().mean / 1000
+    return first, first + (times[-1] - times[-1 - iterations]) / 1000

@@ -28,6 +28,14 @@ def allocated() -> Ranges:
     return [(int(begin, 16), int(end, 16)) for begin, _, end in (name.partition("-") for name in owned)]
 
 
+def in_use() -> int | None:
+    """Bytes of this process in huge pages; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages")), None)
+
+
 def move(before: Ranges) -> None:
     """Move what was allocated since `before` into huge pages."""
     if sys.platform != "linux":

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,10 @@ LONGEST = [
 
 
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
-SLOW = [*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"]
+SLOW = [
+    *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
+    *("test_comparisons", "test_figures"),
+]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers
@@ -117,6 +121,16 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture
+def kept_signals():
+    """Programs set SIGINT and SIGPIPE when they are imported: a test that imports one leaves both as they were."""
+    names = [name for name in ("SIGINT", "SIGPIPE") if hasattr(signal, name)]
+    usual = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    yield
+    for number, handler in usual.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from load_clients import Endpoint, ask, closed_loop
 from load_figures import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
 
 SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
-QUICK = ["--clients", "1,3", "--seconds", "0.7", "--rounds", "1", "--max-new-tokens", "12", "--max-prompts", "4"]
+QUICK = ["--clients", "1,3", "--seconds", "1.5", "--rounds", "1", "--max-new-tokens", "12", "--max-prompts", "4"]
 QUICK += ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
 
 
@@ -58,6 +58,32 @@ def test_every_way_is_measured_with_every_number_of_clients(measured):
     page = (folder / "load.html").read_text(encoding="utf-8")
     assert all(f'id="load-{key}"' in page for key in ("throughput", "ttft", "tpot", "mean_draft_length"))
     assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_engines_get_the_same_prompts(measured):
+    """In exact arithmetic the main model alone gives the same texts in GenAI and in our engine."""
+    program, printed, _ = measured
+    if program == SERVING:
+        pytest.skip("ours only")
+    compared = json.loads(printed.splitlines()[-1])["comparisons"]
+    engines = [one for one in compared if one["what"].startswith("ours, main alone / GenAI, main alone")]
+    assert [one["clients"] for one in engines] == [1, 3]
+    assert all(one["same_text"] == one["texts"] > 0 for one in engines)
+
+
+def test_genai_alone_has_its_default_scheduler(monkeypatch):
+    """Only with a draft does it need prompts that are not split."""
+    import batching_ways
+    from openvino_genai import SchedulerConfig
+
+    made = []
+    monkeypatch.setattr(batching_ways, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
+    batching_ways.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
+    batching_ways.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
+    names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
+    alone, draft = ([getattr(config, name) for name in names] for config in made)
+    assert alone == [getattr(SchedulerConfig(), name) for name in names]
+    assert draft[0] is False and draft[1] > alone[1] and draft[2:] == alone[2:]
 
 
 def test_memory_is_told_for_each_choice(measured):
@@ -182,6 +208,10 @@ def test_where_speculation_stops_paying_is_said():
     said = " ".join(stops_paying(rows))
     assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
     assert "stops paying at 16 clients; from there on it takes 10% at worst" in said
+    slow_once = [rows[0], {**rows[2], "speedup": 1.17, "speedup_range": [0.56, 1.31]}]  # the median hides a round
+    assert "from there on it takes 44% at worst" in stops_paying(slow_once)[1]
+    level = [rows[0], {**rows[2], "speedup": 1.05, "speedup_range": [0.998, 1.31]}]
+    assert "from there on it costs nothing" in stops_paying(level)[1]
     assert "drafting shrinks" in said
     assert "does not surely pay with 16, 17 clients" in stops_paying([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
     assert "does not surely pay with 1 client;" in stops_paying([{**rows[2], "clients": 1}, rows[1]])[1]
@@ -191,16 +221,34 @@ def test_where_speculation_stops_paying_is_said():
     assert len({len(line) for line in table(rows).splitlines()}) == 1
 
 
-def test_ways_take_turns_on_the_same_prompts():
+def test_ways_take_turns_on_the_same_prompts_in_changing_order():
     asked = []
     ways = [
         Load(name, lambda n, s, first, name=name: asked.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
     ]
     assert take_turns(ways, [1, 2], 0.1, rounds=2, warm_up=1)
-    assert [(name, n) for name, n, _ in asked] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)] * 3
+    turns = [asked[i : i + 2] for i in range(0, len(asked), 2)]
+    assert [{(name, n) for name, n, _ in turn} for turn in turns] == [{("a", 1), ("b", 1)}, {("a", 2), ("b", 2)}] * 3
+    assert {turn[0][0] for turn in turns} == {"a", "b"}  # who goes first changes
     firsts = [first for _, _, first in asked]
     assert firsts[::2] == firsts[1::2] and len(set(firsts[::2])) == 6  # the same for both, none twice
     assert [len(way.rounds[n]) for way in ways for n in (1, 2)] == [2] * 4
+    assert take_turns(ways, [1, 2], 0.1, rounds=1, warm_up=0)  # after another start
+    assert [len(way.rounds[n]) for way in ways for n in (1, 2)] == [3] * 4
+
+
+def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
+    def run(n, s, first):
+        if run.calls == 2:
+            raise KeyboardInterrupt
+        run.calls += 1
+        return spans(1, 0)[0]
+
+    run.calls, ways = 0, [Load("a", run), Load("b", run)]
+    assert take_turns(ways, [1], 0.1, rounds=1, warm_up=0)
+    with pytest.raises(KeyboardInterrupt):
+        take_turns(ways, [1], 0.1, rounds=1, warm_up=0)
+    assert [len(way.rounds[1]) for way in ways] == [1, 1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")

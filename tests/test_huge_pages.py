@@ -4,7 +4,6 @@ import mmap
 import platform
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,23 +13,18 @@ from conftest import MAIN
 from speculative import cached_model, huge_pages
 
 KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+HAS_COLLAPSE = sys.platform == "linux" and KERNEL >= (6, 1)
 
 
-def in_huge_pages() -> int:
-    """Bytes."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages"))
-
-
-@pytest.mark.skipif(sys.platform != "linux" or KERNEL < (6, 1), reason="Linux has MADV_COLLAPSE since 6.1")
+@pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
 def test_what_was_allocated_since_is_moved_and_stays_the_same():
     tokens = np.arange(1, 60)
     before = huge_pages.allocated()
     model = cached_model.load(MAIN, "CPU")
     logits = model.logits(tokens, last=8).copy()
-    were = in_huge_pages()
+    were = huge_pages.in_use()
     huge_pages.move(before)
-    assert in_huge_pages() > were + 15_000_000  # half of the weights, at least
+    assert huge_pages.in_use() > were + 15_000_000  # half of the weights, at least
     model.forget()
     assert np.array_equal(model.logits(tokens, last=8), logits)
 
@@ -60,5 +54,5 @@ def test_memory_that_is_hardly_used_stays_small():
 
 def test_nowhere_but_on_linux_does_anything_happen(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
-    assert huge_pages.allocated() == []
+    assert huge_pages.allocated() == [] and huge_pages.in_use() is None
     huge_pages.move([])

@@ -162,6 +162,17 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
     assert {part["name"] for part in result["iteration"]} == {name for name in drafting if name.startswith("ours")}
     asked = [comparison["what"] for comparison in result["comparisons"]]
     assert "ours / GenAI, greedy, K = 4" in asked and any("adaptive / best fixed" in what for what in asked)
+    assert "ours / GenAI, greedy, K = 4, per iteration" in asked
+    assert not any("texts that differ" in what for what in asked)  # in exact arithmetic
+    for fact in result["comparisons"]:
+        assert fact["range"][0] <= fact["ratio"] <= fact["range"][1] and fact["prompts"] == 3
+        assert 0 < fact["interval"][0] <= fact["interval"][1]
+    assert [(one["name"], one["start"]) for one in result["processes"]] == [
+        ("GenAI, main alone", 1), ("GenAI, draft alone", 1), ("GenAI with the draft", 1), ("GenAI, prompt lookup", 1),
+        ("ours with the draft", 1),
+    ]  # fmt: skip
+    assert any("over the same texts" in line for line in result["summary"])
+    assert any(line.startswith("Each process was started once") for line in result["summary"])
     facts = result["environment"]
     assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
     assert facts["main_precision"].startswith("int8") and 0 <= facts["other_load"] <= 1

@@ -46,17 +46,28 @@ def test_every_temperature_has_its_points_and_one_best(swept):
 def test_the_prediction_is_leviathans(swept):
     result = last_line(swept[0])
     for point in result["sweep"]:
-        k, ratios = point["k"], (point["cost_ratio"], point["verify_ratio"])
-        assert point["predicted"] == pytest.approx(metrics.predicted_speedup(point["block_efficiency"], k, *ratios))
-        tau = metrics.block_efficiency_at(point["alpha"], k)
-        assert point["predicted_from_alpha"] == pytest.approx(metrics.predicted_speedup(tau, k, *ratios))
-        assert 0 < ratios[0] < 1 < 10 * ratios[1]
+        k, c, v, alpha = (point[name] for name in ("k", "cost_ratio", "verify_ratio", "alpha"))
+        assert 0 < c < 1 and v > 0.1 and 0 <= alpha < 1
+        cost = v + k * c  # of an iteration, in main steps
+        assert point["predicted"] == pytest.approx(point["block_efficiency"] / cost)
+        assert point["predicted_from_alpha"] == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha) / cost)
     errors = [abs(point["predicted"] / point["speedup"] - 1) for point in result["sweep"]]
     assert result["prediction_error"] == pytest.approx(sum(errors) / len(errors))
     said = " ".join(result["summary"])
     assert f"off by {result['prediction_error']:.1%} on average" in said
     assert ("Behind it" in said) == (result["prediction_error"] > 0.1)
     assert all(sentence in swept[0].stdout for sentence in result["summary"])
+
+
+def test_costs_are_in_steps_of_the_main_model(kept_signals, monkeypatch):
+    """Medians: a draft step of 2 s, a main step of 10 s, and 12 s for the check of three draft tokens."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from sweep_draft_length import MeasuredCosts
+
+    costs = MeasuredCosts(None, None, [3], 8, steps=[2.0, 1.0, 9.0], verifies={0: [10.0, 8.0, 30.0], 3: [12.0]})
+    assert costs.cost_ratio == 0.2 and costs.verify_ratio(3) == 1.2 and costs.verify_ratio(0) == 1
+    assert metrics.predicted_speedup(tau=2.7, draft_length=3, cost_ratio=0.2, verify_ratio=1.2) == pytest.approx(1.5)
+    assert metrics.block_efficiency_at(0.5, 3) == 1.875
 
 
 def test_an_iteration_is_split_without_rest(swept):

@@ -1,0 +1,64 @@
+"""The child's side of scripts/decoding_process.py: one pipeline, and the ways in which it decodes."""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import worker_process
+from decoding_process import Job
+from decoding_ways import genai_pipeline, genai_way, our_way
+from measuring import time_in
+from token_view import token_view
+
+from speculative import decoder, huge_pages
+from speculative.decoder import Generation
+from speculative.genai_runs import Run
+
+FIRST_PROMPT = np.arange(1, 9)  # a pipeline has allocated what it needs when it has decoded once
+
+
+class Pipeline:
+    """The models of a job. Its methods are called by their names."""
+
+    def load(self, job: Job) -> dict:
+        """Seconds to load, and bytes of this process in huge pages, where the system tells them."""
+        self.job = job
+        before, begin = huge_pages.allocated(), time.perf_counter()
+        make = self._ours if job.engine == "ours" else self._genai
+        self.ways = {way.name: way for way in make()}
+        seconds = time.perf_counter() - begin
+        if job.huge_pages:  # both engines alike, by the same means
+            next(iter(self.ways.values())).decode(FIRST_PROMPT)
+            huge_pages.move(before)
+        return {"load_seconds": seconds, "huge_bytes": huge_pages.in_use()}
+
+    def decode(self, name: str, ids: np.ndarray) -> tuple[Run | Generation, list[list[float]]]:
+        """The run, and the seconds of its inferences by model, where they are timed."""
+        way = self.ways[name]
+        for seconds in way.seconds:
+            seconds.clear()
+        return way.decode(ids), way.seconds
+
+    def token_view(self, ids: np.ndarray, draft_length: int | str) -> dict:
+        return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)
+
+    def _genai(self):
+        job = self.job
+        draft = (job.draft, job.draft_device)
+        pipe = genai_pipeline(job.main, job.device, job.properties, *draft, job.lookup, job.keep_caches)
+        return [genai_way(name, pipe, k, job.max_new_tokens) for name, k, _ in job.ways]
+
+    def _ours(self):
+        job = self.job
+        ours = decoder.load(job.main, job.device, job.draft, job.draft_device, job.properties, job.properties)
+        self.engine = ours
+        seconds = [time_in(model) for model in (ours.main, *([ours.draft.model] if job.draft else []))]
+        return [our_way(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.ways]
+
+
+if __name__ == "__main__":
+    pipeline = Pipeline()
+    worker_process.serve(lambda name: getattr(pipeline, name))

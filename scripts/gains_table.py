@@ -1,0 +1,93 @@
+"""What a draft gains, as the table of the two pairs that README and docs show: from the figures that are kept."""
+
+from collections.abc import Callable
+
+PAIRS = {
+    "embedded": "embedded pair (31.6 M + 2.0 M)",
+    "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
+}
+Cell = Callable[[dict], str]
+
+
+def gains(kept: dict[str, dict]) -> str:
+    """Markdown. A cell is empty where its figure was not measured."""
+    lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
+    for words, figures, cell in ROWS:
+        cells = [cell(kept[figure]["result"]) if figure in kept else "" for figure in map(figures.format, PAIRS)]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
+    commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
+    told = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
+    last = f"Measured at {told}." if used else "Not measured yet: `make figures`."
+    return "\n".join([*lines, "", last]) + "\n"
+
+
+def best_fixed(engine: str, sampled: bool) -> Cell:
+    def cell(result: dict) -> str:
+        rows = [row for row in ways(result, engine, sampled) if isinstance(row["draft_length"], int)]
+        drafted = [row for row in rows if row["draft_length"]]
+        if not drafted:
+            return ""
+        best = max(drafted, key=lambda row: row["speedup"])
+        return f"{times(best)} at K = {best['draft_length']}"
+
+    return cell
+
+
+def named(engine: str, sampled: bool, begin: str) -> Cell:
+    """Of the way whose draft length begins so."""
+
+    def cell(result: dict) -> str:
+        rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
+        return times(rows[0]) if rows else ""
+
+    return cell
+
+
+def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
+    chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
+    return [row for row in chosen if (row["engine"], row["sampled"]) == (engine, sampled)]
+
+
+def same_texts(result: dict) -> str:
+    """Ours over GenAI's with the interval over prompts, wherever both gave the same texts."""
+    found = [fact for fact in result["comparisons"] if fact.get("where")]
+    return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
+
+
+def under_load(result: dict) -> str:
+    rows = [row for row in result["rows"] if row["way"] == "with draft" and row["speedup"] is not None]
+    return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
+
+
+def at_once(begin: str, end: str) -> Cell:
+    def cell(result: dict) -> str:
+        found = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
+        return "; ".join(f"{one['clients']}: {one['ratio']:.2f}{span(one['range'])}" for one in found)
+
+    return cell
+
+
+def times(row: dict) -> str:
+    return f"{row['speedup']:.2f}x{span(row['speedup_range'])}"
+
+
+def span(bounds: list[float]) -> str:
+    return f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+
+
+ROWS: list[tuple[str, str, Cell]] = [
+    ("greedy, GenAI's pipeline, best K", "{}", best_fixed("GenAI", sampled=False)),
+    ("greedy, our engine, best K", "{}", best_fixed("ours", sampled=False)),
+    ("greedy, our engine, chooses K itself", "{}", named("ours", False, "adaptive")),
+    ("our engine / GenAI, tokens a second over the same texts (95 % over prompts)", "{}", same_texts),
+    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed("ours", True)),
+    ("sampled, our engine, chooses K itself", "{}", named("ours", True, "adaptive")),
+    ("a server's tokens with / without draft, by clients", "server-{}", under_load),
+    ("texts at once, greedy: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
+    (
+        "texts at once, greedy: our engine with draft / the best of GenAI",
+        "batch-{}",
+        at_once("ours, draft /", "best of"),
+    ),
+]

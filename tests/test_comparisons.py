@@ -1,0 +1,177 @@
+"""How ways to decode are compared: turns, ratios and their intervals, and what an engine's seconds are."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import start_cost
+from measuring import Way, interleave
+from ratios import engines, iterations, ratio, same_tokens, verdict
+from test_huge_pages import HAS_COLLAPSE
+
+from speculative import genai_runs
+from speculative.genai_runs import Run
+
+
+def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
+    """Decoded in so many seconds after its first token."""
+    return Run(list(tokens), [3] * len(gained), list(gained), 1.0, 1.0 + seconds)
+
+
+def way(*rounds, engine="ours"):
+    return Way("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
+
+
+# ---- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_ways_changes_and_each_has_its_turn():
+    asked = []
+    ways = [Way(name, "ours", 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
+    assert interleave(ways, [np.arange(3)] * 4, rounds=5, warm_up=1)
+    turns = [asked[i : i + 3] for i in range(0, len(asked), 3)]
+    assert len(turns) == 6 * 4 and all(set(turn) == set("abc") for turn in turns)
+    for name in "abc":  # none has always the same way before it, or the same place
+        before = {asked[i - 1] for i in range(1, len(asked)) if asked[i] == name}
+        assert before >= set("abc") - {name} and {turn.index(name) for turn in turns} == {0, 1, 2}
+    assert [len(one.rounds) for one in ways] == [5] * 3
+
+
+# ---- ratios ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_has_a_range_over_rounds_and_an_interval_over_prompts():
+    ours = way([run_of(1), run_of(2)], [run_of(1), run_of(1)])
+    other = way([run_of(2), run_of(2)], [run_of(1), run_of(2)])
+    fact = ratio("x", ours, other)
+    assert fact["ratio"] == pytest.approx((4 / 3 + 3 / 2) / 2) and fact["range"] == pytest.approx([4 / 3, 3 / 2])
+    assert fact["interval"] == pytest.approx([4 / 3, 3 / 2])  # the second prompt alone, the first alone: 4/3 and 3/2
+    assert ratio("x", ours, other, [0])["interval"] is None
+    assert ratio("x", way([run_of(1, gained=(1, 1, 1, 1))]), way([run_of(1)]), units=iterations)["ratio"] == 2
+
+
+def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
+    """Ten prompts, three times as fast on one, a tenth slower on nine, the same in every round."""
+    ours = [[run_of(3 if i == 0 else 1.1) for i in range(10)]] * 5
+    other = [[run_of(9 if i == 0 else 1.0) for i in range(10)]] * 5
+    fact = ratio("x", way(*ours), way(*other))
+    assert fact["range"][0] == fact["range"][1] > 1.3
+    assert fact["interval"][0] < 1 < fact["interval"][1]
+
+
+def test_texts_that_differ_stand_apart():
+    other_text = run_of(0.1, tokens=(1, 2, 3, 4, 9))
+    ours = way([run_of(1), other_text], [run_of(1), run_of(1)])
+    genai = way([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine="GenAI")
+    assert same_tokens(ours, genai) == [0]
+    alike, per_iteration, rest = engines("K = 4", ours, genai)
+    assert alike["what"] == "ours / GenAI, greedy, K = 4" and alike["ratio"] == 2 and alike["prompts"] == 1
+    assert per_iteration["ratio"] == 2 and per_iteration["what"].endswith("per iteration")
+    assert rest["what"].endswith("texts that differ") and rest["range"][1] == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("range_", "interval", "words"),
+    [
+        ([1.02, 1.05], [1.01, 1.06], "faster: alone"),
+        ([1.02, 1.05], [0.99, 1.06], "level: alone"),
+        ([0.98, 1.05], [1.01, 1.06], "level: alone"),
+        ([0.90, 0.98], [0.91, 0.99], "slower: alone"),
+        ([0.90, 0.98], None, "slower: alone"),
+    ],
+)
+def test_who_is_faster_is_said_plainly(range_, interval, words):
+    fact = {"what": "x", "where": "alone", "ratio": sum(range_) / 2, "range": range_, "interval": interval}
+    said = verdict([fact, {"what": "x, per iteration"}], starts=3)
+    assert len(said) == 1 and f": {words}" in said[0]
+    assert "--starts 3" in verdict([fact], starts=1)[1]
+    assert verdict([{"what": "no engine compared"}], starts=1) == []
+
+
+# ---- seconds --------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """As GenAI gives them: time points in ms, here with three of an earlier call."""
+
+    def __init__(self, times):
+        self.m_new_token_times = times
+
+    raw_metrics = property(lambda self: self)
+    mean = property(lambda self: 50.0)
+
+    def get_ttft(self):
+        return self
+
+
+def test_genais_seconds_end_with_its_last_token():
+    first, last = genai_runs.seconds(Metrics([1.0, 2.0, 3.0, 1000.0, 1100.0, 1250.0]), 2)
+    assert (first, last) == (0.05, pytest.approx(0.3))
+
+
+@pytest.mark.parametrize("draft", [None, DRAFT])
+def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft):
+    pipe = genai_runs.load(MAIN, "CPU", draft, "CPU", {}, {})
+    ids, found = np.arange(5, 25), []
+    generate = pipe.generate
+    kept = type("Kept", (), {"generate": lambda self, *given: found.append(generate(*given)) or found[-1]})()
+    run = genai_runs.generate(kept, genai_runs.inputs(ids), 20, 4 if draft else None)
+    raw = found[0].perf_metrics.raw_metrics
+    assert run.decode_seconds == pytest.approx((raw.m_new_token_times[-1] - raw.m_new_token_times[0]) / 1000)
+    assert len(raw.m_new_token_times) == len(run.gained) + 1
+    assert 0 < run.decode_seconds < found[0].perf_metrics.get_generate_duration().mean / 1000 - run.seconds_to_first
+
+
+# ---- starts ---------------------------------------------------------------------------------------------------------
+
+
+def test_starts_alternate_after_the_files_were_read(monkeypatch):
+    done = []
+    monkeypatch.setattr(start_cost, "read_files", lambda *folders: done.append(folders))
+    monkeypatch.setattr(start_cost, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
+    kinds = [start_cost.Start("a", "GenAI", False), start_cost.Start("b", "ours", True)]
+    arguments = type("A", (), {"main": MAIN, "draft": DRAFT, "device": "CPU", "draft_device": "CPU", "property": []})
+    first, second = start_cost.start_costs(kinds, arguments, 2)
+    assert done[0] == (MAIN, DRAFT)
+    assert [asked["engine"] for asked in done[1:]] == ["GenAI", "GenAI", "ours", "ours"] * 2
+    folders = [asked["properties"]["CACHE_DIR"] for asked in done[1:]]
+    assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # two starts share a cache, and no others do
+    assert first["first_range"] == [2, 6] and first["first_seconds"] == 4 and first["second_range"] == [3, 7]
+    assert second["name"] == "b" and done[3]["draft"] == str(DRAFT) and done[1]["draft"] is None
+
+
+def test_files_are_read(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x" * 100)
+    (tmp_path / "folder").mkdir()
+    start_cost.read_files(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        start_cost.read_files(tmp_path / "nothing")
+
+
+# ---- processes of their own -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
+def test_both_engines_have_processes_of_their_own_and_the_same_pages():
+    from decoding_process import Closing, DecodingProcess, Job, measure
+
+    genai = Job("GenAI", "GenAI", MAIN, "CPU", None, "", {}, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
+    ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
+    ours = replace(genai, name="ours", engine="ours", draft=DRAFT, draft_device="CPU", ways=ways)
+    small = replace(genai, name="usual pages", huge_pages=False)
+    with Closing([DecodingProcess(job) for job in (genai, ours, small)]) as processes:
+        ways = [one for process in processes for one in process.ways]
+        assert measure(processes, ways, [np.arange(1, 30), np.arange(40, 60)], rounds=1, starts=2)
+        assert [process._worker.started for process in processes] == [2, 2, 2]
+    assert [len(one.rounds) for one in ways] == [2] * 4
+    usual = max(start["huge_bytes"] for start in processes[2].starts)
+    for process in processes[:2]:
+        assert [start["start"] for start in process.starts] == [1, 2]
+        for start in process.starts:
+            assert start["huge_bytes"] > usual + 15e6 and start["load_seconds"] > 0  # half of the weights, at least
+    assert ways[0].seconds == [] and all(one.seconds[0] for one in ways[1:3]) and ways[2].seconds[1]
+    assert all(len(run.tokens) == 8 and run.decode_seconds > 0 for one in ways for run in one.runs())

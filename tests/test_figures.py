@@ -1,0 +1,204 @@
+"""The figures of README and docs: each has a command that is understood, and is shown as it was measured."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from conftest import DRAFT, MAIN, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import figures
+import gains_table
+
+pytestmark = pytest.mark.usefixtures("kept_signals")
+SMALL = "-k 2 --max-prompts 2 --max-new-tokens 8 --rounds 1 --starts 1 --paths genai,engine,sampled --no-starts"
+MACHINE = dict.fromkeys(figures.MACHINE, "x") | {"date": "2026-11-22 10:00 UTC"}
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A page with marks, and a folder for what is kept."""
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- figures:one -->\nold\n<!-- /figures -->\n<!-- figures:two -->\n<!-- /figures -->\n")
+    monkeypatch.setattr(figures, "KEPT", tmp_path / "figures")
+    monkeypatch.setattr(figures, "PAGES", (page,))
+    return tmp_path
+
+
+def test_the_pages_show_what_is_kept():
+    """`python scripts/figures.py --render` writes them."""
+    kept = figures.read_kept()
+    for page in figures.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert figures.rendered(text, kept) == text, page
+    assert not set(kept) - set(figures.FIGURES)
+
+
+def test_linked_files_exist():
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_every_figure_is_shown_and_no_other():
+    text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
+    assert {name for _, name, _ in figures.BLOCK.findall(text)} == {*figures.FIGURES, "gains"}
+    assert text.count("<!-- figures:") == len(figures.BLOCK.findall(text)) == text.count("<!-- /figures -->")
+
+
+def test_what_is_kept_is_small_and_complete():
+    for path in (ROOT / "docs/figures").glob("*.json"):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        assert path.stat().st_size < 200_000 and kept["name"] == path.stem and kept["commit"] and kept["output"]
+        assert set(kept["machine"]) == set(figures.MACHINE)
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_every_command_is_understood(name, monkeypatch):
+    program, *arguments = shlex.split(figures.FIGURES[name].command)
+    module = importlib.import_module(program.removeprefix("scripts/").removesuffix(".py"))
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("measuring.output_file", str)  # the folders of a build may not be there
+    parsed = module.parse_arguments()
+    assert str(parsed.main).endswith("/main")
+
+
+@pytest.mark.parametrize("making", figures.PAIRS.values())
+def test_every_pair_can_be_made(making, monkeypatch, tmp_path):
+    import make_benchmark_pair
+
+    program, *arguments = shlex.split(making)
+    monkeypatch.chdir(tmp_path)
+    if "--main-of" in arguments:
+        there = {"kind": "benchmark pair", "main": {"shape": asdict(make_benchmark_pair.SHAPES["TinyLlama-1.1B"])}}
+        Path("build/tinyllama").mkdir(parents=True)
+        Path("build/tinyllama/pair.json").write_text(json.dumps(there), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    assert figures.PAIRS[str(make_benchmark_pair.parse_arguments().out)] == making
+
+
+def test_the_first_pair_is_made_before_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    good, useless = (figures.PAIRS[f"build/tinyllama{end}"] for end in ("", "-useless"))
+    assert figures.pairs_for(figures.FIGURES["useless-draft"].command) == [good, useless]
+    (tmp_path / "build/tinyllama").mkdir(parents=True)
+    (tmp_path / "build/tinyllama/pair.json").touch()
+    assert figures.pairs_for(figures.FIGURES["useless-draft"].command) == [useless]
+    assert figures.pairs_for(figures.FIGURES["costs"].command) == figures.pairs_for(figures.FIGURES["lossless"].command)
+
+
+def test_only_what_is_missing_is_measured():
+    kept = {"a": {"commit": "1"}, "b": {"commit": "2"}}
+    assert figures.missing(["a", "b", "c"], kept, "2", again=False) == ["c"]
+    assert figures.missing(["a", "b", "c"], kept, "2", again=True) == ["a", "c"]
+
+
+def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
+    """The whole way, with a small command; one that fails leaves the others."""
+    small = figures.Figure(f"scripts/benchmark.py {MAIN} {DRAFT} {SMALL}", 1)
+    monkeypatch.setattr(
+        figures, "FIGURES", {"two": figures.Figure("scripts/benchmark.py nothing here", 1), "one": small}
+    )
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    assert figures.main() == 1
+    assert "ended with status 2" in capsys.readouterr().err
+    kept = figures.read_kept()
+    assert list(kept) == ["one"] and kept["one"]["commit"] == figures.present_commit()
+    assert kept["one"]["result"]["program"] == "benchmark" and "token_view" not in kept["one"]["result"]
+    page = (checkout / "page.md").read_text(encoding="utf-8")
+    assert page.startswith("# Page\n<!-- figures:one -->\n```bash\npython scripts/benchmark.py")
+    assert "\nGenAI, K = 2 " in page and f"at commit {kept['one']['commit']} on " in page
+    assert "Not measured yet: `make figures FIGURES=two`." in page and "old" not in page
+    cells = [line.split("|")[2].strip() for line in gains_table.gains({"embedded": kept["one"]}).splitlines()[2:9]]
+    assert cells[0].endswith("at K = 2") and "alone " in cells[3] and "K = 2 " in cells[3] and cells[6] == ""
+    monkeypatch.setattr(figures, "measure", None)  # it is not measured again
+    monkeypatch.setattr(sys, "argv", ["figures.py", "one"])
+    assert figures.main() == 0
+
+
+def test_ctrl_c_keeps_what_was_measured(checkout, monkeypatch):
+    def interrupted(command):
+        if "first" in command:
+            return ["a table", '{"program": "x"}']
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "FIGURES", {"one": figures.Figure("first", 1), "two": figures.Figure("second", 1)})
+    monkeypatch.setattr(figures, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    assert figures.main() == 130
+    assert list(figures.read_kept()) == ["one"] and "a table" in (checkout / "page.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.posix("signals")
+def test_at_ctrl_c_the_command_ends_what_it_started(tmp_path):
+    """It is not killed: a server that it started would stay."""
+    program, ended = tmp_path / "program.py", tmp_path / "ended"
+    program.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(1)\n"
+        f"pathlib.Path({str(ended)!r}).touch()\n"
+        "sys.exit(130)\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        figures.run(str(program))
+    assert ended.exists()
+
+
+def test_the_table_of_gains_says_what_the_figures_say():
+    def way(name, engine, k, speedup, sampled=False):
+        row = {"name": name, "engine": engine, "sampled": sampled, "draft_length": k, "speedup": speedup}
+        return {**row, "speedup_range": [speedup - 0.1, speedup + 0.1]}
+
+    rows = [
+        way("GenAI, main alone", "GenAI", 0, 1.0), way("GenAI, draft alone", "GenAI", 0, 9.0),
+        way("GenAI, K = 4", "GenAI", 4, 2.0), way("GenAI, K = 8", "GenAI", 8, 2.5), way("ours", "ours", 4, 3.0),
+        way("ours, adaptive", "ours", "adaptive", 2.9), way("ours, sampled", "ours", 8, 1.5, sampled=True),
+    ]  # fmt: skip
+    fact = {"what": "x", "where": "K = 4", "ratio": 1.04, "range": [1.0, 1.1], "interval": [0.99, 1.08]}
+    alone = {"what": "ours, main alone / GenAI, main alone, 4 texts", "clients": 4, "ratio": 0.9, "range": [0.8, 1]}
+    best = {
+        "what": "ours, draft / GenAI, K = 4, the best of GenAI, 4 texts",
+        "clients": 4,
+        "ratio": 1.2,
+        "range": [1, 2],
+    }
+    load = [{"way": "with draft", "clients": 4, "speedup": 1.3, "speedup_range": [1.1, 1.4]}]
+    results = {
+        "embedded": {"rows": rows, "comparisons": [fact, {"what": "K = 4, texts that differ"}]},
+        "server-embedded": {"rows": [{"way": "main model alone", "clients": 4, "speedup": None}, *load]},
+        "batch-embedded": {"rows": [], "comparisons": [alone, best]},
+    }
+    kept = {name: {"result": result, "commit": "abc1234", "machine": MACHINE} for name, result in results.items()}
+    table = gains_table.gains(kept).splitlines()
+    assert [line.split("|")[2].strip() for line in table[2:-2]] == [
+        "2.50x (2.40-2.60) at K = 8", "3.00x (2.90-3.10) at K = 4", "2.90x (2.80-3.00)", "K = 4 1.04 (0.99-1.08)",
+        "1.50x (1.40-1.60) at K = 8", "", "4: 1.30x (1.10-1.40)", "4: 0.90 (0.80-1.00)", "4: 1.20 (1.00-2.00)",
+    ]  # fmt: skip
+    assert all(line.split("|")[3].strip() == "" for line in table[2:-2])
+    assert table[-1] == "Measured at commit abc1234 (2026-11-22)."
+    assert "Not measured yet" in gains_table.gains({})
+
+
+@pytest.mark.parametrize(("arguments", "word"), [(["embedded,magic"], "'magic'"), (["--nothing"], "--nothing")])
+def test_bad_input_is_one_sentence(run, arguments, word):
+    process = run("scripts/figures.py", *arguments)
+    assert process.returncode == 2 and word in process.stderr and "Traceback" not in process.stderr
+
+
+def test_the_list_and_make_say_what_there_is(run):
+    process = run("scripts/figures.py", "--list")
+    assert process.returncode == 0 and [line.split()[0] for line in process.stdout.splitlines()] == list(
+        figures.FIGURES
+    )
+    made = subprocess.run(
+        ["make", "--dry-run", "figures", "FIGURES=embedded,lookup"], cwd=ROOT, capture_output=True, encoding="utf-8"
+    )
+    assert made.returncode == 0 and "scripts/figures.py embedded,lookup" in made.stdout
