@@ -4,16 +4,20 @@ back. The same checks find the bugs planted in the engine.
 On real models in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties flip.
 """
 
+import dataclasses
 import itertools
 import json
 
 import numpy as np
+import openvino
 import openvino_genai
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 from openvino_genai import GenerationConfig
-from tiny_llama import save_tiny_llama
+from tiny_llama import save_tiny_llama, tiny_llama
 
+from scripts import llama_ir
+from scripts.llama_ir import Matrix
 from speculative import batch_decoder, cached_model, growing_text
 from speculative.batch_decoder import BatchDecoder
 from speculative.batch_draft_length import BatchDraftLength
@@ -21,6 +25,7 @@ from speculative.batch_model import BatchModel, Slot
 from speculative.block_pool import BlockPool, NoRoom
 from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder
+from speculative.draft_length import FixedDraftLength
 from speculative.draft_source import ModelDraft, PromptLookup
 from speculative.lossless_check import compare, exact_joint, main_alone
 from speculative.paged_model import PagedModel, Run, rounded_up
@@ -553,3 +558,174 @@ def test_padding_changes_nothing(models, tokens):
     assert both.shape[0] == 6
     np.testing.assert_allclose(both[:3], alone[-3:], rtol=1e-3, atol=1e-3)
     assert not np.allclose(both[3:], alone[-3:], atol=0.1)
+
+
+# ---- a request that fails -------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """Not of the kinds that the engine raises itself."""
+
+
+def fail(*arguments):
+    raise Broken
+
+
+def fails_while_drafting(request, patch):
+    """Its draft's logits are no numbers for the transform, once there is anything to draft."""
+    propose = request.source.propose
+    patch.setattr(
+        request.source,
+        "propose",
+        lambda tokens, transform, random: propose(
+            tokens, lambda logits, text: transform(logits * np.float32(np.inf), text), random
+        ),
+    )
+
+
+def fails_while_choosing(request, patch):
+    patch.setattr(request, "rule", FixedDraftLength(3))
+    patch.setattr(request.rule, "more", fail)
+
+
+def fails_while_verifying(request, patch):
+    patch.setattr(request.text, "verify", fail)
+
+
+def fails_while_decoding_text(request, patch):
+    patch.setattr(request.recording._text, "_decode", fail)
+
+
+def fails_while_finishing(request, patch):
+    patch.setattr(request.recording, "end", fail)
+
+
+FAILURES = (
+    fails_while_drafting,
+    fails_while_choosing,
+    fails_while_verifying,
+    fails_while_decoding_text,
+    fails_while_finishing,
+)
+
+
+@pytest.mark.parametrize("crowd", ["alone", "with others", "with a prompt being read"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, crowd, make, alone, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "CHUNK", 32)
+    decoder = make()
+    bad = decoder.add(PROMPTS[1], greedy(8, num_assistant_tokens=3), stream=True)
+    others = [decoder.add(PROMPTS[i], greedy(20)) for i in (0, 2)] if crowd == "with others" else []
+    while bad.text.is_new:
+        decoder.step()
+    if crowd == "with a prompt being read":
+        others = [decoder.add((np.arange(100) * 7 + 3) % 4096, greedy(5))]
+    failure(bad, monkeypatch)
+    gains = finish(decoder)
+    (last,) = [gain for gain in gains if gain.request is bad and not gain.step.tokens]
+    assert (
+        bad.finished
+        and bad.error
+        and gains.index(last) == max(i for i, gain in enumerate(gains) if gain.request is bad)
+    )
+    assert isinstance(bad.error, ValueError if failure is fails_while_drafting else Broken)
+    for request, prompt in zip(others, PROMPTS[0:3:2], strict=False):
+        assert request.finished and not request.error
+        if crowd == "with others":
+            assert request.generation.tokens == alone(prompt, 60)[:20]
+    assert blocks_are_back(decoder)
+    again = decoder.add(PROMPTS[1], greedy(8))
+    finish(decoder)
+    assert again.generation.tokens == alone(PROMPTS[1], 60)[:8]
+
+
+def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(tiny, tmp_path):
+    """As a client may ask for it: the main model's logits pass, the draft's do not."""
+    folder = save_tiny_llama(tmp_path / "large", seed=1, bias=np.full(8, 50, np.float32))
+    draft = cached_model.load(folder, "CPU", TINY, DRAFT_ROOM)
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(draft, 64), costs())
+    config = greedy(30, do_sample=True, num_assistant_tokens=4, repetition_penalty=1e-38)
+    for _ in range(2):  # not only the first time
+        request = decoder.add([1, 5, 2, 7, 3, 0], config, 1)
+        decoder.step()
+        assert len(request.generation.tokens) == 1
+        with np.errstate(over="ignore"):
+            (gain,) = decoder.step()
+        assert gain.request is request and request.finished and "highest logit is inf" in str(request.error)
+    assert not decoder.busy and blocks_are_back(decoder)
+
+
+def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(make, alone, monkeypatch):
+    decoder = make()
+    good, bad = (decoder.add(prompt, greedy(20, num_assistant_tokens=2)) for prompt in PROMPTS[:2])
+    while good.text.is_new or bad.text.is_new:
+        decoder.step()
+    fails_while_drafting(bad, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.main, "logits", fail)
+        with pytest.raises(Broken):
+            decoder.step()
+    before = len(bad.generation.tokens)
+    finish(decoder)
+    assert bad.error and len(bad.generation.tokens) == before
+    assert good.generation.tokens == alone(PROMPTS[0], 60)[:20] and blocks_are_back(decoder)
+
+
+@pytest.mark.parametrize("named", ["seed", "rng_seed"])
+def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
+    """With no rule named, and costs that change from one batch to the next."""
+
+    def text(draft, others):
+        rule = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: draft}), CostCurve({1: draft}))
+        decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
+        config = greedy(40, do_sample=True)
+        if named == "rng_seed":
+            config.rng_seed = 7
+        request = decoder.add([1, 5, 2, 7, 3, 0], config, 7 if named == "seed" else None)
+        for i in range(others):
+            decoder.add([2, 3, 1, 7], greedy(40, do_sample=True), i)
+        finish(decoder)
+        return request.generation.tokens
+
+    assert text(0.0, 0) == text(50.0, 0) == text(0.5, 8)
+
+
+def test_without_a_seed_the_batchs_rule_decides(tiny):
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
+    config = greedy(40, do_sample=True)
+    requests = [decoder.add([1, 5], config), decoder.add([1, 5], greedy(40), 7), decoder.add([1, 5], config, 7)]
+    assert [request.follows_batch for request in requests] == [True, True, False]
+    finish(decoder)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """The tiny draft, without the last two of its tokens."""
+    llama = tiny_llama(1, noise=0.2)
+    llama = dataclasses.replace(
+        llama,
+        embedding=Matrix(*(part[:6] for part in llama.embedding)),
+        head=Matrix(*(part[:6] for part in llama.head)),
+    )
+    file = tmp_path_factory.mktemp("narrow") / "openvino_model.xml"
+    openvino.save_model(llama_ir.build(llama), file, compress_to_fp16=False)
+    return cached_model.load(file.parent, "CPU", TINY, DRAFT_ROOM)
+
+
+def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):
+    """Its embedding ends before them: what it would read there is not its own."""
+    assert narrow.width == 6
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(narrow, 64), costs())
+    prompts = {True: [1, 5, 2], False: [1, 6, 2]}
+    requests = {known: decoder.add(prompt, greedy(4, num_assistant_tokens=3)) for known, prompt in prompts.items()}
+    finish(decoder)
+    assert [bool(sum(requests[known].generation.proposed)) for known in (True, False)] == [True, False]
+    one = ModelDraft(narrow, tiny[0].width)
+    proposals = [one.propose(np.array(prompts[known]), lambda logits, _: softmax(logits), np.random.default_rng(0))
+                 for known in (True, False)]  # fmt: skip
+    assert proposals[0].q[6:].tolist() == [0, 0] and proposals[1] is None
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
