@@ -33,7 +33,7 @@ from speculative.batch_model import BatchModel, Part, Slot
 from speculative.block_pool import NoRoom
 from speculative.cached_model import CAPACITY
 from speculative.decoder import Decoder, Prompt
-from speculative.draft_length import LONGEST, Confidence, DraftLength, named_by
+from speculative.draft_length import LONGEST, Confidence, DraftLength, FixedDraftLength, named_by
 from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
 from speculative.generation import Generation, Step
 from speculative.growing_text import GrowingText, Limits, stop_ids_of
@@ -43,6 +43,7 @@ from speculative.recording import Recording
 CHUNK = 256  # tokens of prompts in one inference, at most
 LEAST_CHUNK = 8  # tokens of prompts that an inference takes along in any case
 STALL = 3.0  # times as long as without prompts an inference may take
+SEEDED_DRAFT = 4  # tokens drafted for a sampled text with a seed: what pays depends on the clock and on other texts
 
 
 class Request:
@@ -130,17 +131,20 @@ class BatchDecoder:
     def add(
         self, prompt: Prompt, config: GenerationConfig | None = None, seed: int | None = None, stream: bool = False
     ) -> Request:
-        """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`.
-        With `stream` the gains bring the text piece by piece.
+        """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`:
+        the same seed gives the same text, and so `draft_length` does not serve a sampled request with a seed, which
+        drafts `SEEDED_DRAFT` tokens unless its config names a rule. With `stream` the gains bring the text piece by
+        piece.
 
         Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
         `Decoder.stream` does.
         """
         config = config or GenerationConfig()
-        random = np.random.default_rng(config.rng_seed or None if seed is None else seed)
+        seed = config.rng_seed or None if seed is None else seed
+        random = np.random.default_rng(seed)
         text = GrowingText(self.encode(prompt, config), config, self._limits, random)
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, Recording(config, text.stops, decode, stream), self._rule(config))
+        request = Request(text, Recording(config, text.stops, decode, stream), self._rule(config, seed))
         if isinstance(self.draft, PromptLookup):
             request.source = self.draft
         with self._lock:
@@ -162,13 +166,14 @@ class BatchDecoder:
     def step(self) -> list[Gain]:
         """One iteration: what each request gained. Prompts that are still being read gain nothing.
 
-        A request that fails by itself (logits that are no numbers) is finished, with its `error`; the others go on.
-        What OpenVINO raises goes through: then nothing was gained, and `step` may be called again.
+        A request that fails by itself (logits that are no numbers, a text that cannot be decoded) is finished, with its
+        `error`, and its last gain has no tokens; the others go on. What OpenVINO raises goes through: then nothing was
+        gained, and `step` may be called again.
         """
         with self._lock:
             self._requests += self._came
             self._came = []
-        there = [request for request in self._requests if not request.cancelled]
+        there = [request for request in self._requests if not request.cancelled and not request.error]
         gains = self._iterate(there) if there else []
         return gains + self._leave()
 
@@ -181,6 +186,8 @@ class BatchDecoder:
         running = [request for request in running if not request.error]
         verified = sum(request.text.rows for request in running)
         parts = {request: Part(request.slot, request.text.so_far, request.text.rows) for request in running} | prompts
+        if not parts:  # all failed while drafting
+            return []
 
         begin = time.perf_counter()
         logits = self.main.logits(list(parts.values()))
@@ -232,7 +239,7 @@ class BatchDecoder:
         able = [request for request in running if request.text.can_draft and not request.idle and not request.error]
         own = [request for request in able if not request.follows_batch]
         for request in own:  # not to be asked again: confidence lasts until the next inference
-            request.idle = not request.rule.more(request.text.drafted, request.confidence)
+            request.idle = not self._try(request, request.rule.more, request.text.drafted, request.confidence)
         own = [request for request in own if not request.idle]
         others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
         tokens = read + sum(request.text.rows for request in running)
@@ -246,7 +253,7 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            if len(request.text.so_far) <= request.draft_slot.capacity:
+            if request.source.can_read(request.text.so_far):
                 request.draft_slot.adopt(request.text.so_far)
                 asked[request] = Part(request.draft_slot, request.text.so_far, 1)
         parts = _within(CHUNK, asked)
@@ -285,12 +292,13 @@ class BatchDecoder:
         return Gain(request, step, piece)
 
     def _finish(self, request: Request) -> str:
-        request.finished = True
         if request.source:
             request.generation.draft_length = (self.draft_length if request.follows_batch else request.rule).why()
         else:
             request.generation.draft_length = "no draft"
-        return request.recording.end()
+        rest = request.recording.end()
+        request.finished = True
+        return rest
 
     def _leave(self) -> list[Gain]:
         """Give back the blocks of those that are finished, cancelled or failed; the last gains of the latter two."""
@@ -299,6 +307,7 @@ class BatchDecoder:
             if (request.cancelled or request.error) and not request.finished:
                 request.generation.finish_reason = "cancelled"
                 last.append(Gain(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
+                request.finished = True  # even if its text could not be ended
             if request.finished:
                 with self._lock:
                     request.slot.give_back()
@@ -307,16 +316,19 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _rule(self, config: GenerationConfig) -> DraftLength | DraftHistory:
-        return named_by(config) or self.draft_length.history()
+    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLength | DraftHistory:
+        if rule := named_by(config):
+            return rule
+        repeatable = config.do_sample and seed is not None
+        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
 
     @staticmethod
     def _try(request: Request, act: Callable, *arguments: object) -> object:
         """What `act` returns, or None: what it raises is the request's own error, and ends it alone."""
         try:
             return act(*arguments)
-        except (ValueError, RuntimeError) as error:
-            request.error = error
+        except Exception as error:
+            request.error = request.error or error
             return None
 
 

@@ -28,6 +28,7 @@ class Slot:
 
     def __init__(self, lease: Lease, capacity: int, model: "BatchModel"):
         self.capacity = capacity  # longest text, in tokens
+        self.width = model.width  # tokens the model knows
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: the caller's, from what `BatchModel.logits` returned
         self._lease = lease
         self._model = model

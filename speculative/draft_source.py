@@ -32,15 +32,20 @@ class ModelDraft:
     """Draft tokens of a draft model, drawn through the same transform as the main model's.
 
     `width` is the main model's number of logits. Models of one family pad one vocabulary differently: logits beyond
-    it are cut, missing ones get probability 0. Beyond the draft's own context it proposes nothing.
+    it are cut, missing ones get probability 0. The draft proposes nothing beyond its own context, nor for a text with
+    a token it does not know.
     """
 
     def __init__(self, model: CachedModel, width: int):
         self.model = model
         self._width = width
 
+    def can_read(self, tokens: np.ndarray) -> bool:
+        """Whether the draft model can compute what follows `tokens` (int64 [n]): it may know fewer than the main."""
+        return len(tokens) <= self.model.capacity and int(tokens.max()) < self.model.width
+
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
-        if len(tokens) > self.model.capacity:
+        if not self.can_read(tokens):
             return None
         logits = self.model.logits(tokens)[0][: self._width]
         if len(logits) < self._width:

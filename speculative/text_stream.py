@@ -17,6 +17,8 @@ class TextStream:
     ):
         self._decode = decode
         self._stops = [stop for stop in stop_strings if stop]
+        self._matches = [_Match(stop) for stop in self._stops]
+        self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
         self._ids: list[int] = []
         self._begin = self._done = 0  # of the tokens decoded again, of those whose text is in `text`
@@ -71,10 +73,34 @@ class TextStream:
 
     def _held_back(self) -> int:
         """The length of the longest end of the text that a stop string begins with."""
-        lengths = range(max(map(len, self._stops)) - 1, 0, -1)
-        return next((n for n in lengths if any(stop.startswith(self.text[-n:]) for stop in self._stops)), 0)
+        new = self.text[self._matched :]
+        self._matched = len(self.text)
+        return max(match.extend(new) for match in self._matches)
 
     def _say(self, until: int) -> str:
         new = self.text[self._said : until]
         self._said = max(until, self._said)
         return new
+
+
+class _Match:
+    """How many characters of a stop string a growing text ends with (Knuth, Morris and Pratt 1977): the time for a
+    character of the text does not depend on the length of the stop string."""
+
+    def __init__(self, stop: str):
+        self._stop = stop
+        self._length = 0  # of the match, below that of the stop string
+        self._shorter = [0, 0]  # [n]: of the next shorter match, where the first n characters match
+        for character in stop[1:]:
+            self._shorter.append(self._next(self._shorter[-1], character))
+
+    def extend(self, text: str) -> int:
+        """Return the length of the match once the text goes on with `text`, which does not complete the stop string."""
+        for character in text:
+            self._length = self._next(self._length, character)
+        return self._length
+
+    def _next(self, length: int, character: str) -> int:
+        while length and self._stop[length] != character:
+            length = self._shorter[length]
+        return length + (self._stop[length] == character)

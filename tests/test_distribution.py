@@ -428,3 +428,10 @@ def test_stop_tokens_that_the_model_does_not_know_are_no_others():
     config = GenerationConfig(do_sample=True, min_new_tokens=2, stop_token_ids={2, 99})
     logits, none = np.zeros(5, np.float32), np.zeros(0, np.int64)
     assert np.allclose(Distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
+
+
+def test_min_p_keeps_what_has_exactly_that_share():
+    logits = np.array([0, -1, -2], np.float32)
+    share = float(np.exp(logits)[1])
+    row = distribution(dict(do_sample=True, min_p=share))(logits, NOTHING, NOTHING)
+    assert (row > 0).tolist() == [True, True, False]

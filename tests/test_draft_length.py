@@ -116,3 +116,13 @@ def test_fixed_and_confidence():
     rule = ConfidenceDraftLength(0.5, longest=3)
     assert rule.more(0, None) and rule.more(1, lambda: 0.5) and not rule.more(1, lambda: 0.49)
     assert not rule.more(3, lambda: 1.0)
+
+
+@pytest.mark.parametrize(("seen", "counts_as"), [(100, 2), (9, 2), (0.001, 0.5), (1.5, 1.5)])
+def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as):
+    def after(times):
+        rule = AdaptiveDraftLength(COSTS)
+        rule.learn(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
+        return [*rule._draft_cost, *rule._verify_cost]
+
+    assert after(seen) == after(counts_as) != after(1.0)

@@ -37,6 +37,14 @@ class Expired(Exception):
     """A job's time was over before it ended."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine broke, by no job's fault, and decodes nothing any more; `__cause__` is what broke it."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(f"the engine failed with {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
 class Job:
     """A request on its way: waiting, then in the batch, then finished. Made and read in the event loop."""
 
@@ -99,13 +107,13 @@ News = tuple[Job, str, bool, Exception | None]  # what came for it: text, whethe
 
 
 class Engine:
-    """Jobs and the thread that runs them. `error` is what broke it; then nothing is decoded any more."""
+    """Jobs and the thread that runs them. Once it has broken, `error` is set and nothing is decoded any more."""
 
     def __init__(self, decoder: BatchDecoder, max_running: int, max_waiting: int):
         """To be made in the event loop that submits."""
         self.decoder = decoder
         self.max_running, self.max_waiting = max_running, max_waiting
-        self.error: Exception | None = None
+        self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # when the inference began that is under way; 0: none is
         self.generated = 0  # tokens, so far
         self.decoded = self.iterations = self.proposed = self.accepted = 0  # behind the prompts' inferences
@@ -131,7 +139,7 @@ class Engine:
         return not self._waiting and not self._running
 
     def submit(self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float) -> Job:
-        """A job that has so many seconds from now on. Raises QueueFull, and what broke the engine if something did."""
+        """A job that has so many seconds from now on. Raises QueueFull, and EngineFailed if the engine has broken."""
         if self.error:
             raise self.error
         if self.waiting >= self.max_waiting + max(self.max_running - self.running, 0):
@@ -170,7 +178,7 @@ class Engine:
             while self._wait():
                 self._step()
         except Exception as error:  # whatever it is: the replica is to be replaced
-            self.error = error
+            self.error = EngineFailed(error)
             self._tell(self._break)
 
     def _wait(self) -> bool:
@@ -181,10 +189,13 @@ class Engine:
 
     def _step(self) -> None:
         with self._changed:
-            news = self._admit()
+            refused = self._admit()
+        if refused:  # before the step, which may raise
+            self._tell(self._deliver, refused, time.perf_counter())
         self.stepping_since = time.monotonic()
         gains = self.decoder.step()
         self.stepping_since = 0.0
+        news = []
         for gain in gains:
             self._count(gain)
             job, finished = self._running.get(gain.request), gain.request.finished
@@ -206,7 +217,7 @@ class Engine:
             try:
                 job.request = self.decoder.add(job.prompt, job.config, job.seed, stream=True)
                 self._running[job.request] = job
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:  # this job's own
                 refused.append((job, "", True, error))
         return refused
 

@@ -1,0 +1,354 @@
+"""Requests that come, leave and fail in any order, as hypothesis thinks of it: the pool of blocks and the engine of
+many texts against a plain account of what should be. Nothing leaks, nobody writes to another's cache, and no text is
+another one's.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import openvino
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from openvino_genai import GenerationConfig
+from tiny_llama import tiny_llama
+
+from scripts import llama_ir
+from speculative import cached_model
+from speculative.batch_decoder import BatchDecoder
+from speculative.batch_draft_length import BatchDraftLength
+from speculative.batch_model import BatchModel, Part, Slot
+from speculative.block_pool import BlockPool, Lease, NoRoom
+from speculative.cost_curve import CostCurve
+from speculative.decoder import Decoder
+
+BLOCKS, BLOCK = 12, 4  # of the pool alone
+ROOM, CONTEXT = 512, 150  # tokens: of all texts, of the longest one
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+DRAFT_LENGTHS = ({}, {"num_assistant_tokens": 1}, {"num_assistant_tokens": 4}, {"assistant_confidence_threshold": 0.5})
+
+
+def state(text, i):
+    """What the cache holds of token `i`: it depends on all tokens up to there."""
+    return hash(text[: i + 1].tobytes())
+
+
+class Pool(RuleBasedStateMachine):
+    """Sequences of a cache that holds what they wrote: text, of two tokens only, so that many begin alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(BLOCKS, BLOCK)
+        self.cache = np.full((BLOCKS, BLOCK), -1)
+        self.texts = {}  # of each lease: its longest text, and how much of it is in the cache
+
+    def one(self, data):
+        return data.draw(st.sampled_from(list(self.texts)))
+
+    def write(self, lease, begin, end):
+        text, _ = self.texts[lease]
+        blocks = lease.blocks(end)
+        for i in range(begin, end):
+            assert i >= lease.shared
+            self.cache[blocks[i // BLOCK], i % BLOCK] = state(text, i)
+        self.texts[lease] = text, end
+
+    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=5), most=st.integers(1, 60))
+    def promise(self, text, most):
+        text = np.repeat(np.array(text), BLOCK)[:most]
+        room = self.pool.has_room(len(text))
+        assert room == (self.pool.needed(len(text)) <= self.pool.blocks - self.pool.promised)
+        if not room:
+            with pytest.raises(NoRoom):
+                self.pool.promise(len(text))
+            return
+        lease = self.pool.promise(len(text))
+        self.texts[lease] = text, lease.adopt(text[:-1])
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def grow(self, data):
+        lease = self.one(data)
+        text, held = self.texts[lease]
+        self.write(lease, held, data.draw(st.integers(held, len(text))))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def roll_back(self, data):
+        """A rejected token: what is not shared is written again."""
+        lease = self.one(data)
+        text, held = self.texts[lease]
+        back = data.draw(st.integers(lease.shared, held))
+        self.texts[lease] = text, back
+        self.write(lease, back, held)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def share(self, data):
+        lease = self.one(data)
+        text, held = self.texts[lease]
+        lease.share(text[:held])
+        assert lease.shared == held // BLOCK * BLOCK
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def adopt(self, data):
+        lease = self.one(data)
+        text, held = self.texts[lease]
+        self.texts[lease] = text, max(held, lease.adopt(text[:-1]))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def give_back(self, data):
+        lease = self.one(data)
+        del self.texts[lease]
+        lease.give_back()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def ask_for_too_much(self, data):
+        lease = self.one(data)
+        with pytest.raises(NoRoom, match="was promised"):
+            lease.blocks(self.pool.needed(len(self.texts[lease][0])) * BLOCK + 1)
+
+    @invariant()
+    def everybody_reads_what_they_wrote(self):
+        for lease, (text, held) in self.texts.items():
+            blocks = lease.blocks(held)
+            states = [state(text, i) for i in range(held)]
+            assert [self.cache[blocks[i // BLOCK], i % BLOCK] for i in range(held)] == states
+
+    @invariant()
+    def blocks_are_counted(self):
+        taken = {block for lease in self.texts for block in lease._blocks[: lease._taken].tolist()}
+        assert self.pool.free == BLOCKS - len(taken)
+        assert len(taken) <= self.pool.promised <= BLOCKS
+        may_take = sum(self.pool.needed(len(text)) - lease._taken for lease, (text, _) in self.texts.items())
+        assert self.pool.promised == len(taken) + may_take
+
+    def teardown(self):
+        for lease in self.texts:
+            lease.give_back()
+        assert self.pool.free == BLOCKS and self.pool.promised == 0
+
+
+class Engine(RuleBasedStateMachine):
+    """Requests to a decoder of many texts; `alone` gives what the main model alone makes of one."""
+
+    def __init__(self, main, draft, alone):
+        super().__init__()
+        length = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+        self.decoder = BatchDecoder(BatchModel(main, CONTEXT), BatchModel(draft, CONTEXT), length)
+        self.alone = alone
+        self.requests = {}  # and what was asked: prompt, number of tokens, whether greedy
+        self.failing, self.last = set(), {}
+
+    @property
+    def going(self):
+        return [request for request in self.requests if not request.finished]
+
+    def one(self, data):
+        return data.draw(st.sampled_from(self.going))
+
+    @rule(
+        beginning=st.integers(0, 70),
+        end=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+        tokens=st.integers(1, 40),
+        sampled=st.booleans(),
+        length=st.sampled_from(DRAFT_LENGTHS),
+    )
+    def add(self, beginning, end, tokens, sampled, length):
+        prompt = [*(i * i % 7 for i in range(beginning)), *end]
+        config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=sampled, **length)
+        try:
+            request = self.decoder.add(prompt, config, seed=len(self.requests))
+        except NoRoom:
+            assert not self.decoder.has_room(len(prompt) + tokens)
+        else:
+            self.requests[request] = prompt, tokens, not sampled
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps):
+        for _ in range(steps):
+            for gain in self.decoder.step():
+                assert not self.last.get(gain.request), "a gain behind the last one"
+                self.last[gain.request] = gain.request.finished
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.decoder.cancel(self.one(data))
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data(), place=st.sampled_from(["draft", "verify", "take", "end"]))
+    def fail(self, data, place):
+        """From now on, one request fails while it drafts, is verified, is recorded or ends."""
+        request = self.one(data)
+        setattr(request.text if place in ("draft", "verify") else request.recording, place, broken)
+        self.failing.add(request)
+
+    @precondition(lambda self: self.going)
+    @rule(of_main=st.booleans())
+    def fail_an_inference(self, of_main):
+        """It may be tried again; a request that was to end may have ended before."""
+        model = self.decoder.main if of_main else self.decoder.draft
+        model.logits = broken
+        try:
+            self.step(1)
+        except Broken:
+            pass
+        finally:
+            del model.logits
+
+    @precondition(lambda self: self.decoder._requests)
+    @rule(data=st.data())
+    def compare_with_a_fresh_computation(self, data):
+        """What the cache holds of one text, in the main and the draft model."""
+        request = data.draw(st.sampled_from(self.decoder._requests))
+        request.text.drop_draft()
+        text = request.text.so_far
+        for model, slot in ((self.decoder.main, request.slot), (self.decoder.draft, request.draft_slot)):
+            fresh = model.slot(len(text)) if model.has_room(len(text)) else None
+            if fresh:
+                (rows,) = model.logits([Part(slot, text, 1)])
+                rows = rows.copy()
+                (expected,) = model.logits([Part(fresh, text, 1)])
+                np.testing.assert_allclose(rows, expected, rtol=1e-3, atol=1e-3)
+                fresh.give_back()
+
+    @invariant()
+    def nobody_has_more_than_was_promised(self):
+        for model in (self.decoder.main, self.decoder.draft):
+            assert 0 <= model.pool.blocks - model.pool.free <= model.pool.promised <= model.pool.blocks
+
+    def teardown(self):
+        for _ in range(1000):
+            if not self.decoder.busy:
+                break
+            self.step(1)
+        assert not self.going
+        for request, (prompt, tokens, greedy) in self.requests.items():
+            got = request.generation
+            whole = not request.cancelled and request not in self.failing
+            assert request.error is None or request in self.failing
+            assert len(got.tokens) == tokens if whole else len(got.tokens) <= tokens
+            assert got.finish_reason == ("length" if whole else got.finish_reason)
+            if greedy:
+                assert got.tokens == self.alone(tuple(prompt))[: len(got.tokens)]
+        assert set(self.last) == set(self.requests) and all(self.last.values())
+        for model in (self.decoder.main, self.decoder.draft):
+            assert model.pool.free == model.pool.blocks and model.pool.promised == 0
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(*arguments):
+    raise Broken
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Makes a machine, over a pair of two layers: with one, the cache would not depend on the tokens before."""
+    base, models = tmp_path_factory.mktemp("tiny"), []
+    for name, noise in (("main", 0.0), ("draft", 0.2)):
+        llama = tiny_llama(1, noise)
+        llama = dataclasses.replace(llama, layers=[*llama.layers, *tiny_llama(2, noise).layers])
+        (base / name).mkdir()
+        openvino.save_model(llama_ir.build(llama), base / name / "openvino_model.xml", compress_to_fp16=False)
+        models.append(cached_model.load(base / name, "CPU", EXACT, ROOM))
+    one = Decoder(cached_model.load(base / "main", "CPU", EXACT, CONTEXT))
+
+    @functools.cache
+    def alone(prompt):
+        return one.generate(list(prompt), GenerationConfig(max_new_tokens=40, ignore_eos=True)).tokens
+
+    return lambda: Engine(*models, alone)
+
+
+def run(machine, long, examples, steps, phases=tuple(Phase)):
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples * (30 if long else 1),
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            derandomize=not long,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_pool_of_blocks(request):
+    run(Pool, request.config.getoption("--long"), examples=150, steps=40)
+
+
+def test_the_engine_of_many_texts(engine, request):
+    run(engine, request.config.getoption("--long"), examples=30, steps=30)
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def what_is_promised_and_not_taken_is_kept(patch):
+    give_back = Lease.give_back
+
+    def wrong(self):
+        self._pool._owed += self._most > self._taken
+        give_back(self)
+
+    patch.setattr(Lease, "give_back", wrong)
+
+
+def shared_blocks_are_taken_while_one_has_them(patch):
+    def wrong(self, shared):
+        shared.holders -= 1
+        if shared.holders <= 1:
+            self._idle[shared] = None
+
+    patch.setattr(BlockPool, "_release", wrong)
+
+
+def tokens_alone_name_a_block(patch):
+    own = Lease._next
+    patch.setattr(Lease, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+
+
+def failed_requests_keep_their_blocks(patch):
+    leave = BatchDecoder._leave
+
+    def wrong(self):
+        for request in self._requests:
+            if request.error:
+                request.draft_slot._lease.give_back = lambda: None
+        return leave(self)
+
+    patch.setattr(BatchDecoder, "_leave", wrong)
+
+
+def blocks_in_the_wrong_order(patch):
+    blocks = Slot.blocks
+    patch.setattr(Slot, "blocks", lambda self, tokens: blocks(self, tokens)[::-1].copy())
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        what_is_promised_and_not_taken_is_kept,
+        shared_blocks_are_taken_while_one_has_them,
+        failed_requests_keep_their_blocks,
+        blocks_in_the_wrong_order,
+        tokens_alone_name_a_block,
+    ],
+)
+def test_a_planted_bug_is_found(bug, engine, monkeypatch):
+    """By the machine of the part that has it."""
+    of_engine = bug in (failed_requests_keep_their_blocks, blocks_in_the_wrong_order)
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, ValueError, KeyError, StopIteration)):
+        run(engine if of_engine else Pool, False, 150 if not of_engine else 30, 40, phases=(Phase.generate,))

@@ -1,0 +1,138 @@
+"""The thread that decodes for a server: each job ends with what is its own, and what breaks the engine is no job's."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from conftest import MAIN
+from openvino_genai import GenerationConfig, Tokenizer
+from tiny_llama import save_tiny_llama
+
+from samples.serve.engine_thread import Engine, EngineFailed
+from speculative import cached_model
+from speculative.batch_decoder import BatchDecoder
+from speculative.batch_draft_length import BatchDraftLength
+from speculative.batch_model import BatchModel
+from speculative.block_pool import NoRoom
+from speculative.cost_curve import CostCurve
+
+TINY = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+PATIENCE = 60  # seconds, for what takes milliseconds
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory):
+    return cached_model.load(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY, 256)
+
+
+@pytest.fixture
+def decoder(main):
+    rule = BatchDraftLength(CostCurve({1: 1.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+    return BatchDecoder(BatchModel(main, 128), None, rule, Tokenizer(str(MAIN)))
+
+
+def config(tokens=5):
+    return GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
+
+
+def submit(engine, tokens=5, prompt=(1, 2, 3)):
+    return engine.submit(np.array(prompt), config(tokens), None, seconds=600)
+
+
+def outcomes(decoder, act, max_running=4):
+    """What became of the jobs that `act(engine)` returns: a generation, or the error."""
+
+    async def ask():
+        engine = Engine(decoder, max_running, max_waiting=9)
+        ends = [asyncio.wait_for(job.end(), PATIENCE) for job in act(engine)]
+        found = await asyncio.gather(*ends, return_exceptions=True)
+        alive = engine.error
+        if alive is None:  # whatever there was, it goes on
+            after = submit(engine)
+            assert len((await asyncio.wait_for(after.end(), PATIENCE)).tokens) == 5 and engine.idle
+        else:
+            with pytest.raises(EngineFailed):
+                submit(engine)
+        engine.close()
+        return found, alive
+
+    return asyncio.run(ask())
+
+
+def test_what_breaks_the_engine_is_no_jobs_own_error(decoder, monkeypatch):
+    """Neither of one in the batch nor of one that waits: not a ValueError, for which a client is blamed."""
+
+    def broken():
+        raise ValueError("concatenate nothing")
+
+    monkeypatch.setattr(decoder, "step", broken)
+    found, error = outcomes(decoder, lambda engine: [submit(engine) for _ in range(3)], max_running=1)
+    for one in (*found, error):
+        assert isinstance(one, EngineFailed) and not isinstance(one, ValueError)
+        assert isinstance(one.__cause__, ValueError) and str(one) == (
+            "the engine failed with ValueError: concatenate nothing"
+        )
+
+
+def test_a_job_that_is_refused_hears_so_even_if_the_step_then_breaks(decoder, monkeypatch):
+    def broken():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(decoder, "step", broken)
+    (refused, other), error = outcomes(decoder, lambda engine: [submit(engine, prompt=[]), submit(engine)])
+    assert isinstance(refused, ValueError) and "no tokens" in str(refused)
+    assert isinstance(other, EngineFailed) and isinstance(error, EngineFailed)
+
+
+def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, monkeypatch):
+    add = decoder.add
+
+    def choosy(prompt, *arguments, **options):
+        if 7 in prompt:
+            raise OverflowError("seven")
+        return add(prompt, *arguments, **options)
+
+    monkeypatch.setattr(decoder, "add", choosy)
+    prompts = [(1, 2), (), (7, 7), (9999,), (3, 4)]
+    found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
+    assert error is None
+    assert [type(one) for one in found[1:4]] == [ValueError, OverflowError, ValueError]
+    assert len(found[0].tokens) == len(found[4].tokens) == 5
+
+
+def test_a_job_that_never_has_room_is_refused(main):
+    small = BatchModel(main, 128)
+    small.pool.promise(200)
+    decoder = BatchDecoder(small, None, BatchDraftLength(*(CostCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
+    found, error = outcomes(decoder, lambda engine: [submit(engine, 100), submit(engine)])
+    assert isinstance(found[0], NoRoom) and len(found[1].tokens) == 5 and error is None
+
+
+@pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decoder, monkeypatch):
+    """Also the very last thing that is done for it; none of them waits for its time limit."""
+    add, broken = decoder.add, []
+
+    def fail(*arguments):
+        raise OverflowError(place)
+
+    def add_one_that_fails(prompt, *arguments, **options):
+        request = add(prompt, *arguments, **options)
+        if 7 in prompt:
+            monkeypatch.setattr(request.text if place == "verify" else request.recording, place, fail)
+            broken.append(request)
+        return request
+
+    monkeypatch.setattr(decoder, "add", add_one_that_fails)
+    prompts = [(7, 1), *[(i, 2) for i in range(others)]]
+    found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
+    assert error is None and isinstance(found[0], OverflowError) and broken[0].error is found[0]
+    assert [len(one.tokens) for one in found[1:]] == [5] * others
+
+
+def test_the_thread_ends_with_the_engine(decoder):
+    before = threading.active_count()
+    outcomes(decoder, lambda engine: [submit(engine)])
+    assert threading.active_count() == before

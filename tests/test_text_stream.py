@@ -1,0 +1,112 @@
+"""Streamed text ends before a stop string, however tokens cut it, and nothing is streamed that is then taken back."""
+
+import itertools
+import sys
+
+import openvino_genai
+import pytest
+from conftest import MAIN
+
+from speculative.text_stream import TextStream
+
+LENGTH = 6
+TEXTS = ["".join(letters) for letters in itertools.product("ab", repeat=LENGTH)]
+STOPS = ["".join(letters) for n in (1, 2, 3, 4) for letters in itertools.product("ab", repeat=n)]
+
+
+def splits(text):
+    """Every way to cut `text` into pieces."""
+    for cuts in itertools.product((False, True), repeat=len(text) - 1):
+        ends = [i for i, cut in enumerate(cuts, start=1) if cut] + [len(text)]
+        yield [text[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+
+def could_begin(text, stops):
+    """The length of the longest end of `text` that one of `stops` begins with, by trying all."""
+    return max(n for n in range(len(text) + 1) if n == 0 or any(stop.startswith(text[-n:]) for stop in stops))
+
+
+def check(pieces, stops, include, pushed):
+    """Feed `pieces`, each a token, `pushed` at a time; compare with a search in the whole text."""
+    text = "".join(pieces)
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    at, first = min(found, default=(len(text), ""))
+    expected = text[: at + len(first) * include]
+    stream, said, used = TextStream(lambda ids: "".join(pieces[i] for i in ids), stops, include), "", 0
+    for begin in range(0, len(pieces), pushed):
+        tokens = list(range(begin, min(begin + pushed, len(pieces))))
+        piece, taken = stream.push(tokens)
+        said, used = said + piece, used + taken
+        if stream.stopped:
+            break
+        so_far = "".join(pieces[: tokens[-1] + 1])
+        assert taken == len(tokens) and len(said) == len(so_far) - could_begin(so_far, stops)
+        assert expected.startswith(said)
+    said += stream.end()
+    assert said == stream.text == expected and stream.stopped == bool(found)
+    if found:  # with the token that completes the stop string, and no more
+        assert len("".join(pieces[: used - 1])) < at + len(first) <= len("".join(pieces[:used]))
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_string_ends_the_text_however_tokens_cut_it(stop):
+    """Every text of six letters, every split of it into tokens; one, two or all tokens at a time."""
+    for i, text in enumerate(TEXTS):
+        for j, pieces in enumerate(splits(text)):
+            check(pieces, [stop], include=(i + j) % 2 == 0, pushed=(1, 2, LENGTH)[(i + j) % 3])
+
+
+@pytest.mark.parametrize("stops", [["ac", "b"], ["\n\n", "c"], ["aab", "c"], ["abc", "ba", "\n"]], ids=str)
+def test_several_stop_strings(stops):
+    for text in ("aacab", "aaaac", "aabac", "a\n\nc", "ab\nab", "\nc\n\n", "aaabca"):
+        for pieces in splits(text):
+            check(pieces, stops, include=False, pushed=1)
+
+
+def test_a_stop_string_of_two_real_tokens():
+    """Wherever it is in the text, and at every border between pushes."""
+    tokenizer = openvino_genai.Tokenizer(str(MAIN))
+    tokens = tokenizer.encode("def is_prime(n):\n    return n > 1 and é == 2\n").input_ids.data[0].tolist()
+    text = tokenizer.decode(tokens)
+    ends = [tokenizer.decode(tokens[:i]) for i in range(len(tokens) + 1)]
+    stops = [longer[len(end) :] for end, longer in zip(ends, ends[2:], strict=False) if "\ufffd" not in end + longer]
+    assert len(stops) > 10 and all(stops)
+    for stop in stops:
+        for pushed in (1, 2, 3):
+            stream, said = TextStream(tokenizer.decode, [stop]), ""
+            for begin in range(0, len(tokens), pushed):
+                said += stream.push(tokens[begin : begin + pushed])[0]
+                assert text[: text.index(stop)].startswith(said)
+                if stream.stopped:
+                    break
+            assert said == stream.text == text[: text.index(stop)]
+
+
+def steps_of_python(action):
+    """How many lines of Python `action` runs, which does not depend on the machine."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("stop", ["{}b", "b{}", "{}"], ids=["almost there all the time", "never", "again and again"])
+def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
+    """One client's stop strings must not hold up all texts."""
+
+    def steps(length):
+        stops = [stop.format(pattern * length) for pattern in ("a", "ca", "da", "ea")]
+        stream = TextStream(lambda ids: "a" * len(ids), [f"{stop}b" for stop in stops])
+        return steps_of_python(lambda: [stream.push([0]) for _ in range(1500)])
+
+    assert steps(1000) < 2 * steps(10)
