@@ -128,10 +128,16 @@ class BatchDecoder:
             return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
 
     def add(
-        self, prompt: Prompt, config: GenerationConfig | None = None, seed: int | None = None, stream: bool = False
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        seed: int | None = None,
+        stream: bool = False,
+        salt: bytes = b"",
     ) -> Request:
         """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`.
-        With `stream` the gains bring the text piece by piece.
+        With `stream` the gains bring the text piece by piece. It shares cached blocks only with requests of the same
+        `salt`.
 
         Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
         `Decoder.stream` does.
@@ -144,10 +150,10 @@ class BatchDecoder:
         if isinstance(self.draft, PromptLookup):
             request.source = self.draft
         with self._lock:
-            request.slot = self.main.slot(text.longest)
+            request.slot = self.main.slot(text.longest, salt)
             if isinstance(self.draft, BatchModel):
                 try:
-                    request.draft_slot = self.draft.slot(text.longest)
+                    request.draft_slot = self.draft.slot(text.longest, salt)
                 except NoRoom:
                     request.slot.give_back()
                     raise
@@ -246,7 +252,8 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            if len(request.text.so_far) <= request.draft_slot.capacity:
+            text = request.text.so_far
+            if len(text) <= request.draft_slot.capacity and text.max() < self.draft.width:
                 request.draft_slot.adopt(request.text.so_far)
                 asked[request] = Part(request.draft_slot, request.text.so_far, 1)
         parts = _within(CHUNK, asked)

@@ -32,7 +32,8 @@ class ModelDraft:
     """Draft tokens of a draft model, drawn through the same transform as the main model's.
 
     `width` is the main model's number of logits. Models of one family pad one vocabulary differently: logits beyond
-    it are cut, missing ones get probability 0. Beyond the draft's own context it proposes nothing.
+    it are cut, missing ones get probability 0. Beyond the draft's own context it proposes nothing, nor behind a token
+    that only the main model has.
     """
 
     def __init__(self, model: CachedModel, width: int):
@@ -40,7 +41,7 @@ class ModelDraft:
         self._width = width
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
-        if len(tokens) > self.model.capacity:
+        if len(tokens) > self.model.capacity or tokens.max() >= self.model.width:
             return None
         logits = self.model.logits(tokens)[0][: self._width]
         if len(logits) < self._width:
