@@ -248,6 +248,8 @@ SENSIBLE = {
     "frequency_penalty": st.floats(-2, 2),
     "presence_penalty": st.floats(-2, 2),
     "user": st.text(max_size=9),
+    "repetition_penalty": st.floats(0.01, 10),
+    "min_p": st.floats(0, 1, exclude_max=True),
 }
 OTHERS = ("prompt", "messages", "stream_options", "logprobs", "echo", "tools", "top_k", "model", "logit_bias")
 fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(

@@ -1,7 +1,7 @@
 """The connections of a proxy, bounded in number and in idle time: uvicorn, which Ray Serve listens with, waits for ever
 for the request of a client that connects and says nothing.
 
-Ray calls `bound` in each of its proxies, where `ray_here.CALLBACK` names it.
+Ray calls `bound` in each of its proxies, as `ray_here.PROXIES` has it.
 """
 
 import asyncio

@@ -53,7 +53,7 @@ class Endpoint:
         """`draft_length`: tokens drafted for each inference; below 1 the confidence to stop at; 0: as many as pay."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
-        self.draining = False
+        self.draining = self.stopped = False
         self.asking = 0  # requests that are not answered yet
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
         self._created = int(time.time())
@@ -68,7 +68,7 @@ class Endpoint:
         until = time.monotonic() + seconds
         while self.asking and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        left = self.asking
+        left, self.stopped = self.asking, True
         for job in self._jobs:
             if not job.finished:
                 self.engine.cancel(job)
@@ -131,6 +131,8 @@ class Endpoint:
     async def _answer(self, asked: Asked, request: Request) -> Response:
         self._check_open()
         self._check_model(asked.model)
+        if self.engine.error:
+            raise self._as_answer(EngineFailed())
         self.asking += 1
         try:
             job = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
@@ -149,10 +151,12 @@ class Endpoint:
         try:
             self.engine.check_queue(self._coming)
             prompt = await self._encoded(asked)
+            if self.stopped:
+                raise Stopped
             config = asked.config(self._room(asked, len(prompt)))
             self._set_draft_length(config, asked)
             return self.engine.submit(prompt, config, asked.random_seed, self.limits.timeout, salt)
-        except (QueueFull, EngineFailed) as error:
+        except (QueueFull, EngineFailed, Stopped) as error:
             raise self._as_answer(error) from error
 
     async def _encoded(self, asked: Asked) -> np.ndarray:
@@ -195,7 +199,7 @@ class Endpoint:
             self.metrics.over(job, outcome)
 
     def _as_answer(self, error: Exception) -> ApiError:
-        """4xx for what is wrong with a request, 503 where the server failed and asking again helps, 500 for a defect."""
+        """4xx for a fault of the request, 503 where the server failed and asking again helps, 500 for a defect."""
         if isinstance(error, QueueFull):
             message = f"All {self.limits.max_waiting} places in the queue are taken: try again in {error.seconds} s."
             return ApiError(429, message, "queue_full", retry_after=error.seconds)
