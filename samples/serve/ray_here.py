@@ -105,7 +105,7 @@ def _join(address: str) -> None:
     while True:
         try:
             _knock(address)
-            ray.init(address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": PROXIES})
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
             return
         except (OSError, RuntimeError) as error:  # of OSErrors, ConnectionError is Ray's own
             if ANEW not in os.environ:  # a head that was lost may come back, one that never was will not
