@@ -129,12 +129,17 @@ class BatchDecoder:
             return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
 
     def add(
-        self, prompt: Prompt, config: GenerationConfig | None = None, seed: int | None = None, stream: bool = False
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        seed: int | None = None,
+        stream: bool = False,
+        salt: bytes = b"",
     ) -> Request:
         """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`:
         the same seed gives the same text, and so `draft_length` does not serve a sampled request with a seed, which
         drafts `SEEDED_DRAFT` tokens unless its config names a rule. With `stream` the gains bring the text piece by
-        piece.
+        piece. The request shares cached blocks only with requests of the same `salt`.
 
         Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
         `Decoder.stream` does.
@@ -148,10 +153,10 @@ class BatchDecoder:
         if isinstance(self.draft, PromptLookup):
             request.source = self.draft
         with self._lock:
-            request.slot = self.main.slot(text.longest)
+            request.slot = self.main.slot(text.longest, salt)
             if isinstance(self.draft, BatchModel):
                 try:
-                    request.draft_slot = self.draft.slot(text.longest)
+                    request.draft_slot = self.draft.slot(text.longest, salt)
                 except NoRoom:
                     request.slot.give_back()
                     raise

@@ -28,7 +28,6 @@ class Slot:
 
     def __init__(self, lease: Lease, capacity: int, model: "BatchModel"):
         self.capacity = capacity  # longest text, in tokens
-        self.width = model.width  # tokens the model knows
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: the caller's, from what `BatchModel.logits` returned
         self._lease = lease
         self._model = model
@@ -36,6 +35,10 @@ class Slot:
         self._length = 0
         self._written = 0  # tokens that were there at some time, rejected ones too
         self._pure = capacity  # tokens at the beginning with no trace of a rejected one
+
+    @property
+    def width(self) -> int:
+        return self._model.width
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits [1, V] behind `tokens`, the text that was asked for last."""
@@ -138,10 +141,10 @@ class BatchModel:
         """Whether a text of up to so many tokens would get a slot."""
         return self.pool.has_room(min(tokens, self.context))
 
-    def slot(self, tokens: int) -> Slot:
+    def slot(self, tokens: int, salt: bytes = b"") -> Slot:
         """Room for a text of up to so many tokens, or as many as the context has. Raises NoRoom."""
         tokens = min(tokens, self.context)
-        return Slot(self.pool.promise(tokens), tokens, self)
+        return Slot(self.pool.promise(tokens, salt), tokens, self)
 
     def logits(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """Logits float32 [last, V] of each part: views that the next call overwrites."""

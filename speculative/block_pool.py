@@ -24,7 +24,7 @@ class SharedBlock:
     """A block that is full and does not change: `tokens` (their bytes) behind those of the block `before`."""
 
     block: int
-    before: "SharedBlock | None"
+    before: "SharedBlock | bytes"  # of the first block: the salt of its sequence
     tokens: bytes
     holders: int = 0  # sequences that have it
 
@@ -36,7 +36,7 @@ class BlockPool:
         self.blocks = blocks
         self.block_size = block_size
         self._empty = list(range(blocks - 1, -1, -1))  # the lowest is taken first
-        self._shared: dict[tuple[SharedBlock | None, bytes], SharedBlock] = {}  # by what is before and their tokens
+        self._shared: dict[tuple[SharedBlock | bytes, bytes], SharedBlock] = {}  # by what is before and their tokens
         self._idle: dict[SharedBlock, None] = {}  # those that nobody has, the least recently used first
         self._owed = 0  # promised and not taken yet
         self._lock = threading.Lock()
@@ -59,8 +59,9 @@ class BlockPool:
         """Whether a sequence of up to so many tokens can be promised its blocks now."""
         return self.needed(tokens) <= self.blocks - self.promised
 
-    def promise(self, tokens: int) -> "Lease":
-        """Room for a sequence of up to `tokens` tokens. Raises NoRoom."""
+    def promise(self, tokens: int, salt: bytes = b"") -> "Lease":
+        """Room for a sequence of up to `tokens` tokens. It shares blocks only with sequences of the same `salt`.
+        Raises NoRoom."""
         with self._lock:
             if not self.has_room(tokens):
                 raise NoRoom(
@@ -69,7 +70,7 @@ class BlockPool:
                     "texts to end, ask for fewer tokens, or load the models with a larger cache"
                 )
             self._owed += self.needed(tokens)
-        return Lease(self, self.needed(tokens))
+        return Lease(self, self.needed(tokens), salt)
 
     def _take(self) -> int:
         """An empty block, or the one that was shared and used least recently."""
@@ -88,9 +89,10 @@ class BlockPool:
 class Lease:
     """The blocks of one sequence, in the order of its tokens: first shared ones, then its own."""
 
-    def __init__(self, pool: BlockPool, most: int):
+    def __init__(self, pool: BlockPool, most: int, salt: bytes = b""):
         self._pool = pool
         self._most = most
+        self._salt = salt
         self._blocks = np.zeros(most, np.int32)
         self._taken = 0
         self._shared: list[SharedBlock] = []
@@ -141,9 +143,9 @@ class Lease:
             self._taken = self._most = 0
             self._shared = []
 
-    def _next(self, tokens: np.ndarray) -> tuple[SharedBlock | None, bytes]:
+    def _next(self, tokens: np.ndarray) -> tuple[SharedBlock | bytes, bytes]:
         """What the next block to be shared is found by."""
-        before = self._shared[-1] if self._shared else None
+        before = self._shared[-1] if self._shared else self._salt
         return before, tokens[self.shared : self.shared + self._pool.block_size].tobytes()
 
     def _have(self, shared: SharedBlock) -> None:

@@ -3,9 +3,11 @@
     with Server() as server:
         server.client().chat.completions.create(model=server.model, ...)
 
-It is ended by its own process id; Ray's processes end with it.
+It is ended by its own process id; Ray's processes end with it. `Api` is its HTTP side alone, over the real engine, in a
+thread of the tests: without Ray, which takes long to start.
 """
 
+import asyncio
 import contextlib
 import os
 import queue
@@ -18,9 +20,13 @@ from pathlib import Path
 
 import openai
 import pytest
+import uvicorn
 from conftest import DRAFT, MAIN, ROOT
 from waiting import wait_until
 
+from samples.serve.endpoint import Endpoint
+from samples.serve.engine_thread import Engine
+from samples.serve.limits import Limits
 from scripts.started_server import free_port
 from speculative.processes import interrupt_group, own_group
 
@@ -111,3 +117,62 @@ class Server:
             self.lines.append(line.rstrip("\n"))
             self._came.put(self.lines[-1])
         self._came.put(None)
+
+
+class Counts:
+    """Metrics as the endpoint calls them, without Ray's."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def refused(self, status: int) -> None:
+        self.outcomes.append(f"refused_{status}")
+
+    def over(self, job, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+
+class Api:
+    """The application of `decoder` at a port of its own: what a replica is, without Ray. `limits` as `Limits` has them,
+    `draft_length` as `Endpoint` has it; `http` is uvicorn's protocol.
+    """
+
+    model = "embedded"
+
+    def __init__(self, decoder, keys=None, http="auto", **limits):
+        defaults = {"max_prompt_tokens": 10**6, "max_output_tokens": 400, "max_running": 4, "max_waiting": 4}
+        self.limits = Limits(**{**defaults, "timeout": 60, **limits})
+        self.counts = Counts()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=[self._serve(decoder, keys, http)])
+
+    async def _serve(self, decoder, keys, http) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.engine = Engine(decoder, self.limits.max_running, self.limits.max_waiting)
+        self.endpoint = Endpoint(self.model, self.engine, self.limits, self.counts)
+        app = self.endpoint.application(keys)
+        config = uvicorn.Config(app, port=self.port, http=http, lifespan="off", log_config=None)
+        self.uvicorn = uvicorn.Server(config)
+        serving = asyncio.create_task(self.uvicorn.serve())
+        while not self.uvicorn.started:
+            await asyncio.sleep(0.01)
+        self._ready.set()
+        await serving
+        self.engine.close()
+
+    def __enter__(self) -> "Api":
+        self._thread.start()
+        assert self._ready.wait(READY_SECONDS), "the application does not listen"
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.uvicorn.should_exit = True
+        self._thread.join(READY_SECONDS)
+
+    def run(self, coroutine):
+        """The result of a coroutine in the loop of the application."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(READY_SECONDS)
+
+    client = Server.client

@@ -244,7 +244,7 @@ HALF = b'{"model": "embedded", "prompt": "\\ud800"}'  # of a character
         b"{",
         b"[]",
         b"\xff\xfe",
-        b"[" * 100_000,
+        b"[" * 90_000,
         b'{"model": "embedded", "prompt": "\\ud800"}',
         b'{"seed": 1' + b"0" * 5000,
     ],

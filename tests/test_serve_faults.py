@@ -199,7 +199,7 @@ BODIES = {
     "no UTF-8": b'{"model": "embedded", "prompt": "\xff"}',
     "empty": b"",
     "a list": b"[]",
-    "deep": b"[" * 100_000,
+    "deep": b"[" * 90_000,
     "no prompt": b'{"model": "embedded"}',
     "unknown field": b'{"model": "embedded", "prompt": "x", "no_such_field": 1}',
     "wrong type": b'{"model": "embedded", "prompt": "x", "max_tokens": "5"}',
@@ -248,6 +248,8 @@ SENSIBLE = {
     "frequency_penalty": st.floats(-2, 2),
     "presence_penalty": st.floats(-2, 2),
     "user": st.text(max_size=9),
+    "repetition_penalty": st.floats(0.01, 10),
+    "min_p": st.floats(0, 1, exclude_max=True),
 }
 OTHERS = ("prompt", "messages", "stream_options", "logprobs", "echo", "tools", "top_k", "model", "logit_bias")
 fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from ray import serve
 from ray.exceptions import RayTaskError
+from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
+from samples.serve.arguments import in_url
 from samples.serve.deployment import Replica
 
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[2])
 ATTEMPTS = 3  # to load the models
+MARGIN = 60  # seconds beyond what a request may take, for its body and its way
 
 
 class Failed(Exception):
@@ -27,36 +30,43 @@ def start(args: argparse.Namespace) -> DeploymentHandle:
     try:
         serve.start(
             proxy_location="EveryNode" if args.address else "HeadOnly",
-            http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + 60},
+            http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + MARGIN},
         )
     except RayTaskError as error:
         raise Failed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    replicas = {"num_replicas": args.replicas}
-    if args.max_replicas:
-        usual = {"target_ongoing_requests": args.max_running}
-        replicas = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **usual}}
-    app = Replica.options(
-        **replicas,
-        max_ongoing_requests=args.limits.ongoing,
-        max_queued_requests=-1,
-        health_check_period_s=5,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=args.drain,
-        max_constructor_retry_count=ATTEMPTS,
-        ray_actor_options={
-            "num_cpus": args.num_cpus or 1,
-            "resources": args.resources,
-            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT}},
-        },
-    ).bind(args.pair, args.limits, args.key)
+    app = Replica.options(**options(args)).bind(args.pair, args.limits, args.keys)
     try:
         handle = serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise Failed(_reason() or str(error)) from error
-    url = f"http://{args.host}:{args.port}/health"
+    url = f"http://{in_url(args.host)}:{args.port}/health"
     if not _answers(url):
         raise Failed(f"{url} does not answer: is Ray Serve there already, with another host or port?")
     return handle
+
+
+def options(args: argparse.Namespace) -> dict:
+    """The deployment's, as Ray Serve calls them."""
+    replicas = {"num_replicas": args.replicas}
+    if args.max_replicas:
+        usual = {"target_ongoing_requests": args.max_running}
+        replicas = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **usual}}
+    return {
+        **replicas,
+        "max_ongoing_requests": args.limits.ongoing,
+        "max_queued_requests": args.limits.ongoing,  # a proxy's, beyond what replicas look at
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        # of a replica that autoscaling removes; of all when the server is stopped, `drain` ends what is left before
+        "graceful_shutdown_timeout_s": args.timeout + MARGIN,
+        "max_constructor_retry_count": ATTEMPTS,
+        "ray_actor_options": {
+            "num_cpus": args.num_cpus or 1,
+            "resources": args.resources,
+            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT}},
+        },
+    }
 
 
 def drain(handle: DeploymentHandle, seconds: float) -> int:

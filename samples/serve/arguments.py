@@ -1,7 +1,9 @@
 """What serve_pair.py asks of its arguments, all checked before Ray is started."""
 
 import argparse
+import ipaddress
 import os
+import socket
 from pathlib import Path
 
 from samples import console
@@ -16,7 +18,7 @@ MAX = 1_000_000
 
 
 def parse(description: str) -> argparse.Namespace:
-    """The arguments, with `pair`, `limits`, `key` (a digest, or None) and `resources` (of a replica) made of them."""
+    """The arguments, with `pair`, `limits`, `keys` (digests, or None) and `resources` (of a replica) made of them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: console.fail(f"{message} (--help shows the usage)")
     number = console.whole_number
@@ -31,8 +33,12 @@ def parse(description: str) -> argparse.Namespace:
     http.add_argument("--port", type=number(1, 65535), default=8000, help="(default: %(default)s)")
     http.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the folder's name)")
     http.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help=f"ask for the key in FILE (default: in {KEY}, if that is set)"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"ask for one of the keys in FILE, one a line (default: for the one in {KEY}, if that is set)",
     )
+    http.add_argument("--insecure", action="store_true", help="listen at an address of the network without an API key")
 
     limits = parser.add_argument_group("limits of a replica")
     for name, default, meaning in (
@@ -43,6 +49,11 @@ def parse(description: str) -> argparse.Namespace:
         ("--cache-tokens", CAPACITY, "tokens that all texts together may have (default: %(default)s)"),
     ):
         limits.add_argument(name, type=number(1, MAX), default=default, metavar="N", help=meaning)
+    limits.add_argument(
+        "--no-prefix-cache", dest="prefix_cache", action="store_false",
+        help="compute prompts that begin alike each by itself (default: requests of the same API key and "
+        "prompt_cache_key share it)",
+    )  # fmt: skip
     seconds = console.decimal(lambda value: 0 < value < 1e6, "above 0")
     limits.add_argument(
         "--timeout", type=seconds, default=600.0, metavar="SECONDS", help="for a request (default: %(default)g)"
@@ -84,7 +95,12 @@ def parse(description: str) -> argparse.Namespace:
     args.limits = Limits(
         args.max_prompt_tokens or MAX, args.max_output_tokens, args.max_running, args.max_waiting, args.timeout
     )
-    args.key = _key(args.api_key_file)
+    args.keys = _keys(args.api_key_file)
+    if not args.keys and not is_loopback(args.host):
+        open_to_all = f"whoever reaches {args.host} may use this server, as there is no API key"
+        if not args.insecure:
+            console.fail(f"{open_to_all}: give --api-key-file, or --insecure if that is meant.")
+        console.say(f"warning: {open_to_all}.")
     args.resources = dict(args.resource) or resources.taken_by(args.device, args.draft_device if args.draft else "")
     return args
 
@@ -120,15 +136,32 @@ def _pair(args: argparse.Namespace) -> Pair:
         draft_properties={**threads, **args.draft_property},
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
+        prefix_cache=args.prefix_cache,
     )
 
 
-def _key(file: Path | None) -> bytes | None:
-    """The digest of the API key, or None where none is asked for."""
+def _keys(file: Path | None) -> frozenset[bytes] | None:
+    """The digests of the API keys, or None where none is asked for."""
     try:
-        key = file.read_text(encoding="utf-8").strip() if file else os.environ.get(KEY, "")
+        lines = file.read_text(encoding="utf-8").splitlines() if file else [os.environ.get(KEY, "")]
     except (OSError, UnicodeDecodeError) as error:
         console.fail(f"the API key cannot be read from {file}: {getattr(error, 'strerror', None) or 'no UTF-8'}.")
-    if file and not key:
+    keys = [line.strip() for line in lines if line.strip()]
+    if file and not keys:
         console.fail(f"{file} holds no API key: write one into it.")
-    return digest(key) if key else None
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        console.fail(f"an API key in {file or KEY} has characters that HTTP headers do not take: use ASCII ones.")
+    return frozenset(map(digest, keys)) or None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False  # it will fail when it listens
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,7 +1,6 @@
 """The Ray Serve deployment: a replica is one copy of the pair's weights with one engine, wherever Ray places it."""
 
 import asyncio
-import time
 
 from fastapi import FastAPI
 from ray import serve
@@ -13,33 +12,29 @@ from samples.serve.metrics import Metrics
 from samples.serve.pair import Pair
 from speculative import batch_decoder
 
-STUCK = 120.0  # seconds after which an inference is thought to hang
-
 
 @serve.deployment
 @serve.ingress()
 class Replica:
-    async def __init__(self, pair: Pair, limits: Limits, key: bytes | None):
-        """`key`: the digest that `guard.digest` makes of the API key, or None."""
+    async def __init__(self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None):
+        """`keys`: the digests that `guard.digest` makes of the API keys, or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.device, pair.draft, pair.draft_device, pair.properties,
             pair.draft_properties, cache_tokens=pair.cache_tokens, use_huge_pages=True, subtract_penalties=True,
+            prefix_cache=pair.prefix_cache,
         )  # fmt: skip
         self._engine = Engine(decoder, limits.max_running, limits.max_waiting)
         metrics = Metrics(self._engine, pair.name)
         self._endpoint = Endpoint(pair.name, self._engine, limits, metrics, pair.draft_length)
-        self._key = key
+        self._keys = keys
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._endpoint.application(self._key)
+        return self._endpoint.application(self._keys)
 
     async def check_health(self) -> None:
         """Ray Serve asks regularly, and replaces a replica that raises."""
-        if self._engine.error:
-            raise RuntimeError(f"decoding failed: {self._engine.error}")
-        since = self._engine.stepping_since
-        if since and time.monotonic() - since > STUCK:
-            raise RuntimeError(f"an inference takes longer than {STUCK:.0f} s")
+        if trouble := self._endpoint.trouble():
+            raise RuntimeError(trouble)
 
     async def drain(self, seconds: float) -> int:
         return await self._endpoint.drain(seconds)

@@ -6,6 +6,7 @@ Whatever ends a request early, a client that is gone, the time limit, gives its 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -16,8 +17,9 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
-from samples.serve.engine_thread import Engine, Expired, Job, QueueFull
-from samples.serve.guard import Guard
+from samples.serve import health, request_body
+from samples.serve.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
+from samples.serve.guard import Guard, salt
 from samples.serve.limits import Limits
 from samples.serve.metrics import Metrics
 from samples.serve.openai_schema import (
@@ -26,13 +28,22 @@ from samples.serve.openai_schema import (
     Asked,
     ChatAsked,
     CompletionAsked,
+    described,
     model_card,
     usage,
 )
+from speculative.block_pool import NoRoom
 
 FIXED_DRAFT = (
     4  # tokens drafted for a sampled request with a seed: what pays changes with the clock, and the text would
 )
+
+
+RETRY = 10  # seconds in which a broken replica may be replaced
+
+
+class Stopped(Exception):
+    """The server stopped before a job ended."""
 
 
 class Endpoint:
@@ -42,22 +53,39 @@ class Endpoint:
         """`draft_length`: tokens drafted for each inference; below 1 the confidence to stop at; 0: as many as pay."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
-        self.draining = False
+        self.draining = self.stopped = False
         self.asking = 0  # requests that are not answered yet
+        self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
         self._created = int(time.time())
+        self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
+        self._coming = 0  # requests that are being encoded, or wait for that
+        self._jobs: set[Job] = set()
 
     async def drain(self, seconds: float) -> int:
-        """Take nothing more, and wait until all is answered; returns how many requests are not, after `seconds`."""
+        """Take nothing more, and wait until all is answered; returns how many requests are not, after `seconds`, and
+        ends them."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.asking and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        return self.asking
+        left, self.stopped = self.asking, True
+        for job in self._jobs:
+            if not job.finished:
+                self.engine.cancel(job)
+                job.finish(Stopped())
+        return left
 
-    def application(self, key: bytes | None) -> FastAPI:
-        """`key`: the digest that `guard.digest` makes of the API key, or None."""
+    def application(self, keys: frozenset[bytes] | None) -> FastAPI:
+        """`keys`: the digests that `guard.digest` makes of the API keys, or None."""
         app = FastAPI(title="A speculative pair", docs_url=None, redoc_url=None)
-        app.add_middleware(Guard, key=key, max_body=self.limits.max_body, refused=self.metrics.refused)
+        app.router.route_class = request_body.route_of(self.longest_prompt)
+        app.add_middleware(
+            Guard,
+            keys=keys,
+            max_body=request_body.most_bytes(self.longest_prompt),
+            limits=self.limits,
+            refused=self.metrics.refused,
+        )
         for kind, answer in (
             (StarletteHTTPException, self._refuse),
             (RequestValidationError, self._refuse_body),
@@ -75,9 +103,13 @@ class Endpoint:
 
     async def health(self) -> dict:
         self._check_open()
-        if self.engine.error:
-            raise self._as_answer(self.engine.error)
+        if trouble := self.trouble():
+            raise ApiError(503, f"The engine cannot go on: {trouble}.", "engine_failed", retry_after=RETRY)
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
+
+    def trouble(self) -> str | None:
+        """What is wrong with this replica, so that it has to be replaced."""
+        return health.trouble(self.engine)
 
     async def models(self) -> dict:
         return {"object": "list", "data": [model_card(self.name, self._created)]}
@@ -86,33 +118,53 @@ class Endpoint:
         self._check_model(name)
         return model_card(self.name, self._created)
 
-    async def chat(self, asked: ChatAsked) -> Response:
+    async def chat(self, asked: ChatAsked, request: Request) -> Response:
         if not self.engine.decoder.tokenizer.chat_template:
             raise ApiError(400, f"The model {self.name} has no chat template: ask at /v1/completions.")
-        return await self._answer(asked)
+        return await self._answer(asked, request)
 
-    async def complete(self, asked: CompletionAsked) -> Response:
-        return await self._answer(asked)
+    async def complete(self, asked: CompletionAsked, request: Request) -> Response:
+        return await self._answer(asked, request)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, asked: Asked) -> Response:
+    async def _answer(self, asked: Asked, request: Request) -> Response:
         self._check_open()
         self._check_model(asked.model)
-        prompt = await asyncio.to_thread(self._encode, asked)
-        config = asked.config(self._room(asked, len(prompt)))
-        self._set_draft_length(config, asked)
+        if self.engine.error:
+            raise self._as_answer(self.engine.error)
+        self.asking += 1
         try:
-            job = self.engine.submit(prompt, config, asked.random_seed, self.limits.timeout)
-        except QueueFull as full:
-            message = f"All {self.limits.max_waiting} places in the queue are taken: try again in {full.seconds} s."
-            raise ApiError(429, message, "queue_full", retry_after=full.seconds) from None
+            job = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
+        except BaseException:
+            self.asking -= 1
+            raise
         answer = Answer(asked, self.name)
-        if asked.stream:  # nothing is awaited between `submit` and the stream, which sees to the job's end
+        if asked.stream:  # nothing is awaited between `_submit` and the stream, which sees to the job's end
             return EventStream(self._until_over(job), lambda: self._events(job, answer))
         with self._until_over(job):
             generation = await job.end()
             return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
+
+    async def _submit(self, asked: Asked, salt: bytes) -> Job:
+        """The job that answers. Where there is no place for it, nothing is encoded."""
+        try:
+            self.engine.check_queue(self._coming)
+            prompt = await self._encoded(asked)
+            if self.stopped:
+                raise Stopped
+            config = asked.config(self._room(asked, len(prompt)))
+            self._set_draft_length(config, asked)
+            return self.engine.submit(prompt, config, asked.random_seed, self.limits.timeout, salt)
+        except (QueueFull, EngineFailed, Stopped) as error:
+            raise self._as_answer(error) from error
+
+    async def _encoded(self, asked: Asked) -> np.ndarray:
+        self._coming += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
+        finally:
+            self._coming -= 1
 
     async def _events(self, job: Job, answer: Answer) -> AsyncIterator[bytes]:
         if head := answer.begin():
@@ -130,7 +182,7 @@ class Endpoint:
     @contextmanager
     def _until_over(self, job: Job) -> Iterator[None]:
         """While a request is answered; however that ends, its place in the batch is free afterwards."""
-        self.asking += 1
+        self._jobs.add(job)
         outcome = "disconnected"
         try:
             yield
@@ -142,14 +194,24 @@ class Endpoint:
                 raise answer from error
         finally:
             self.asking -= 1
+            self._jobs.discard(job)
             self.engine.cancel(job)
             self.metrics.over(job, outcome)
 
     def _as_answer(self, error: Exception) -> ApiError:
+        """4xx for a fault of the request, 503 where the server failed and asking again helps, 500 for a defect."""
+        if isinstance(error, QueueFull):
+            message = f"All {self.limits.max_waiting} places in the queue are taken: try again in {error.seconds} s."
+            return ApiError(429, message, "queue_full", retry_after=error.seconds)
+        if isinstance(error, EngineFailed):
+            message = "The engine failed, not this request, and is being replaced: try again."
+            return ApiError(503, message, "engine_failed", retry_after=RETRY)
+        if isinstance(error, Stopped):
+            return ApiError(503, "The server was stopped before the answer's end.", "draining", retry_after=RETRY)
         if isinstance(error, Expired):
             message = f"The request took longer than the {self.limits.timeout:g} s a request may take here."
             return ApiError(504, message, "timeout")
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | NoRoom):
             return ApiError(400, f"The request cannot be decoded: {one_line(error)}", "invalid_request")
         return ApiError(500, f"Decoding failed: {one_line(error)}", "decoding_failed")
 
@@ -175,8 +237,8 @@ class Endpoint:
         """Tokens that may follow a prompt of so many: as many as are asked for, or else as many as the limits allow."""
         limits, context = self.limits, self.engine.decoder.main.context
         where = "messages" if isinstance(asked, ChatAsked) else "prompt"
-        if prompt > min(limits.max_prompt_tokens, context - 1):
-            message = f"The prompt has {prompt} tokens, and may have {min(limits.max_prompt_tokens, context - 1)} here."
+        if prompt > self.longest_prompt:
+            message = f"The prompt has {prompt} tokens, and may have {self.longest_prompt} here."
             raise ApiError(400, message, "context_length_exceeded", where)
         wanted = asked.wanted_tokens
         if wanted is None:
@@ -213,8 +275,8 @@ class Endpoint:
 
     async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:])
-        message = f"{place or 'The body'}: {first['msg'].removeprefix('Value error, ')}."
+        place, problem = described({**first, "loc": first["loc"][1:]}, ChatAsked.off | CompletionAsked.off)
+        message = f"{place or 'The body'}: {problem}."
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))
 
     async def _fail(self, request: Request, error: Exception) -> Response:

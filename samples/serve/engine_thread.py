@@ -54,6 +54,7 @@ class Job:
         self.finished = False
         self.expiry: asyncio.TimerHandle  # of its time; set when it is submitted
         self.error: Exception | None = None  # what ended it before its time
+        self.salt = b""  # of the prefix cache
         self.submitted = time.perf_counter()
         self.first_at = self.last_at = 0.0  # when tokens came
         self._text: list[str] = []  # that nobody has read
@@ -138,13 +139,21 @@ class Engine:
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def submit(self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float) -> Job:
-        """A job that has so many seconds from now on. Raises QueueFull, and EngineFailed if the engine has broken."""
+    def check_queue(self, coming: int = 0) -> None:
+        """Raises QueueFull where no place is left behind `coming` jobs that are not submitted yet."""
+        if self.waiting + coming >= self.max_waiting + max(self.max_running - self.running, 0):
+            raise QueueFull(self._seconds_to_place())
+
+    def submit(
+        self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float, salt: bytes = b""
+    ) -> Job:
+        """A job that has so many seconds from now on, and shares cached prompts with others of the same `salt`.
+        Raises QueueFull, and EngineFailed if the engine has broken."""
         if self.error:
             raise self.error
-        if self.waiting >= self.max_waiting + max(self.max_running - self.running, 0):
-            raise QueueFull(self._seconds_to_place())
+        self.check_queue()
         job = Job(prompt, config, seed)
+        job.salt = salt
         job.expiry = self._loop.call_later(seconds, self._expire, job)
         with self._changed:
             self._waiting.append(job)
@@ -215,7 +224,7 @@ class Engine:
                 break
             self._waiting.popleft()
             try:
-                job.request = self.decoder.add(job.prompt, job.config, job.seed, stream=True)
+                job.request = self.decoder.add(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
                 self._running[job.request] = job
             except Exception as error:  # this job's own
                 refused.append((job, "", True, error))

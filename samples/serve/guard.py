@@ -1,11 +1,14 @@
-"""What every HTTP request has to pass before it is looked at: the API key, and the size of its body."""
+"""What every HTTP request has to pass before it is looked at: the API key, a place, the size and time of its body."""
 
+import asyncio
 import hashlib
 import hmac
+import json
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from samples.serve.limits import Limits
 from samples.serve.openai_schema import ApiError
 
 OPEN = ("/health",)  # asked by machines that have no key
@@ -16,46 +19,77 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class Guard:
-    """ASGI middleware. `key` is the `digest` of the API key, or None where there is none."""
+def salt(authorization: str, cache_key: str | None) -> bytes:
+    """What the prefix cache is salted with: requests share prompts only with those of the same API key and
+    `prompt_cache_key`."""
+    return digest(json.dumps([authorization, cache_key]))
 
-    def __init__(self, app: ASGIApp, key: bytes | None, max_body: int, refused: Callable[[int], None]):
-        """`refused` is told the status of each refusal."""
+
+class Guard:
+    """ASGI middleware. `keys` are the `digest`s of the API keys, or None where there are none."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: frozenset[bytes] | None,
+        max_body: int,
+        limits: Limits,
+        refused: Callable[[int], None],
+    ):
+        """`max_body` in bytes. `refused` is called with the status of each refusal."""
         self.app = app
-        self.key = key
+        self.keys = keys
         self.max_body = max_body
+        self.limits = limits
         self.refused = refused
+        self.open = 0  # requests that are looked at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in OPEN:
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         try:
-            if scope["path"] not in OPEN:
-                self._check_key(headers.get(b"authorization", b"").decode("latin-1"))
+            self._check_key(headers.get(b"authorization", b"").decode("latin-1"))
             length = headers.get(b"content-length", b"0")
             if length.isdigit() and int(length) > self.max_body:
                 raise self._too_large()
+            if self.open >= self.limits.open:
+                raise ApiError(429, f"There are {self.open} requests here already: try again in 1 s.", "queue_full",
+                               retry_after=1)  # fmt: skip
         except ApiError as error:
             self.refused(error.status_code)
             return await error.response()(scope, receive, send)
-        await self.app(scope, self._bounded(receive), send)
+        self.open += 1
+        try:
+            await self.app(scope, self._bounded(receive), send)
+        finally:
+            self.open -= 1
 
     def _check_key(self, authorization: str) -> None:
         kind, _, given = authorization.partition(" ")
-        if self.key is None:
+        if self.keys is None:
             return
-        if kind.lower() != "bearer" or not hmac.compare_digest(digest(given.strip()), self.key):
+        found = digest(given.strip())
+        if kind.lower() != "bearer" or not any(hmac.compare_digest(found, key) for key in self.keys):
             raise ApiError(401, "The API key is missing or wrong: send the header Authorization: Bearer KEY.",
                            "invalid_api_key")  # fmt: skip
 
     def _bounded(self, receive: Receive) -> Receive:
-        came = 0
+        """The body as it comes, up to the limits of its size and time; behind it the news that the client is gone."""
+        came, whole = 0, False
+        until = asyncio.get_running_loop().time() + self.limits.body_timeout
 
         async def bounded() -> Message:
-            nonlocal came
-            message = await receive()
+            nonlocal came, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), until - asyncio.get_running_loop().time())
+            except asyncio.TimeoutError:
+                seconds = self.limits.body_timeout
+                raise ApiError(408, f"The body did not come within {seconds:g} s.", "body_too_slow") from None
             came += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if came > self.max_body:
                 raise self._too_large()
             return message

@@ -10,12 +10,18 @@ class Limits:
     max_running: int  # texts in the batch
     max_waiting: int  # requests before them
     timeout: float  # seconds for a request, its waiting included
-    max_body: int = 4 << 20  # bytes of a request
+    body_timeout: float = 30.0  # seconds in which a request's body has to come
+
+    @property
+    def open(self) -> int:
+        """Requests that a replica looks at at once: those it has taken on, and some whose bodies are still coming."""
+        return self.max_running + self.max_waiting + 32
 
     @property
     def ongoing(self) -> int:
         """Requests that Ray Serve may hand to a replica at once.
 
-        More than the replica takes on: it is the replica that says no, in the API's words, and quickly.
+        More than it looks at: it is the replica that says no, in the API's words, and quickly, and /health never waits
+        behind other requests.
         """
-        return 2 * (self.max_running + self.max_waiting) + 64
+        return self.open + 64

@@ -1,24 +1,45 @@
 """Requests and answers in the shapes of the OpenAI API: chat completions, completions, models, errors.
 
 A field that would change the answer and is not served is refused by name, never ignored; a field of the wrong type is
-refused, never converted. What only labels a request (`user`, `metadata`, ...) is taken and not used.
+refused, never converted. What only labels a request (`user`, `metadata`, ...) is taken and not used, and so are null
+and the values with which a client asks for nothing. Of a list only the first wrong element is reported: a request of a
+million wrong ones costs no more than one.
 """
 
 import json
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from openvino_genai import GenerationConfig
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from speculative.generation import Generation
 
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as the API has it
 SEED_BITS = 2**64 - 1  # seeds may be negative there, and are not here
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # to clients that split lines as Unicode does
+# what the API takes where this server makes one type of several, as JSON schemas
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
+TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}
 
 
 class ApiError(HTTPException):
@@ -47,43 +68,136 @@ def _type(status: int) -> str:
     )
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Given(BaseModel):
+    """A JSON object of the API. A null is as if it were not given, and so is what `off` says of fields not served."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
+    off: ClassVar[dict[str, tuple]] = {}  # the values of fields that are not served with which nothing is asked for
+
+    @model_validator(mode="before")
+    @classmethod
+    def asked_for(cls, data: Any) -> Any:
+        """Of fields that are not served one is left, to be named in the error: however many there are, it is one."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if name in cls.model_fields and value is not None}
+        for name, value in data.items():
+            if name not in cls.model_fields and value is not None and not _is_off(cls.off.get(name), value):
+                return given | {name: value}
+        return given
+
+
+def _is_off(off: tuple | None, value: Any) -> bool:
+    return off is not None and (off == LABEL or value in off)
+
+
+LABEL = ()  # any value: it labels a request or a message, and changes no text
+
+
+class StreamOptions(Given):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # nothing is obfuscated
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class TextPart(Given):
+    off = {"cache_control": LABEL}
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def joined(content: Any) -> Any:
+    """The text of a list of parts. The first part that is none is the only error."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        try:
+            texts.append(TextPart.model_validate(part).text)
+        except ValidationError as error:
+            place, problem = described(error.errors(include_url=False)[0], TextPart.off)
+            raise ValueError(f"part {i} is no text part: {place}{': ' if place else ''}{problem}") from None
+    return "".join(texts)
+
+
+class Message(Given):
+    off = {
+        "refusal": ("",),
+        "tool_calls": ([],),
+        "function_call": ({},),
+        "audio": ({},),
+        "reasoning_content": ("",),
+        "annotations": LABEL,  # where the parts of an earlier answer are from
+        "provider_specific_fields": LABEL,  # LiteLLM's
+    }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[str, BeforeValidator(joined), WithJsonSchema(TEXT_OR_PARTS)]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def an_answer_may_be_empty(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("content") is None:
+            return {**data, "content": ""}
+        return data
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+def few_and_not_empty(stop: Any) -> Any:
+    """Stop strings as a list."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list):
+        raise ValueError("should be a string or a list of strings")
+    if len(stops) > 4:
+        raise ValueError(f"there may be 4 stop strings, not {len(stops)}")
+    if not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("should be a string or a list of strings")
+    if not all(stops):
+        raise ValueError("a stop string may not be empty")
+    if any(len(stop) > 1000 for stop in stops):
+        raise ValueError("a stop string may have 1000 characters")
+    return stops
 
-    type: Literal["text"]
+
+def all_tokens(top_k: Any) -> Any:
+    """vLLM and others say so with 0 or -1."""
+    return None if top_k in (0, -1) else top_k
 
 
-class Asked(BaseModel):
+class Asked(Given):
     """What both kinds of completions may ask for."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    off = {
+        # OpenAI's
+        "n": (1,),
+        "logit_bias": ({},),
+        "metadata": LABEL,
+        "parallel_tool_calls": LABEL,  # of no tools
+        "prompt_cache_retention": LABEL,
+        "safety_identifier": LABEL,
+        "service_tier": LABEL,
+        "user": LABEL,
+        # vLLM's
+        "add_generation_prompt": (True,),
+        "bad_words": ([],),
+        "best_of": (1,),
+        "chat_template_kwargs": ({},),
+        "detokenize": (True,),
+        "early_stopping": (False,),
+        "echo": (False,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "priority": (0,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "stop_token_ids": ([],),
+        "use_beam_search": (False,),
+    }
 
     model: str
     stream: bool | None = False
@@ -92,45 +206,15 @@ class Asked(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], BeforeValidator(few_and_not_empty), WithJsonSchema(STOPS)] = Field([])
     frequency_penalty: float | None = Penalty
     presence_penalty: float | None = Penalty
-    n: Literal[1] | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    prompt_cache_key: str | None = None  # only requests with the same one share what the prefix cache holds
     # beyond the API, as other servers have them
-    top_k: int | None = Field(None, ge=1, le=2**31)
+    top_k: Annotated[int | None, BeforeValidator(all_tokens)] = Field(None, ge=1, le=2**31)
     min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     ignore_eos: bool | None = None
-    # labels
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def whole_characters(cls, data: Any) -> Any:
-        """JSON can escape halves of characters, and tokenizers do not take them."""
-        try:
-            json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = ascii(error.object[error.start])
-            raise ValueError(f"the body holds half a character, {half} (a lone surrogate): send whole ones") from None
-        return data
-
-    @field_validator("stop")
-    @classmethod
-    def few_and_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > 4:
-            raise ValueError(f"there may be 4 stop strings, not {len(stops)}")
-        if not all(stops):
-            raise ValueError("a stop string may not be empty")
-        if any(len(stop) > 1000 for stop in stops):
-            raise ValueError("a stop string may have 1000 characters")
-        return stop
 
     @model_validator(mode="after")
     def options_of_a_stream(self) -> "Asked":
@@ -157,7 +241,7 @@ class Asked(BaseModel):
         config.repetition_penalty = self.repetition_penalty or 1.0
         config.frequency_penalty = self.frequency_penalty or 0.0
         config.presence_penalty = self.presence_penalty or 0.0
-        config.stop_strings = {self.stop} if isinstance(self.stop, str) else set(self.stop or [])
+        config.stop_strings = set(self.stop)
         config.ignore_eos = bool(self.ignore_eos)
         config.apply_chat_template = False
         return config
@@ -168,16 +252,21 @@ class Asked(BaseModel):
 
 
 class ChatAsked(Asked):
-    messages: list[Message] = Field(min_length=1)
+    off = Asked.off | {
+        "add_special_tokens": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "logprobs": (False,),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
-    response_format: TextFormat | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None  # of no tools
-    modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -188,28 +277,45 @@ class ChatAsked(Asked):
         return [message.plain() for message in self.messages]
 
 
-class CompletionAsked(Asked):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: Literal[""] | None = None
+def one_prompt(prompt: Any) -> str | list[int]:
+    """A prompt may be a list of one prompt."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise ValueError(f"there may be one prompt in a request, not {len(prompt)}")
+        prompt = prompt[0]
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and set(map(type, prompt)) <= {int}):
+        raise ValueError("should be a text or a list of token ids")
+    if not prompt:
+        raise ValueError("the prompt is empty: give some text to go on from")
+    return prompt
 
-    @field_validator("prompt")
-    @classmethod
-    def one(cls, prompt: str | list) -> str | list[int]:
-        """A prompt may be a list of one prompt."""
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise ValueError(f"there may be one prompt in a request, not {len(prompt)}")
-            prompt = prompt[0]
-        if not prompt:
-            raise ValueError("the prompt is empty: give some text to go on from")
-        return prompt
+
+class CompletionAsked(Asked):
+    off = Asked.off | {"add_special_tokens": (True,), "suffix": ("",)}
+
+    prompt: Annotated[Any, BeforeValidator(one_prompt), WithJsonSchema(TEXT_OR_IDS)]
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens or COMPLETION_TOKENS
+
+
+def described(error: dict, off: dict[str, tuple]) -> tuple[str, str]:
+    """Of an error of pydantic: the parameter as the API writes it, `messages[0].content`, and what is wrong with it."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).removeprefix(".")
+    if error["type"] == "missing":
+        return place, "is required"
+    if error["type"] == "extra_forbidden":
+        return place, _not_served(str(error["loc"][-1]), off)
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return place, "should be an object"
+    return place, error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+
+
+def _not_served(name: str, off: dict[str, tuple]) -> str:
+    if name not in off:
+        return "there is no such parameter here: leave it out"
+    return f"only {' or '.join(json.dumps(value) for value in off[name])} is served here: leave it out"
 
 
 class Answer:
@@ -261,7 +367,8 @@ class Answer:
 
     @staticmethod
     def _event(data: dict) -> bytes:
-        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+        return b"data: " + text.encode() + b"\n\n"
 
 
 def usage(prompt_tokens: int, generation: Generation, cached_tokens: int) -> dict:

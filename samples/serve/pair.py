@@ -17,3 +17,4 @@ class Pair:
     draft_properties: dict = field(default_factory=dict)
     draft_length: int | float = 0  # tokens for each inference; below 1 the confidence to stop at; 0: as many as pay
     cache_tokens: int = 16_384  # of all texts together
+    prefix_cache: bool = True  # whether texts that begin alike share that part of the cache

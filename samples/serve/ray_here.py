@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -31,7 +32,13 @@ ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # devices are OpenVINO's business
 }
+ROOT = str(Path(__file__).resolve().parents[2])
+PROXIES = {  # they find this there, and call it
+    "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "samples.serve.connections.bound",
+}
 OWN = {
+    **PROXIES,
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: on Linux, too, it listens at 127.0.0.1 only
     "RAY_AUTH_MODE": "token",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # to files

@@ -79,7 +79,7 @@ def run(args, application):
 
 
 def say_ready(args, cache):
-    url = f"http://{args.host}:{args.port}/v1"
+    url = f"http://{arguments.in_url(args.host)}:{args.port}/v1"
     console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB for the cache of each")
     if not args.address:
         console.say(f"metrics: http://127.0.0.1:{args.metrics_port}/metrics")
@@ -89,7 +89,7 @@ def say_ready(args, cache):
 def check_port(host, port, name):
     """Refuse a port that another program listens at."""
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         reason = error.strerror.partition(" (while")[0]
         console.fail(f"{name} {port} at {host} cannot be had ({reason}): choose another.", status=1)

@@ -1,0 +1,564 @@
+"""The HTTP side of the server over the real engine, without Ray: what real clients send, bodies of any shape and size,
+limits, errors, tenants."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+from conftest import DRAFT, MAIN
+from pydantic import ValidationError
+from serving import Api
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from waiting import PATIENCE, wait_until
+
+from samples.serve import application, arguments, connections, health, request_body
+from samples.serve.engine_thread import EngineFailed
+from samples.serve.guard import digest
+from samples.serve.openai_schema import Answer, ApiError, ChatAsked, CompletionAsked
+from speculative import batch_decoder, cached_model
+from speculative.block_pool import NoRoom
+from speculative.cost_curve import CostCurve
+from speculative.draft_source import ModelDraft
+
+ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1, "temperature": 0}
+HI = {"role": "user", "content": "Hi"}
+LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(MAIN, draft=DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"})
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def client(api):
+    with api.client() as client:
+        yield client
+
+
+def post(api, body, path="/completions", **headers):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(
+        api.url + path, content=content, headers={"Content-Type": "application/json", **headers}, timeout=60
+    )
+
+
+def chat(client, messages, **asked):
+    return client.chat.completions.create(
+        **{"model": "embedded", "messages": messages, "temperature": 0, "max_tokens": 8, **asked}
+    )
+
+
+# ---- what clients send ----------------------------------------------------------------------------------------------
+
+
+def test_the_message_of_an_answer_can_be_sent_back(client):
+    messages = [HI]
+    for question in ("Go on.", "And now a class."):
+        answer = chat(client, messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    by_hand = [m if isinstance(m, dict) else {"role": "assistant", "content": m.content} for m in messages]
+    assert chat(client, messages).choices[0].message.content == chat(client, by_hand).choices[0].message.content
+
+
+LITELLM = {"role": "assistant", "content": "hi", "provider_specific_fields": {"refusal": None}}
+CACHED = {"role": "user", "content": [{"type": "text", "text": "again", "cache_control": {"type": "ephemeral"}}]}
+
+
+@pytest.mark.parametrize(
+    ("sent", "same"),
+    [
+        (  # as litellm 1.106.2 sent them, captured at a server that wrote them down
+            {"messages": [HI, LITELLM, CACHED], "max_completion_tokens": 5, "n": 1, "seed": 1, "stop": ["a"],
+             "top_p": 1},
+            {"messages": [HI, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "again"}],
+             "stop": "a"},
+        ),
+        (  # vLLM's sampling parameters with which nothing is asked for
+            {"messages": [HI], "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [],
+             "min_tokens": 0, "skip_special_tokens": True, "use_beam_search": False,
+             "include_stop_str_in_output": False, "best_of": 1,
+             "chat_template_kwargs": {}, "add_generation_prompt": True, "length_penalty": 1.0, "guided_json": None},
+            {"messages": [HI]},
+        ),
+        (  # OpenAI's, and null for everything
+            {"messages": [{**HI, "name": None}], "tools": [], "tool_choice": "auto", "functions": [], "logit_bias": {},
+             "response_format": {"type": "text"}, "modalities": ["text"], "store": False, "logprobs": False,
+             "top_logprobs": None, "reasoning_effort": None, "verbosity": None, "prediction": None, "audio": None,
+             "stream_options": None, "stop": None, "seed": None, "top_p": None, "user": "u", "metadata": {"a": "b"},
+             "service_tier": "auto", "safety_identifier": "s", "prompt_cache_retention": "24h", "temperature": 0},
+            {"messages": [HI]},
+        ),
+        (
+            {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [], "annotations": [], "audio": None,
+                               "function_call": None, "reasoning_content": None, "refusal": None}, HI]},
+            {"messages": [HI, {"role": "assistant", "content": ""}, HI]},
+        ),
+    ],
+    ids=["litellm", "vllm", "openai", "an empty answer"],
+)  # fmt: skip
+def test_what_changes_no_text_passes(api, sent, same):
+    base = {"model": "embedded", "max_tokens": 5, "temperature": 0}
+    answers = [post(api, {**base, **body}, "/chat/completions") for body in (sent, same)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    one, other = (answer.json()["choices"][0]["message"] for answer in answers)
+    assert one == other
+
+
+def test_langchain_converses_and_streams(api):
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    settings = {"base_url": api.url, "api_key": "none", "model": "embedded", "temperature": 0, "max_tokens": 8}
+    model = ChatOpenAI(**settings)
+    first = model.invoke([("user", "Hi")])
+    second = model.invoke([("user", "Hi"), first, ("user", "Go on.")])
+    assert second.content and second.response_metadata["finish_reason"] in ("stop", "length")
+    assert "".join(piece.content for piece in model.stream("Hi")) == first.content
+    assert OpenAI(**settings).invoke("def f(")
+
+
+def test_a_stream_may_leave_its_options_null(api):
+    answer = post(api, {**ONE, "stream": True, "stream_options": {"include_usage": None}})
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+
+
+REFUSED = [
+    ({"messages": [HI, {"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[1].refusal", "refusal"),
+    (
+        {"messages": [HI, {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+        "messages[1].tool_calls",
+        "",
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0"),
+    ({"messages": [0, 0, 0]}, "messages[0]", "object"),
+    ({"messages": [HI], "logit_bias": {"5": 1}}, "logit_bias", "only {} is served here: leave it out"),
+    ({"messages": [HI], "n": 2}, "n", "only 1 is served"),
+    ({"messages": [HI], "tool_choice": "required"}, "tool_choice", '"none" or "auto"'),
+    ({"messages": [HI], "stop_token_ids": [5]}, "stop_token_ids", "[]"),
+    ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "no such parameter"),
+    ({"messages": [HI], "repetition_penalty": 1e-38}, "repetition_penalty", "0.01"),
+    ({"messages": [HI], "stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag", ""),
+]
+
+
+@pytest.mark.parametrize(("asked", "param", "said"), REFUSED, ids=[param for _, param, _ in REFUSED])
+def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, said):
+    answer = post(api, {"model": "embedded", **asked}, "/chat/completions")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
+    assert error["message"].startswith(f"{param}: ") and said in error["message"]
+
+
+def test_a_prompts_error_names_the_prompt(api):
+    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "a text"), ([[True]], "token ids")):
+        error = post(api, {**ONE, "prompt": prompt}).json()["error"]
+        assert error["param"] == "prompt" and said in error["message"]
+
+
+def test_streams_have_no_line_ends_of_unicode():
+    """Clients that split lines as Unicode does would make several of one event."""
+    ends = "a\u2028b\u2029c\u0085d"
+    answer = Answer(CompletionAsked.model_validate({**ONE, "stream": True}), "embedded")
+    (line,) = filter(None, answer.piece(ends).decode().splitlines())
+    assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == ends
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def filled(beginning, element, end, size):
+    """A body of `size` bytes: as many elements as fit."""
+    room = (size - len(beginning) - len(end)) // len(element)
+    return beginning + element * room + end
+
+
+COMPLETION, CHAT = b'{"model": "embedded", "max_tokens": 1, ', b'{"model": "embedded", "max_tokens": 1, "messages": '
+HELLO = b'[{"role": "user", "content": "Hi"}], '
+SHAPES = {
+    "a prompt of fractions": (COMPLETION + b'"prompt": [', b"0.5,", b"1]}"),
+    "a prompt of flags": (COMPLETION + b'"prompt": [1,', b"true,", b"1]}"),
+    "a prompt of prompts": (COMPLETION + b'"prompt": [', b"[],", b"[1]]}"),
+    "a prompt of texts": (COMPLETION + b'"prompt": [', b'"ab",', b'"a"]}'),
+    "a prompt of tokens": (COMPLETION + b'"prompt": [', b"5,", b"5]}"),
+    "a prompt of large numbers": (COMPLETION + b'"prompt": [', b"1" * 4000 + b",", b"5]}"),
+    "a long text": (COMPLETION + b'"prompt": "', b"word ", b'"}'),
+    "a text of escapes": (COMPLETION + b'"prompt": "', b"\\n", b'"}'),
+    "a text of escaped letters": (COMPLETION + b'"prompt": "', b"\\u0416", b'"}'),
+    "a text of halves": (COMPLETION + b'"prompt": "', b"\\ud83d", b'"}'),
+    "a text of wide characters": (COMPLETION + b'"prompt": "', "\U0001f600".encode(), b'"}'),
+    "a text of commas and brackets": (COMPLETION + b'"prompt": "', b",[{", b'"}'),
+    "messages that are numbers": (CHAT + b"[", b"0,", b"0]}"),
+    "messages that are empty": (CHAT + b"[", b"{},", b"{}]}"),
+    "messages without a text": (CHAT + b"[", b'{"role":"user"},', b"{}]}"),
+    "many messages": (CHAT + b"[", b'{"role":"user","content":""},', b"{}]}"),
+    "parts that are numbers": (CHAT + b'[{"role": "user", "content": [', b"0,", b"0]}]}"),
+    "parts that are lists": (CHAT + b'[{"role": "user", "content": [', b"[],", b"0]}]}"),
+    "nested lists": (CHAT + b"[", b"[", b""),
+    "nested objects": (CHAT, b'{"a":', b""),
+    "nested in a label": (CHAT + HELLO + b'"user": ', b"[", b"]" * 10 + b"}"),
+    "stop strings that are numbers": (CHAT + HELLO + b'"stop": [', b"0,", b"0]}"),
+    "a bias": (CHAT + HELLO + b'"logit_bias": {', b'"5": 1,', b'"6": 1}}'),
+    "tools": (CHAT + HELLO + b'"tools": [', b"{},", b"{}]}"),
+    "a label of objects": (CHAT + HELLO + b'"metadata": [', b'{"a":0},', b"0]}"),
+    "a label of texts": (CHAT + HELLO + b'"metadata": [', b'"ab",', b"0]}"),
+}
+
+
+def unknown_fields(size):
+    fields = b"".join(b'"f%05d":0,' % i for i in range((size - 100) // 12))
+    return CHAT + HELLO + fields + b'"seed": 1}'
+
+
+def bodies(size):
+    found = {name: filled(*shape, size) for name, shape in SHAPES.items()}
+    return {**found, "fields that are none": unknown_fields(size)}
+
+
+def errors_of(body, tokens):
+    """As FastAPI goes about it: how many errors are made."""
+    model = ChatAsked if b"messages" in body else CompletionAsked
+    try:
+        model.model_validate(request_body.parsed(body, tokens))
+    except ApiError as error:
+        assert error.status_code == 400
+        return 1
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("tokens", [1_023, 32_768])
+def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
+    """Of errors there are one or two, however many elements are wrong; thus time, too, is that of reading it."""
+    for name, body in bodies(request_body.most_bytes(tokens)).items():
+        tracemalloc.start()
+        errors = errors_of(body, tokens)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert errors <= 2 and peak < 20e6, (name, errors, peak)
+
+
+def test_a_body_up_to_the_limit_is_answered_whatever_is_in_it(api):
+    statuses = {}
+    for name, body in bodies(request_body.most_bytes(api.endpoint.longest_prompt)).items():
+        path = "/chat/completions" if b"messages" in body else "/completions"
+        statuses[name] = post(api, body, path).status_code
+    assert set(statuses.values()) <= {200, 400}, statuses
+    assert post(api, {**ONE, "prompt": "x" * 200_000}).json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "objects"])
+def test_nesting_of_every_depth_is_answered(api, opening):
+    """Just below what the parser takes is what something behind it may not."""
+    closing = {b"[": b"]", b'{"a":': b"}"}[opening]
+    for depth in [*range(1, 1100, 50), *range(900, 1010)]:
+        nested = opening * depth + b"1" + closing * depth
+        half = b'"\\ud83d\\ude00"'  # so that the whole text is looked at
+        body = CHAT + HELLO + b'"user": ' + nested + b', "safety_identifier": ' + half + b"}"
+        assert errors_of(body, 1_000) <= 1
+        if depth in (1, 951, 958, 960, 962, 1051):
+            assert post(api, body, "/chat/completions").status_code in (200, 400), depth
+
+
+def test_as_many_tokens_as_the_longest_prompt_has_are_read_in_any_form(api):
+    """The limits are no narrower than what may be asked."""
+    longest = api.endpoint.longest_prompt
+    for prompt in ([5] * longest, "\u0416" * longest, [["a,{["] * 1][0]):
+        answer = post(api, json.dumps({**ONE, "prompt": prompt}).encode())  # escaped
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+    messages = [{"role": "user", "content": "[{,"}] * 300
+    answer = post(api, {"model": "embedded", "messages": messages, "max_tokens": 1}, "/chat/completions")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+# ---- places and times -----------------------------------------------------------------------------------------------
+
+
+def half_a_request(api):
+    """A connection on which a body is announced that does not come."""
+    connection = socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    connection.sendall(head + b"{")
+    return connection
+
+
+def get_health(api):
+    return httpx.get(api.url.replace("/v1", "/health"), timeout=PATIENCE)
+
+
+def test_slow_bodies_have_few_places_and_health_one_of_its_own(decoder):
+    with Api(decoder, body_timeout=PATIENCE) as api, contextlib.ExitStack() as slow:
+        for _ in range(api.limits.open):
+            slow.enter_context(half_a_request(api))
+        refused = wait_until(lambda: answer if (answer := post(api, ONE)).status_code == 429 else None)
+        assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
+        assert get_health(api).json()["status"] == "ok"
+        slow.close()
+        wait_until(lambda: post(api, ONE).status_code == 200, "their places are free")
+
+
+def test_a_body_that_does_not_come_is_given_up(decoder):
+    with Api(decoder, body_timeout=2) as api, half_a_request(api) as slow:
+        answer = "".join(iter(lambda: slow.recv(4096).decode(), ""))
+        assert "408" in answer.splitlines()[0] and "body_too_slow" in answer
+        assert post(api, ONE).status_code == 200
+
+
+def test_connections_are_bounded_in_number_and_idle_time(decoder):
+    def is_closed(connection):
+        try:
+            return not connection.recv(1)
+        except ConnectionError:
+            return True
+
+    protocol = connections.bounded(AutoHTTPProtocol, most=3, idle=0.3)
+    with Api(decoder, http=protocol) as api, contextlib.ExitStack() as several:
+        idle = [several.enter_context(socket.create_connection(("127.0.0.1", api.port), PATIENCE)) for _ in range(4)]
+        half = b"GET /health HTTP/1.1\r\n"
+        for connection in idle:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(half)
+        assert all(is_closed(connection) for connection in idle)
+        wait_until(lambda: not api.uvicorn.server_state.connections)
+        with api.client() as client:  # longer than that under way is not idle
+            answer = client.completions.create(**{**ONE, "max_tokens": 400}, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == 400
+
+
+def test_more_connections_than_may_be_are_refused_at_once(decoder):
+    protocol = connections.bounded(AutoHTTPProtocol, most=2, idle=PATIENCE)
+    with Api(decoder, http=protocol) as api, contextlib.ExitStack() as several:
+        open_ = [several.enter_context(socket.create_connection(("127.0.0.1", api.port), PATIENCE)) for _ in range(2)]
+        wait_until(lambda: len(api.uvicorn.server_state.connections) == 2)
+        with pytest.raises(httpx.TransportError):
+            get_health(api)
+        open_[0].close()
+        wait_until(lambda: get_health(api).status_code == 200, passing=(httpx.TransportError,))
+
+
+class Gate:
+    """What a function has to pass before it begins; `calls` are the threads that came, but for the one that decodes."""
+
+    def __init__(self, monkeypatch, owner, name):
+        function = getattr(owner, name)
+        self.calls, self.open = [], threading.Event()
+
+        def gated(*arguments, **options):
+            if (thread := threading.current_thread().name) != "decoding":
+                self.calls.append(thread)
+            assert self.open.wait(PATIENCE)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, gated)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
+    encode = Gate(monkeypatch, decoder, "encode")
+    with Api(decoder, max_running=1, max_waiting=1) as api:
+        asked = [pool.submit(post, api, ONE) for _ in range(2)]
+        wait_until(lambda: api.endpoint.asking == 2)
+        assert post(api, ONE).json()["error"]["code"] == "queue_full"
+        encode.open.set()
+        assert [answer.result().status_code for answer in asked] == [200, 200]
+    assert len(encode.calls) == 2
+
+
+def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
+    """Chat templates are not known to be safe in several."""
+    encode = Gate(monkeypatch, decoder, "encode")
+    with Api(decoder) as api:
+        asked = [pool.submit(post, api, ONE) for _ in range(4)]
+        wait_until(lambda: api.endpoint.asking == 4)
+        encode.open.set()
+        assert {answer.result().status_code for answer in asked} == {200}
+    assert len(encode.calls) == 4 and len(set(encode.calls)) == 1
+
+
+def test_a_server_that_stops_waits_for_prompts_that_are_being_encoded(decoder, monkeypatch, pool):
+    encode = Gate(monkeypatch, decoder, "encode")
+    with Api(decoder) as api:
+        asked = pool.submit(post, api, ONE)
+        wait_until(lambda: encode.calls)
+        stopping = pool.submit(api.run, api.endpoint.drain(PATIENCE))
+        wait_until(lambda: api.endpoint.draining)
+        assert post(api, ONE).json()["error"]["code"] == get_health(api).json()["error"]["code"] == "draining"
+        assert api.endpoint.asking == 1 and not stopping.done()
+        encode.open.set()
+        assert asked.result().status_code == 200 and stopping.result() == 0
+
+
+@pytest.mark.parametrize("name", ["encode", "step"])
+def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, monkeypatch, pool, name):
+    gate = Gate(monkeypatch, decoder, name)
+    with Api(decoder) as api:
+        asked = pool.submit(post, api, ONE)
+        wait_until(lambda: gate.calls if name == "encode" else api.engine.stepping_since)
+        assert api.run(api.endpoint.drain(0.05)) == 1
+        gate.open.set()
+        answer = asked.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        assert answer.headers["retry-after"]
+
+
+# ---- what fails -----------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_engine_is_no_clients_fault(decoder, monkeypatch, pool):
+    step = Gate(monkeypatch, decoder, "step")
+    with Api(decoder, max_running=1) as api:
+        asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
+        wait_until(lambda: api.engine.running + api.engine.waiting == 3)
+        monkeypatch.setattr(decoder.main, "logits", planted)
+        monkeypatch.setattr(decoder, "_leave", planted)
+        step.open.set()
+        whole, other, streamed = (answer.result() for answer in asked)
+        for answer in (whole, other, post(api, ONE), get_health(api)):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (503, "engine_failed", "server_error")
+            assert int(answer.headers["retry-after"]) > 0
+        assert "planted" in get_health(api).json()["error"]["message"]
+        assert json.loads(streamed.text.removeprefix("data: "))["error"]["code"] == "engine_failed"
+
+
+def planted(*_):
+    raise ValueError("a planted fault")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ValueError("logits that are no numbers"), 400, "invalid_request"),
+        (NoRoom("a text of up to 9 tokens needs more"), 400, "invalid_request"),
+        (EngineFailed(RuntimeError("x")), 503, "engine_failed"),
+        (RuntimeError("x"), 500, "decoding_failed"),
+    ],
+)
+def test_an_error_says_whose_it_is(api, error, status, code):
+    answer = api.endpoint._as_answer(error)
+    assert (answer.status_code, answer.body["error"]["code"]) == (status, code)
+    assert (status == 503) == ("retry-after" in (answer.headers or {}))
+
+
+def test_a_step_is_as_long_as_its_model_is_large(api, decoder, monkeypatch):
+    """Before it counts as hanging: an hour for a model that takes three minutes for 64 tokens."""
+    monkeypatch.setattr(api.engine, "stepping_since", time.monotonic() - 3600)
+    hanging = get_health(api)
+    assert hanging.status_code == 503 and "takes longer than 120 s" in hanging.json()["error"]["message"]
+    monkeypatch.setattr(decoder.draft_length, "main", CostCurve({1: 60.0, 64: 180.0}))
+    assert get_health(api).status_code == 200
+    assert health.longest_step(api.engine) > 3600
+
+
+# ---- tenants --------------------------------------------------------------------------------------------------------
+
+
+def cached(api, prompt, key="none", cache_key=None):
+    body = {**ONE, "prompt": prompt, "prompt_cache_key": cache_key}
+    answer = post(api, body, Authorization=f"Bearer {key}")
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_cached_tokens_tell_nobody_what_others_asked(api):
+    assert cached(api, LONG_PROMPT) == 0
+    assert cached(api, LONG_PROMPT) > 0  # of the same
+    assert cached(api, LONG_PROMPT, key="another") == 0
+    assert cached(api, LONG_PROMPT, cache_key="mine") == 0
+    assert cached(api, LONG_PROMPT, cache_key="mine") > 0
+    assert cached(api, LONG_PROMPT, cache_key="yours") == 0
+
+
+def test_each_of_several_keys_opens(decoder):
+    with Api(decoder, keys=frozenset(map(digest, ("one", "two")))) as api:
+        found = [post(api, ONE, Authorization=f"Bearer {key}").status_code for key in ("one", "two", "three")]
+        assert [*found, post(api, ONE).status_code] == [200, 200, 401, 401]
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder, monkeypatch):
+    """The draft's table of embeddings ends before it."""
+    body = {**ONE, "prompt": [5, 100, 5], "max_tokens": 20, "ignore_eos": True}
+    usual = post(api, body).json()
+    monkeypatch.setattr(decoder.draft, "width", 100)
+    narrow = post(api, body).json()
+    assert narrow["choices"] == usual["choices"]
+    details = [answer["usage"]["completion_tokens_details"] for answer in (usual, narrow)]
+    assert [sum(d[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")) > 0 for d in details] == [
+        True,
+        False,
+    ]
+    draft = ModelDraft(cached_model.load(DRAFT, "CPU"), decoder.main.width + 9)
+    assert draft.propose(np.array([5, draft.model.width]), None, None) is None
+
+
+# ---- the command's arguments ----------------------------------------------------------------------------------------
+
+
+def parsed_arguments(monkeypatch, *given):
+    monkeypatch.setattr("sys.argv", ["serve_pair.py", str(MAIN), *map(str, given)])
+    return arguments.parse("")
+
+
+def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv(arguments.KEY, raising=False)
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(SystemExit) as end:
+            parsed_arguments(monkeypatch, "--host", host)
+        assert end.value.code == 2 and "--insecure" in capsys.readouterr().err
+        assert parsed_arguments(monkeypatch, "--host", host, "--insecure").keys is None
+        assert f"warning: whoever reaches {host} may use" in capsys.readouterr().err
+    for host in ("127.0.0.1", "localhost", "::1"):
+        parsed_arguments(monkeypatch, "--host", host)
+    key = tmp_path / "key"
+    key.write_text("one\n\n two\n", encoding="utf-8")
+    assert parsed_arguments(monkeypatch, "--host", "0.0.0.0", "--api-key-file", key).keys == {
+        digest("one"),
+        digest("two"),
+    }
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a\x07b"])
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, capsys, tmp_path, key):
+    file = tmp_path / "key"
+    file.write_text(key, encoding="utf-8")
+    for given, environment in ((("--api-key-file", file), ""), ((), key)):
+        monkeypatch.setenv(arguments.KEY, environment)
+        with pytest.raises(SystemExit) as end:
+            parsed_arguments(monkeypatch, *given)
+        assert end.value.code == 2 and "ASCII" in capsys.readouterr().err
+
+
+def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monkeypatch):
+    args = parsed_arguments(monkeypatch, "--max-replicas", 2, "--timeout", 300, "--drain", 5)
+    options = application.options(args)
+    assert options["graceful_shutdown_timeout_s"] > args.timeout
+    assert options["max_queued_requests"] > 0 and args.limits.open < options["max_ongoing_requests"]
+    assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
+
+
+@pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
+def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
+    assert parsed_arguments(monkeypatch, *given).pair.prefix_cache is prefix_cache
