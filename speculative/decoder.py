@@ -31,6 +31,9 @@ Prompt = str | ChatHistory | list | np.ndarray
 """A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
+LOOKED_UP = 0.3  # acceptance of tokens looked up in the text, until some are judged
+
+
 class Decoder:
     """A main model, where its draft tokens come from, and how many to draft.
 
@@ -202,6 +205,7 @@ def load(
             ModelDraft(draft_model, main_model.width) if draft_model else PromptLookup(main_model.width, max_ngram_size)
         )
         key = costs.key((main, device, properties), (draft, draft_device, draft_properties))
-        rule = AdaptiveDraftLength(costs.remembered(key, main_model, draft_model, costs.folder(properties)))
+        measured = costs.remembered(key, main_model, draft_model, costs.folder(properties))
+        rule = AdaptiveDraftLength(measured) if draft_model else AdaptiveDraftLength(measured, LOOKED_UP)
     tokenizer = openvino_genai.Tokenizer(str(main))
     return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))
