@@ -56,6 +56,7 @@ class Decoder:
         self.draft_length = draft_length or FixedDraftLength(5)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
 
@@ -116,6 +117,7 @@ class Decoder:
         elif takes_text and rest and result.finish_reason != "cancelled":
             streamer(rest)
         result.draft_length = self._rule(config).why() if self.draft else "no draft"
+        result.kv_cache = self.kv_cache
         return result
 
     def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
@@ -167,6 +169,12 @@ class Decoder:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
+
+
+def _cache_notes(main: CachedModel, draft: DraftSource | None) -> str:
+    """What was found out about the models' caches, "" where nothing."""
+    models = {"main": main, "draft": getattr(draft, "model", None)}
+    return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
 
 
 def load(
