@@ -566,6 +566,8 @@ def print_summary(args, config, streamer, result):
     if "temperature" in args:
         rows["draft length"] = result.draft_length
         rows["sampling"] = sampling(args)
+    if getattr(result, "kv_cache", ""):  # our own engine
+        rows["KV cache"] = result.kv_cache
     if getattr(args, "recommended", False):
         rows["settings"] = f"recommended {args.recommended}"
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"

@@ -1,4 +1,4 @@
-"""Is anything wrong with this pair on this machine? The doctor: seconds, nothing is compiled.
+"""Is anything wrong with this pair on this machine? The doctor: seconds, nothing is compiled but with --rollback.
 
     python scripts/check_pair.py models/embedded/main models/embedded/draft
     python scripts/check_pair.py models/embedded/main models/embedded/draft --device GPU --draft-device CPU
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from speculative.model_facts import UnusableFolder  # noqa: E402
 from speculative.pair_check import Finding, check_pair  # noqa: E402
-from speculative.pair_fit import check_fit  # noqa: E402
+from speculative.pair_fit import check_fit, check_rollback  # noqa: E402
 from speculative.processes import prepare_output  # noqa: E402
 
 COLOURS = {"ok": "32", "warning": "33", "error": "31"}  # green, yellow, red
@@ -43,6 +43,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("draft", type=folder, help="draft (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument(
+        "--rollback", action="store_true", help="also compile both models and check that caches can be rolled back"
+    )
     parser.add_argument("--json", action="store_true", help="the JSON object only, no table")
     return parser.parse_args()
 
@@ -53,9 +56,12 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
     if ("error", "files") in {finding[:2] for finding in findings}:
         return findings
     try:
-        return findings + check_fit(arguments.main, arguments.draft, arguments.device, arguments.draft_device)
+        findings += check_fit(arguments.main, arguments.draft, arguments.device, arguments.draft_device)
     except UnusableFolder as error:  # a checkpoint: a sound pair perhaps, but not yet one to run
         return [*findings, Finding("error", "files", str(error))]
+    if arguments.rollback:
+        findings += check_rollback(arguments.main, arguments.draft, arguments.device, arguments.draft_device)
+    return findings
 
 
 def show(findings: list[Finding]) -> None:

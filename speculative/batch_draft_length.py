@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from speculative.cost_curve import CostCurve
+from speculative.draft_budget import DraftBudget
 from speculative.draft_length import LONGEST, STEPS, AdaptiveDraftLength
 
 
@@ -31,6 +32,7 @@ class DraftHistory:
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
         self._all_accepted = self._all_judged = 0.0
+        self.judged = self.accepted = 0  # not fading
         self._bins: list[int] = []  # of the tokens drafted in this iteration
         self.survival = 1.0  # the chance that all of them are accepted
         self.plain = 0  # iterations without a draft in a row
@@ -78,6 +80,8 @@ class DraftHistory:
         self._judged *= self.FADE
         self._accepted[bin_] += was_accepted
         self._judged[bin_] += 1
+        self.judged += 1
+        self.accepted += was_accepted
         self._all_accepted = self._all_accepted * self.FADE + was_accepted
         self._all_judged = self._all_judged * self.FADE + 1
 
@@ -95,7 +99,8 @@ class BatchDraftLength:
         tokens they are expected to add  -  rate to beat (tokens a second)  x  seconds they add to draft and verify
 
     is largest and above 0, for one more token of each or several. The rate to beat is the best of drafting 0, 1, ...
-    tokens for all alike or, if that is more, what was reached lately.
+    tokens for all alike or, if that is more, what was reached lately. A `DraftBudget` bounds what drafting loses
+    against plain decoding, however wrong the model of costs and chances is.
     """
 
     FADE = AdaptiveDraftLength.FADE
@@ -115,6 +120,15 @@ class BatchDraftLength:
         self._drafted = False  # in this iteration
         self._alone: tuple[int, float] | None = None  # its only round of drafting: tokens, seconds / expected seconds
         self._plain = 0  # iterations in a row in which nothing was drafted
+        self._budget = DraftBudget()
+        self._texts = 0  # in this iteration
+        self._forced = False  # in this iteration, texts with a rule of their own draft, too: nothing to judge this by
+        self._without: float | None = None  # seconds that this iteration would take without a draft
+        self._drafting = 0.0  # seconds of drafting in this iteration, by the clock
+        self._plain_change = 1.0  # iterations without a draft: seconds taken / as measured at the start
+        self._in_a_row = 0  # iterations with a draft
+        self._lately = np.zeros(2)  # tokens gained by iterations with a draft, and those that plain decoding had gained
+        self._totals = np.zeros(4)  # texts in all iterations, tokens gained; both as in `_lately`, of all iterations
 
     def history(self) -> DraftHistory:
         """That of a new text."""
@@ -123,6 +137,7 @@ class BatchDraftLength:
     def begin(self, histories: Sequence[DraftHistory], texts: int) -> None:
         """An iteration begins with `texts` texts; for those of `histories` this rule decides."""
         self._seconds, self._drafted, self._alone = 0.0, False, None
+        self._texts, self._without, self._drafting, self._forced = texts, None, 0.0, False
         acceptance = np.array([history.acceptance() for history in histories])
         n, K = len(histories), np.arange(LONGEST + 1)
         gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
@@ -136,8 +151,15 @@ class BatchDraftLength:
 
         `tokens` are in the main model's next inference already; for `anyway` texts a token is drafted in any case.
         """
-        if not histories:
+        self._forced = self._forced or anyway > 0
+        if self._without is None:
+            self._without = self._without_draft(tokens)
+        if not histories or (self._is_to_compare() and not self._drafted):
             return []
+        chosen = self._wanted(histories, tokens, anyway)
+        return chosen[: self._affordable(len(chosen), tokens, anyway)]
+
+    def _wanted(self, histories: Sequence[DraftHistory], tokens: int, anyway: int) -> list[int]:
         survival = np.array([history.survival for history in histories])
         acceptance = np.array([history.acceptance() for history in histories])
         chosen = self._worth(survival, acceptance, tokens, anyway)
@@ -156,6 +178,7 @@ class BatchDraftLength:
         expected = curve(tokens)
         self._alone = None if self._drafted or not expected else (tokens, seconds / expected)
         self._drafted = True
+        self._drafting += seconds
         self._seconds += expected
         curve.learn(tokens, seconds)
 
@@ -169,7 +192,45 @@ class BatchDraftLength:
             self._seconds += self.main(verified)
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
+            self._compare_with_plain(verified + prompts, gained, self._drafting + seconds)
         self.main.learn(verified + prompts, seconds)
+
+    def _without_draft(self, tokens: int) -> float:
+        """Seconds of an inference on so many tokens, none of them drafted: as measured, but never more than learnt."""
+        return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
+
+    def _affordable(self, n: int, tokens: int, anyway: int) -> int:
+        """Of how many of n more tokens the budget could bear that all are rejected."""
+        cost = self._further if self._drafted else self.draft
+        while n:
+            drafting = cost(anyway + n) - cost(anyway)
+            seconds = self._drafting + drafting + self.main(tokens + n)
+            if self._budget.allows(float(seconds) / self._without - 1):
+                break
+            n -= 1
+        return n
+
+    def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
+        """What the iteration lost or saved against plain decoding."""
+        if not self._texts or self._forced:
+            return
+        if not self._drafted:
+            self._in_a_row = 0
+            ratio = seconds / (self._plain_change * self.main.measured(tokens))
+            self._plain_change *= 1 + AdaptiveDraftLength.CLOCK * (min(max(ratio, 0.5), 2.0) - 1)
+            self._totals += (self._texts, gained, 1, 1)
+            self._budget.learn(1.0)
+            return
+        taken, worth = seconds / self._without, gained / self._texts
+        self._totals += (self._texts, gained, worth, taken)
+        self._in_a_row += 1
+        self._lately = self._lately * self.FADE + (worth, taken)
+        self._budget.learn(taken, worth - taken)
+
+    def _is_to_compare(self) -> bool:
+        """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
+        worth, taken = self._lately
+        return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further round: never more than of a first one."""
@@ -188,10 +249,20 @@ class BatchDraftLength:
         return order[: texts + 1].tolist() if net.max() > 0 else []
 
     def why(self) -> str:
-        """What the rule does now, in one line."""
+        """What the rule does, and what it came to, in one line."""
         one, many = self.main(1) * 1000, self.main(16) * 1000
         return (
-            f"as many draft tokens as pay in the batch: the first takes {self.draft(1) * 1000:.2f} ms, a further one "
-            f"{self.draft_further(1) * 1000:.2f} ms, and is accepted with {self._all.acceptance():.2f}, the main model "
-            f"takes {one:.1f} ms for one token, {many:.1f} ms for 16"
+            f"as many draft tokens as pay in the batch: {self._came_to()}; a first draft token takes "
+            f"{self.draft(1) * 1000:.2f} ms, a further one {self.draft_further(1) * 1000:.2f} ms, the main model "
+            f"{one:.1f} ms for one token, {many:.1f} ms for 16"
         )
+
+    def _came_to(self) -> str:
+        if not self._all.judged:
+            return "no draft token was judged yet"
+        texts, gained, worth, taken = self._totals
+        shown = f"{self._all.accepted / self._all.judged:.2f} of {self._all.judged} judged draft tokens accepted"
+        if texts:
+            shown += f", {gained / texts:.2f} tokens of a text an inference"
+            shown += f", {worth / taken:.2f}x plain decoding by the clock"
+        return shown

@@ -32,6 +32,10 @@ class CostCurve:
         """Seconds of inferences on n tokens; nothing for none."""
         return self._of[np.minimum(n, KNOTS[-1])]
 
+    def measured(self, n: int) -> float:
+        """Seconds of an inference on n tokens as they were before anything was learnt."""
+        return float(np.interp(n, KNOTS, self._measured))
+
     def learn(self, n: int, seconds: float) -> None:
         """An inference on n tokens took so long. A hiccup counts as twice as long, not more."""
         expected = self(n)

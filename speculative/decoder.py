@@ -31,6 +31,9 @@ Prompt = str | ChatHistory | list | np.ndarray
 """A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
+LOOKED_UP = 0.3  # acceptance of tokens looked up in the text, until some are judged
+
+
 class Decoder:
     """A main model, where its draft tokens come from, and how many to draft.
 
@@ -53,6 +56,7 @@ class Decoder:
         self.draft_length = draft_length or FixedDraftLength(5)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
 
@@ -113,6 +117,7 @@ class Decoder:
         elif takes_text and rest and result.finish_reason != "cancelled":
             streamer(rest)
         result.draft_length = self._rule(config).why() if self.draft else "no draft"
+        result.kv_cache = self.kv_cache
         return result
 
     def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
@@ -166,6 +171,12 @@ class Decoder:
         return self.tokenizer.decode(ids)
 
 
+def _cache_notes(main: CachedModel, draft: DraftSource | None) -> str:
+    """What was found out about the models' caches, "" where nothing."""
+    models = {"main": main, "draft": getattr(draft, "model", None)}
+    return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
+
+
 def load(
     main: Path,
     device: str = "CPU",
@@ -202,6 +213,7 @@ def load(
             ModelDraft(draft_model, main_model.width) if draft_model else PromptLookup(main_model.width, max_ngram_size)
         )
         key = costs.key((main, device, properties), (draft, draft_device, draft_properties))
-        rule = AdaptiveDraftLength(costs.remembered(key, main_model, draft_model, costs.folder(properties)))
+        measured = costs.remembered(key, main_model, draft_model, costs.folder(properties))
+        rule = AdaptiveDraftLength(measured) if draft_model else AdaptiveDraftLength(measured, LOOKED_UP)
     tokenizer = openvino_genai.Tokenizer(str(main))
     return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))

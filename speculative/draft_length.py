@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from openvino_genai import GenerationConfig
 
+from speculative.draft_budget import DraftBudget
+
 Confidence = Callable[[], float]
 """How sure the draft was of its last token, from 0 to 1; computed when called."""
 
@@ -111,6 +113,8 @@ class AdaptiveDraftLength:
     which is the stopping rule that maximises tokens per second. The chance that a draft token is accepted is learnt
     from how sure the draft is of it (as in Mamou et al. 2024, arXiv 2405.04304), old outcomes fading. Where not even a
     first token pays, decoding is plain, and a token is drafted now and then to see whether that has changed.
+
+    However wrong the model of costs and chances is, a `DraftBudget` bounds what drafting loses against plain decoding.
     """
 
     BINS = 8  # of the draft's confidence
@@ -120,9 +124,12 @@ class AdaptiveDraftLength:
     PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between two probes; doubled after each that did not pay
     CLOCK = 0.1  # weight of the newest time; load, heat and longer contexts change what things cost
     CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
+    COMPARED = 64  # iterations with a draft in a row after which one without shows what plain decoding takes
+    CLEAR_GAIN = 1.5  # times plain decoding, from which on there is nothing to compare
 
-    def __init__(self, costs: Costs):
+    def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE):
         self.costs = costs
+        self._prior_acceptance = prior_acceptance
         self.forget()
 
     def forget(self, repeatable: bool = False) -> None:
@@ -131,23 +138,30 @@ class AdaptiveDraftLength:
         self._verify_cost = self.costs.verify()
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
-        self._all_accepted, self._all_judged = self.PRIOR * self.PRIOR_ACCEPTANCE, self.PRIOR
+        self._all_accepted, self._all_judged = self.PRIOR * self._prior_acceptance, self.PRIOR
         self._tokens = self._seconds = 0.0  # gained and spent, by the model of costs
         self._plain = 0  # iterations without a draft in a row
         self._probe_every = self.PROBE_FIRST
         self._bins: list[int] = []  # of the tokens drafted in this iteration
         self._survival = 1.0  # the chance that all of them are accepted
         self._gains = np.zeros(LONGEST)
+        self._budget = DraftBudget()
+        self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learnt from such ones only
+        self._plain_seen = 0
+        self._in_a_row = 0  # iterations with a draft
+        self._lately = np.zeros(2)  # tokens gained and seconds taken by iterations with a draft, fading
+        self._measured = Measured()
 
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:
             self._bins, self._survival = [], 1.0
             self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
-            return self._pays(0) or self._plain >= self._probe_every
+            wanted = self._pays(0) or self._plain >= self._probe_every
+            return wanted and self._may_lose(1) and not self._is_to_compare()
         bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
         self._bins.append(bin_)
         self._survival *= self._acceptance_of(bin_)
-        return drafted < LONGEST and self._pays(drafted)
+        return drafted < LONGEST and self._pays(drafted) and self._may_lose(drafted + 1)
 
     def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         judged = self._bins[: min(drafted, accepted + 1)]
@@ -174,6 +188,38 @@ class AdaptiveDraftLength:
         elif self._plain:  # this was a probe
             self._plain = self._probe_every if accepted == drafted else 0  # a success is tried again at once
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
+        if self._repeatable:
+            draft_seconds, main_seconds = self._draft_cost[drafted], self._verify_cost[drafted + 1]
+        self._compare_with_plain(drafted, accepted, draft_seconds + main_seconds)
+        self._measured.add(min(drafted, accepted + 1), accepted, draft_seconds + main_seconds)
+
+    def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
+        """What the iteration lost or saved against plain decoding."""
+        if not drafted:
+            self._plain_seen += 1
+            self._in_a_row = 0
+            weight = max(self.CLOCK, 1 / (self._plain_seen + 2))
+            if not self._repeatable:
+                self._plain_seconds *= 1 + weight * _excess(seconds, self._plain_seconds)
+        else:
+            self._in_a_row += 1
+            self._lately = self._lately * self.FADE + (accepted + 1, seconds)
+        taken = seconds / self._plain_cost()
+        self._budget.learn(taken, accepted + 1 - taken if drafted else 0.0)
+
+    def _plain_cost(self) -> float:
+        """Seconds of an iteration without a draft: as measured, but no more than one with more tokens takes."""
+        return min(self._plain_seconds, float(self._verify_cost[1]))
+
+    def _may_lose(self, drafted: int) -> bool:
+        """Whether the budget allows for an iteration of which all `drafted` tokens are rejected."""
+        seconds = self._draft_cost[drafted] + self._verify_cost[drafted + 1]
+        return self._budget.allows(seconds / self._plain_cost() - 1)
+
+    def _is_to_compare(self) -> bool:
+        """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
+        tokens, seconds = self._lately
+        return self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
 
     def acceptance(self) -> float:
         """The chance that the next draft token is accepted if those before it were."""
@@ -195,20 +241,43 @@ class AdaptiveDraftLength:
         return bool((self._survival * self._gains[:left] > self._rate() * seconds).any())
 
     def why(self) -> str:
-        alpha, one = self.acceptance(), self._verify_cost[1]
-        tau = 1 + np.concatenate([[0], np.cumsum(alpha**STEPS)])
-        seconds = self._verify_cost[1:] + self._draft_cost
-        speedup = tau * one / seconds
-        best = int(speedup.argmax())
-        facts = (
-            f"a draft token takes {self._draft_cost[max(best, 1)] / max(best, 1) * 1000:.2f} ms and is accepted with "
-            f"{alpha:.2f}, "
-            f"the main model takes {one * 1000:.1f} ms for one token"
+        tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])
+        best = int((tau / (self._verify_cost[1:] + self._draft_cost)).argmax())
+        one = self._plain_cost()
+        costs = (
+            f"a draft token takes {self._draft_cost[max(best, 1)] / max(best, 1) * 1000:.2f} ms, the main model "
+            f"{one * 1000:.1f} ms for one token"
         )
-        if best == 0:
-            return f"plain decoding, as drafting does not pay: {facts}"
-        facts += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
-        return f"about {best} draft tokens, expected {speedup[best]:.2f}x plain decoding: {facts}"
+        if best:
+            costs += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
+        does = f"about {best} draft tokens" if best else "plain decoding, as drafting does not pay"
+        return f"{does}: {self._measured.text(one)}; {costs}"
+
+
+@dataclass
+class Measured:
+    """What all iterations since loading came to."""
+
+    judged: int = 0  # draft tokens, each up to the first rejected one of an iteration
+    accepted: int = 0
+    iterations: int = 0
+    seconds: float = 0.0
+
+    def add(self, judged: int, accepted: int, seconds: float) -> None:
+        self.judged += judged
+        self.accepted += accepted
+        self.iterations += 1
+        self.seconds += seconds
+
+    def text(self, plain_seconds: float) -> str:
+        if not self.judged:
+            return "no draft token was judged yet"
+        tokens = self.iterations + self.accepted
+        return (
+            f"{self.accepted / self.judged:.2f} of {self.judged} judged draft tokens accepted, "
+            f"{tokens / self.iterations:.2f} tokens an inference, {tokens * plain_seconds / self.seconds:.2f}x plain "
+            "decoding by the clock"
+        )
 
 
 def _excess(seen: float, expected: float) -> float:

@@ -31,6 +31,7 @@ class Generation:
     seconds_to_first: float = 0.0  # from the call to the first token, prompt included
     seconds: float = 0.0  # the call
     draft_length: str = ""  # what the draft length rule did last, and why
+    kv_cache: str = ""  # what was found out about the models' caches at load, if it matters
 
     @property
     def decode_seconds(self) -> float:

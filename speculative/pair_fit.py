@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openvino as ov
 
-from speculative import device_facts, kv_cache, metrics, weights
+from speculative import cached_model, device_facts, kv_cache, metrics, weights
 from speculative.cached_model import CAPACITY
 from speculative.device_facts import MAIN_MEMORY, DeviceFacts, Memory
 from speculative.kv_cache import KvCache
@@ -23,6 +23,7 @@ from speculative.weights import Weights
 
 CHANNEL_WISE = 4e9  # parameters from which on an NPU wants int4 channel-wise (openvino#34450)
 ALPHA = 0.7  # per-token acceptance of a fair draft, for the expected speedup
+ROLLBACK_TOKENS = 256  # room in the cache while rollbacks are tried
 LONGEST = 16  # draft lengths looked at for it
 WORTH_IT = 1.2  # expected speedup below which a draft of fair acceptance is too large
 
@@ -62,6 +63,17 @@ def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[F
         *_judge_memory(halves, core),
         *_judge_cost(*halves),
     ]
+
+
+def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> Iterator[Finding]:
+    """Compile both models as our engine does, seconds each, and say what their caches do when tokens are rejected."""
+    for role, folder, name in (("main", main, device), ("draft", draft, draft_device)):
+        try:
+            note = cached_model.load(folder, name, capacity=ROLLBACK_TOKENS).note
+        except (ValueError, RuntimeError) as error:
+            yield Finding("error", "rollback", f"{role}: {' '.join(str(error).split())}")
+        else:
+            yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no more than precision does'}")
 
 
 def _read(role: str, folder: Path, device: str, core: ov.Core) -> Half:

@@ -11,6 +11,7 @@ import pytest
 from conftest import DRAFT, MAIN
 from openvino._offline_transformations import paged_attention_transformation
 from tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_ir, train_tokenizer
+from tiny_llama import save_llama_with_outlier_keys
 
 from speculative import cached_model
 from speculative.cached_model import CachedModel
@@ -289,7 +290,7 @@ def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, mo
     tiny = "mistral" if wrong is TrimsOneTooMany else "llama"  # a sliding window is trimmed
     for folder in [tiny_pair(tiny) / "main"] + [MAIN, DRAFT] * (base is not NpuModel and wrong is not TrimsOneTooMany):
         with pytest.raises(
-            ValueError, match=r"from a fresh one by [\d.]+ of the logits' spread: this model cannot be ro"
+            ValueError, match=r"from a fresh one by [\d.]+ in the next token's distribution.*: this model cannot be ro"
         ):
             cached_model.load(folder, device, properties, stateful=base is StatefulModel)
 
@@ -300,6 +301,30 @@ def test_the_default_precision_passes_the_check(stateful, tiny_pair):
     for folder in (MAIN, DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
         for properties in ({}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}):
             assert isinstance(cached_model.load(folder, "CPU", properties, stateful=stateful), CachedModel)
+
+
+def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
+    folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
+    model = cached_model.load(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}, capacity=64)
+    assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), as by channel rejected")
+    assert cached_model.load(folder, "CPU", EXACT, capacity=64).note == ""
+    assert cached_model.load(MAIN, "CPU", capacity=64).note == ""
+
+
+@pytest.mark.parametrize("own", [{"KEY_CACHE_QUANT_MODE": "BY_CHANNEL"}, {"KV_CACHE_PRECISION": "u8"}], ids=str)
+def test_a_cache_of_the_users_own_stays_as_it_is(own, tmp_path, monkeypatch):
+    folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
+    properties = {"INFERENCE_PRECISION_HINT": "f32", **own}
+    compiled = []
+
+    class Noted(PagedModel):
+        def __init__(self, model, device, properties, capacity):
+            compiled.append(properties)
+            super().__init__(model, device, properties, capacity)
+
+    monkeypatch.setattr(cached_model, "PagedModel", Noted)
+    model = cached_model.load(folder, "CPU", properties, capacity=64)
+    assert "as the properties say" in model.note and compiled[-1] == properties
 
 
 def test_a_state_space_model_is_refused(tmp_path):

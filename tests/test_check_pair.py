@@ -11,11 +11,13 @@ import openvino as ov
 import pytest
 from conftest import DRAFT, MAIN, ROOT
 from openvino import opset13
+from test_cached_model import OneShort
+from tiny_llama import save_llama_with_outlier_keys
 from waiting import PATIENCE
 
 from speculative import cached_model, device_facts, kv_cache, weights
 from speculative.device_facts import DeviceFacts, Memory
-from speculative.pair_fit import check_fit
+from speculative.pair_fit import check_fit, check_rollback
 
 HERE = ov.Core().available_devices
 PROGRAM = "scripts/check_pair.py"
@@ -250,3 +252,22 @@ def test_a_draft_as_large_as_the_main_model_is_too_dear():
     assert "costs 1.00 of a main step" in message and "smaller" in message
     (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), "ok", "cost ratio")
     assert "costs 0.06 of a main step" in message
+
+
+def test_rollbacks_are_tried_on_request(run):
+    findings = result_of(run(PROGRAM, MAIN, DRAFT, "--json", "--rollback"))["findings"]
+    rollback = [finding for finding in findings if finding["what"] == "rollback"]
+    assert [(finding["level"], finding["message"].split(":")[0]) for finding in rollback] == [
+        ("ok", "main"),
+        ("ok", "draft"),
+    ]
+
+
+def test_what_rollbacks_need_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_model, "PagedModel", OneShort)
+    findings = list(check_rollback(MAIN, save_llama_with_outlier_keys(tmp_path / "ir", 40), "CPU", "CPU"))
+    assert [finding.level for finding in findings] == ["error", "error"]
+    assert all("this model cannot be rolled back" in finding.message for finding in findings)
+    monkeypatch.undo()
+    (finding,) = list(check_rollback(MAIN, tmp_path / "ir", "CPU", "CPU"))[1:]
+    assert finding.level == "ok" and "KEY_CACHE_QUANT_MODE=BY_TOKEN" in finding.message

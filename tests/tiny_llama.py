@@ -3,6 +3,7 @@
 Random weights in sizes that make next tokens vary, attention matter, and no token certain or out of the question.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,4 +53,26 @@ def in_int8(weights: np.ndarray) -> Matrix:
 def save_tiny_llama(folder: Path, **options) -> Path:
     folder.mkdir(parents=True)
     openvino.save_model(llama_ir.build(tiny_llama(**options)), folder / "openvino_model.xml", compress_to_fp16=False)
+    return folder
+
+
+def save_llama_with_outlier_keys(folder: Path, size: float) -> Path:
+    """A tiny Llama some of whose tokens, all those that the rollback check rejects, have far larger keys than others,
+    in a few channels: in a block of u8 keys by channel, what such a token leaves behind is a scale too coarse."""
+    tokens = 64
+    model = tiny_llama(0)
+    random = np.random.default_rng(0)
+    embedding = random.normal(size=(tokens, HIDDEN))
+    embedding[:, 0] = 0
+    rejected = (np.arange(18, 24) * 7919 + 1) % tokens
+    embedding[rejected, 0] = 10
+    keys = model.layers[0].k
+    keys = (keys.values.astype(np.float32) - keys.zero_points) * keys.scales
+    channels = np.arange(0, HIDDEN, 4)
+    keys[channels] *= 2
+    keys[channels, 0] = size
+    model.layers[0] = replace(model.layers[0], k=in_int8(keys))
+    model = replace(model, embedding=in_int8(embedding), head=in_int8(random.normal(size=(tokens, HIDDEN)) / 2))
+    folder.mkdir()
+    openvino.save_model(llama_ir.build(model), folder / "openvino_model.xml", compress_to_fp16=False)
     return folder

@@ -1,0 +1,84 @@
+"""How far the cache's precision moves the next token's distribution, with and without rejected tokens.
+
+    python scripts/cache_precision.py models/embedded/main
+    python scripts/cache_precision.py models/embedded/main --text my.txt --tokens 200
+
+The reference is one inference on the whole text. Compared with it: plain decoding, a token an inference, and the same
+with four wrong tokens put into the cache and rolled back before each. Mean KL divergence (nats) and total variation of
+the next token, for the device's default cache, u8 keys by channel, by token, and f16. A table on standard output, then
+one JSON object on its last line.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import openvino_genai
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from speculative import cached_model
+from speculative.cached_model import CachedModel
+
+CACHES = {
+    "default": {},
+    "u8 by channel": {"KV_CACHE_PRECISION": "u8", "KEY_CACHE_QUANT_MODE": "BY_CHANNEL"},
+    "u8 by token": {"KV_CACHE_PRECISION": "u8", "KEY_CACHE_QUANT_MODE": "BY_TOKEN"},
+    "f16": {"KV_CACHE_PRECISION": "f16"},
+}
+PROMPT = 16  # tokens before the first that is judged
+REJECTED = 4
+TEXT = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def decoded(model: CachedModel, text: np.ndarray, rejected: int) -> np.ndarray:
+    """Distributions [tokens, V] of plain decoding, with so many wrong tokens rolled back before each token."""
+    model.forget()
+    model.logits(text[:PROMPT])
+    rows = []
+    for n in range(PROMPT + 1, len(text) + 1):
+        if rejected:
+            wrong = (text[n - 1 : n - 1 + rejected] + 7919) % model.width
+            model.logits(np.concatenate([text[: n - 1], wrong]))
+        rows.append(probabilities(model.logits(text[:n])[0]))
+    return np.array(rows)
+
+
+def compare(model: CachedModel, text: np.ndarray) -> dict:
+    reference = probabilities(model.logits(text, last=len(text) - PROMPT))
+    result = {}
+    for name, rejected in (("plain", 0), ("rejected", REJECTED)):
+        q = decoded(model, text, rejected)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kl = np.where(reference > 0, reference * (np.log(reference) - np.log(q)), 0).sum(axis=1)
+        result[name] = {"kl": float(kl.mean()), "tv": float(np.abs(reference - q).sum(axis=1).mean() / 2)}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="IR folder")
+    parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
+    parser.add_argument("--tokens", type=int, default=120, help="tokens of it (default: 120)")
+    arguments = parser.parse_args()
+    tokenizer = openvino_genai.Tokenizer(str(arguments.model))
+    ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8")).input_ids.data[0]
+    text = ids[: arguments.tokens].astype(np.int64)
+    result = {}
+    for name, properties in CACHES.items():
+        model = cached_model.load(arguments.model, "CPU", properties, capacity=len(text) + 2 * REJECTED)
+        result[name] = compare(model, text)
+        shown = "; ".join(f"{way} KL {of['kl']:.4f}, TV {of['tv']:.4f}" for way, of in result[name].items())
+        print(f"{name:14} {shown}{'; ' + model.note if model.note else ''}", flush=True)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Our engine on a real model, with the properties that a user who sets none has."""
+
+import numpy as np
+import openvino_genai
+import pytest
+from real_model import smollm2
+from test_cached_model import OneShort, OneTooFar
+
+from speculative import cached_model, decoder
+from speculative.paged_model import PagedModel
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
+PROMPTS = ["Write a list of five fruits, then write the same list again.", "Why is the sky blue?"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return smollm2(tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
+@pytest.mark.parametrize("properties", [{}, {"INFERENCE_PRECISION_HINT": "f32"}], ids=str)
+def test_default_caches_are_not_refused(folder, properties, stateful):
+    assert cached_model.load(folder, "CPU", properties, capacity=256, stateful=stateful).note == ""
+
+
+@pytest.mark.parametrize("wrong", [OneTooFar, OneShort])
+def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypatch):
+    monkeypatch.setattr(cached_model, "PagedModel", wrong)
+    with pytest.raises(ValueError, match="this model cannot be rolled back"):
+        cached_model.load(folder, "CPU", capacity=256)
+    assert issubclass(wrong, PagedModel)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
+    config = openvino_genai.GenerationConfig(max_new_tokens=80)
+    plain = decoder.load(folder, properties=EXACT, capacity=512).generate(prompt, config)
+    looked_up = decoder.load(folder, properties=EXACT, capacity=512, max_ngram_size=3)
+    config.num_assistant_tokens = 4
+    drafted = looked_up.generate(prompt, config)
+    assert drafted.tokens == plain.tokens and sum(drafted.proposed) > 0
+
+
+def test_greedy_text_with_itself_as_the_draft(folder):
+    config = openvino_genai.GenerationConfig(max_new_tokens=60, num_assistant_tokens=4)
+    both = decoder.load(folder, draft=folder, properties=EXACT, capacity=512)
+    drafted = both.generate(PROMPTS[1], config)
+    plain = decoder.load(folder, properties=EXACT, capacity=512).generate(PROMPTS[1], config)
+    assert drafted.tokens == plain.tokens
+    assert np.mean(drafted.from_draft) > 0.7
