@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-TESTS ?=# some files only: make test-fresh TESTS=tests/test_serve_cluster.py
+TESTS ?=# some files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
 .PHONY: demo test test-fast test-fresh test-samples smoke lint figures clean
 .DELETE_ON_ERROR:
@@ -25,7 +25,7 @@ test-fresh: lint
 
 # What samples do, on systems without Ray's clusters and POSIX shells, too.
 test-samples: .venv/all-installed
-	$(PYTEST) tests/test_samples.py tests/test_sampling_samples.py tests/test_sample_errors.py tests/test_processes.py
+	$(PYTEST) tests/samples/test_samples.py tests/samples/test_sampling_samples.py tests/samples/test_sample_errors.py tests/speculative/cli/test_processes.py
 
 smoke: .venv/run-installed
 	$(PY) scripts/smoke.py
@@ -33,16 +33,17 @@ smoke: .venv/run-installed
 lint: .venv/all-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(BIN)/lint-imports
 
 figures: .venv/all-installed
 	$(PY) scripts/figures.py $(FIGURES)
 
-.venv/run-installed: requirements-run.txt
+.venv/run-installed: pyproject.toml requirements-run.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-run.txt
 	@touch $@
 
-.venv/all-installed: requirements.txt requirements-run.txt requirements-serve.txt requirements-export.txt requirements-dev.txt
+.venv/all-installed: pyproject.toml requirements.txt requirements-run.txt requirements-serve.txt requirements-export.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@

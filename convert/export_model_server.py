@@ -17,39 +17,36 @@ therefore made the default of OUT. Prompts are not split over steps (dynamic_spl
 several requests at once that engine then gives other greedy texts than the main model alone.
 """
 
+from speculative.cli.ctrl_c import raise_keyboard_interrupt
+
 import argparse
 import ipaddress
 import json
-import os
 import re
 import signal
 import sys
 import traceback
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from convert.errors import ConvertError  # noqa: E402
-from convert.model_server_folder import new_repository, place_model, refuse_occupied  # noqa: E402
-from convert.model_server_graph import graph_text, read_graph  # noqa: E402
-from convert.model_server_guide import SERVER, UNTESTED, Guide  # noqa: E402
-from convert.model_server_settings import (  # noqa: E402
+from speculative.cli.processes import end_with_reader, utf8_output
+from speculative.convert.errors import ConvertError
+from speculative.convert.model_server_folder import new_repository, place_model, refuse_occupied
+from speculative.convert.model_server_graph import graph_text, read_graph
+from speculative.convert.model_server_guide import SERVER, UNTESTED, Guide
+from speculative.convert.model_server_settings import (
     DRAFT_LENGTH,
     SPLIT_PROMPTS,
     graph_fields,
     greedy_by_default,
     settings,
 )
-from convert.work_folder import recover  # noqa: E402
-from speculative import model_facts  # noqa: E402
-from speculative.pair_check import check_pair  # noqa: E402
-from speculative.processes import end_with_reader, utf8_output  # noqa: E402
+from speculative.convert.work_folder import recover
+from speculative.pair import model_info
+from speculative.pair.check import check_pair
 
-CONFIG_SCHEMA = Path(__file__).with_name("model_server_config.json")
+ROOT = Path(__file__).resolve().parent.parent
+
+CONFIG_SCHEMA = ROOT / "speculative/convert/model_server_config.json"
 IMAGE = f"openvino/model_server:{SERVER}"
 
 
@@ -152,9 +149,9 @@ def export(options: argparse.Namespace) -> None:
         )
     try:
         for folder in (main, draft):
-            model_facts.require_ir(folder)
-        context_length = model_facts.config_facts(main).context_length
-    except model_facts.UnusableFolder as error:
+            model_info.require_ir(folder)
+        context_length = model_info.config_facts(main).context_length
+    except model_info.UnusableFolder as error:
         raise ConvertError(str(error), 2) from None
     serving = settings(options, main, draft)
     graph = graph_text(graph_fields(serving, context_length), options.set)
@@ -173,7 +170,7 @@ def export(options: argparse.Namespace) -> None:
         port=options.port,
         image=options.image or IMAGE + ("-gpu" if re.search("[GN]PU", serving.device + serving.draft_device) else ""),
         drafting=serving.drafting,
-        chat=bool(model_facts.ir_facts(main).chat_template),
+        chat=bool(model_info.ir_facts(main).chat_template),
         notes=serving.notes,
     )
     if not guide.chat:
@@ -221,7 +218,7 @@ def report(options: argparse.Namespace, guide: Guide) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_keyboard_interrupt()
     end_with_reader()  # the folder is complete before anything is printed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are tidied
     sys.exit(main())

@@ -12,9 +12,10 @@ it, for both models. OUT_DIR gets main/, draft/, their logs and pair.json (what 
 half-written ever looks usable, and the same command run again goes on where the last one ended.
 """
 
+from speculative.cli.ctrl_c import raise_keyboard_interrupt
+
 import argparse
 import importlib.metadata
-import os
 import platform
 import shlex
 import shutil
@@ -24,17 +25,13 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
+from speculative.cli.processes import utf8_output
+from speculative.convert import group_size, optimum_cli, source
+from speculative.convert.errors import ConvertError
+from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
+from speculative.pair.check import PairCheck, check_pair
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from convert import group_size, optimum_cli, source  # noqa: E402
-from convert.errors import ConvertError  # noqa: E402
-from convert.pair_folder import HALVES, PairFolder, folder_bytes  # noqa: E402
-from speculative.pair_check import PairCheck, check_pair  # noqa: E402
-from speculative.processes import utf8_output  # noqa: E402
 
 BYTES_ORDER = ("int4", "mxfp4", "nf4", "cb4", "int8", "fp16", "fp32")
 EXPORT_PACKAGES = ("optimum", "optimum-intel", "transformers", "torch", "nncf")
@@ -370,6 +367,6 @@ def now() -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_keyboard_interrupt()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
     sys.exit(main())

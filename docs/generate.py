@@ -1,4 +1,4 @@
-"""Generate docs/cli.md, docs/python-api.md and docs/architecture.md from the code; with --check, report what is outdated.
+"""Generate docs/cli.md, docs/python-api.md and docs/architecture.md from the code; --check reports outdated ones.
 
     python docs/generate.py
 
@@ -66,7 +66,11 @@ def cli() -> str:
 def usage(program: str) -> str:
     environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     process = subprocess.run(
-        [sys.executable, str(ROOT / program), "--help"], capture_output=True, encoding="utf-8", env=environment, cwd=ROOT
+        [sys.executable, str(ROOT / program), "--help"],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment,
+        cwd=ROOT,
     )
     if process.returncode:
         sys.exit(f"error: {program} --help failed: {process.stderr.strip()}")

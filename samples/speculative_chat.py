@@ -13,15 +13,12 @@ import argparse
 import contextlib
 import os
 import sys
-from pathlib import Path
 
 import console
 import openvino_genai
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from speculative import decoder
-from speculative.draft_length import ConfidenceDraftLength, FixedDraftLength
+from speculative.drafting.policy import ConfidenceDraftLength, FixedDraftLength
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401

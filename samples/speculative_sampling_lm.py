@@ -8,13 +8,8 @@ The same --seed gives the same text. Without -k it drafts as many tokens as pay,
 The text streams to standard output, a summary follows on standard error.
 """
 
-import sys
-from pathlib import Path
-
 import console
 import openvino_genai
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from speculative import decoder
 

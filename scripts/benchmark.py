@@ -10,29 +10,42 @@ the place of loading moves the speed by 5 to 10 %: `--starts 3` starts them thre
 
 The same token ids for all, and the same number of new tokens (`ignore_eos`). Every round runs each prompt on every way,
 one after another, in changing order, so that whatever else the machine does falls on all alike. No prompt is answered
-from a cache (but with `--context`).
-Throughput is decode only (prompt excluded); speedup is over the main model alone in GenAI (sampled: alone in the
-engine), in the same round; shown are the median over the rounds and their range. Engines are compared by the prompts
-to which both gave the same text, with a bootstrap over them (scripts/ratios.py). `forwards`: new tokens / main
-inferences. `outside`: the share of the decoding that is not spent in the models. Repeated 4-grams inflate acceptance:
-their share stands beside. A table for people on standard output, then one JSON object on its last line. Ctrl-C keeps
-the full rounds measured so far. How K matters: scripts/sweep_draft_length.py.
+from a cache (but with `--context`). Throughput is decode only (prompt excluded); speedup is over the main model alone
+in GenAI (sampled: alone in the engine), in the same round; shown are the median over the rounds and their range.
+Engines are compared by the prompts to which both gave the same text, with a bootstrap over them
+(speculative/bench/ratios.py). `forwards`: new tokens / main inferences. `outside`: the share of the decoding that is
+not spent in the models. Repeated 4-grams inflate acceptance: their share stands beside. A table for people on standard
+output, then one JSON object on its last line. Ctrl-C keeps the full rounds measured so far. How K matters:
+scripts/sweep_draft_length.py.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
-import signal
 import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
+import numpy as np
+import openvino_genai
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import numpy as np  # noqa: E402
-import openvino_genai  # noqa: E402
-from arguments import (  # noqa: E402
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
+from speculative.bench.harness import (
+    OtherLoad,
+    Way,
+    add_output_arguments,
+    environment,
+    iteration_split,
+    row,
+    write_outputs,
+)
+from speculative.bench.methods import LOOKUP
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.ratios import engines, ratio, verdict
+from speculative.bench.startup import Start, start_costs
+from speculative.cli.arguments import (
     above_zero,
     add_huge_pages_argument,
     add_pair_arguments,
@@ -43,26 +56,9 @@ from arguments import (  # noqa: E402
     refuse_unsound,
     whole,
 )
-from child_process import Failed  # noqa: E402
-from decoding_process import Closing, DecodingProcess, Job, measure  # noqa: E402
-from decoding_ways import LOOKUP  # noqa: E402
-from measuring import (  # noqa: E402
-    OtherLoad,
-    Way,
-    add_output_arguments,
-    environment,
-    iteration_split,
-    row,
-    write_outputs,
-)
-from prompt_files import Prompt, read_prompts, shown_name, token_ids  # noqa: E402
-from ratios import engines, ratio, verdict  # noqa: E402
-from start_cost import Start, start_costs  # noqa: E402
+from speculative.sequence import metrics
 
-from speculative import metrics  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
-
-OTHER_TEXT = Path(__file__).parent / "embedded_recipes.txt"  # for --context
+OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
 PATHS = ("draft", "genai", "lookup", "engine", "sampled")
 REPEATS_ITSELF = 0.25  # repetition from which on it is said
 

@@ -16,17 +16,20 @@ weights, caches and all, up to the largest number of texts. A table for people, 
 Ctrl-C keeps the full rounds. The same over HTTP: scripts/benchmark_serving.py.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
-import signal
 import statistics
 import sys
-from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from arguments import (  # noqa: E402
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.decoding_process import Closing
+from speculative.bench.harness import OtherLoad, ctrl_c_raises, environment, shuffled
+from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
+from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
+from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
+from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
     add_starts_argument,
@@ -35,15 +38,6 @@ from arguments import (  # noqa: E402
     refuse_unsound,
     whole,
 )
-from batching_ways import CACHE_TOKENS, BatchingProcess  # noqa: E402
-from child_process import Failed  # noqa: E402
-from decoding_process import Closing  # noqa: E402
-from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
-from load_figures import Load, counted, row, stops_paying, table, take_turns  # noqa: E402
-from measuring import OtherLoad, ctrl_c_raises, environment, shuffled  # noqa: E402
-from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
-
-from speculative.processes import prepare_output  # noqa: E402
 
 NUMBER_TOKENS = 16  # that the number before a prompt may take
 

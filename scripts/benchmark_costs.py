@@ -14,10 +14,11 @@
 Medians; the machine must be quiet. Tables on standard output, then one JSON object on its last line.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import json
 import platform
-import signal
 import statistics
 import sys
 import tempfile
@@ -26,23 +27,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written but a temporary folder
+import numpy as np
+import openvino as ov
+import openvino_genai
+from openvino_genai import GenerationConfig
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import numpy as np  # noqa: E402
-import openvino as ov  # noqa: E402
-import openvino_genai  # noqa: E402
-from arguments import add_huge_pages_argument, add_pair_arguments, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
-from openvino_genai import GenerationConfig  # noqa: E402
-from start_cost import Start, job, read_files, run  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from speculative import decoder, device_facts, weights  # noqa: E402
-from speculative.cached_model import CachedModel  # noqa: E402
-from speculative.distribution import Distribution  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
-from speculative.rejection_sampling import draw, verify  # noqa: E402
+from speculative import decoder
+from speculative.bench.startup import Start, job, read_files, run
+from speculative.cli.arguments import (
+    add_huge_pages_argument,
+    add_pair_arguments,
+    refuse_missing_devices,
+    refuse_unsound,
+    whole,
+)
+from speculative.models.cached_model import CachedModel
+from speculative.pair import devices, weights
+from speculative.sampling.distribution import Distribution
+from speculative.sampling.rejection_sampling import draw, verify
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
 CONTEXTS = (256, 512, 1024, 2048, 4096)
@@ -53,7 +56,7 @@ SETTINGS = {
     "top-k 50": GenerationConfig(do_sample=True, top_k=50),
     "top-p 0.9": GenerationConfig(do_sample=True, top_p=0.9),
 }
-TEXT = Path(__file__).parent / "embedded_recipes.txt"
+TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -164,7 +167,7 @@ class ReadBandwidth:
     """
 
     def __init__(self):
-        cores = device_facts.usable_cores()
+        cores = devices.usable_cores()
         self.parts = [np.ones(2**30 // cores, np.int8) for _ in range(cores)]
 
     def measure(self, times: int = 3) -> float:
@@ -286,7 +289,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {device_facts.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
     }
     results = {"inferences": inferences, "sampling": sampling, "starts": started, "limit": bound}
     print(json.dumps({"environment": environment, **results}))

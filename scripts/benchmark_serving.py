@@ -15,26 +15,21 @@ of them. The clients run on this machine, and take some of it. A table for peopl
 line. Ctrl-C keeps the full rounds. In process, and beside GenAI's pipeline: scripts/benchmark_batching.py.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from arguments import key_value, refuse_unsound  # noqa: E402
-from load_arguments import add_load_arguments, write_load_outputs  # noqa: E402
-from load_clients import Endpoint, closed_loop, only_model  # noqa: E402
-from load_figures import Load, counted, losses, row, stops_paying, table, take_turns  # noqa: E402
-from measuring import OtherLoad, ctrl_c_raises, environment  # noqa: E402
-from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
-from started_server import StartedServer  # noqa: E402
-
-from speculative.processes import prepare_output  # noqa: E402
+from speculative.bench.harness import OtherLoad, ctrl_c_raises, environment
+from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
+from speculative.bench.load.clients import Endpoint, closed_loop, only_model
+from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
+from speculative.bench.load.server import StartedServer
+from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.cli.arguments import key_value, refuse_unsound
 
 NUMBER_TOKENS = 16  # that the number before a prompt may take
 DRAFT, ALONE = "with draft", "main model alone"

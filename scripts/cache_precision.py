@@ -11,16 +11,13 @@ one JSON object on its last line.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import openvino_genai
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from speculative import cached_model
-from speculative.cached_model import CachedModel
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
 
 CACHES = {
     "default": {},

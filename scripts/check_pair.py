@@ -9,22 +9,18 @@ error (does not work), and says what to do. A table on standard output, then one
 status 0 for a sound pair (warnings allowed), 1 where errors were found, 2 for bad usage.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import json
 import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from speculative.model_facts import UnusableFolder  # noqa: E402
-from speculative.pair_check import Finding, check_pair  # noqa: E402
-from speculative.pair_fit import check_fit, check_rollback  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
+from speculative.pair.check import Finding, check_pair
+from speculative.pair.fit import check_fit, check_rollback
+from speculative.pair.model_info import UnusableFolder
 
 COLOURS = {"ok": "32", "warning": "33", "error": "31"}  # green, yellow, red
 LEVEL, WHAT = 9, 16  # widths of the first two columns

@@ -10,7 +10,7 @@ minutes pass, so the throughput shown is the speedup times that of the main mode
 
 The tokens of each cell are compared with those of the first, the main model alone on the CPU. Near-ties flip in low
 precision: where a text differs first, the main model in f32 (on the CPU) says by how much it prefers its own token, and
-what is within 0.5 nats is a near-tie (~), beyond it a real difference (!), as in scripts/text_quality.py.
+what is within 0.5 nats is a near-tie (~), beyond it a real difference (!), as in speculative/bench/quality.py.
 
 Every finished cell is appended to a results file, and the same command again goes on behind it: a cell is measured anew
 only if the pair, its devices, their properties, prompts, K, the engine or the versions are others. `--emulate-npu` runs
@@ -29,41 +29,36 @@ file could not be written or a machine was lost and no other could take its cell
 table then has what was finished).
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import hashlib
 import json
-import signal
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first cell nothing is there to keep
+import openvino_genai
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import child_process  # noqa: E402
-import device_matrix  # noqa: E402
-import device_places  # noqa: E402
-import measuring  # noqa: E402
-import openvino_genai  # noqa: E402
-from arguments import above_zero, add_run_arguments, key_value, lengths, refuse_unsound  # noqa: E402
-from child_process import Failed, OutOfTime  # noqa: E402
-from device_matrix import ALONE, MEASURED, Cell, Device, device_list  # noqa: E402
-from device_places import Place  # noqa: E402
-from prompt_files import read_prompts, token_ids  # noqa: E402
-from ray_cells import Lost, connect, ray_address, spread  # noqa: E402
-from results_file import ResultsFile  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from speculative import npu_model  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
+from speculative.bench import harness
+from speculative.bench.cluster import child_process, hosts
+from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.cluster.ray_nodes import Lost, connect, ray_address, spread
+from speculative.bench.devices import matrix
+from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
+from speculative.bench.devices.results import ResultsFile
+from speculative.bench.prompts import read_prompts, token_ids
+from speculative.cli.arguments import above_zero, add_run_arguments, key_value, lengths, refuse_unsound
+from speculative.models import npu_model
 
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
 JUDGE_SECONDS = 600
 METHOD = (
-    2  # of device_cell.py: raised when its figures mean something else, so that no kept cell is mixed in (2: no cache)
+    2  # of devices/cell.py: raised when its figures mean something else, so that no kept cell is mixed in (2: no cache)
 )
-CELL_PROGRAM = [sys.executable, str(Path(__file__).with_name("device_cell.py"))]
+CELL_PROGRAM = [sys.executable, "-m", "speculative.bench.devices.cell"]
 
 
 # ---- devices and cells ----------------------------------------------------------------------------------------------
@@ -128,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="measure all cells anew")
     parser.add_argument("--retry", action="store_true", help="measure the cells anew that failed or took too long")
-    measuring.add_output_arguments(parser)
+    harness.add_output_arguments(parser)
     arguments = parser.parse_args()
     if arguments.k == ["adaptive"] and arguments.engine == "genai":
         parser.error("--k adaptive is our engine's: add --engine ours, or give numbers")
@@ -143,16 +138,16 @@ def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
 
 def this_machine(arguments: argparse.Namespace) -> Place:
     try:
-        return device_places.of(None, run_here, arguments.devices, arguments.emulate_npu)
+        return hosts.of(None, run_here, arguments.devices, arguments.emulate_npu)
     except Failed as error:
         note(f"looking the devices up failed ({error}), so each is tried in its own cells")
         versions = [openvino_genai.__version__, ""]
-        return device_places.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
+        return hosts.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
 
 
 def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[int]]) -> list[Cell]:
     """All cells, the first one first: the main model alone, on the CPU if that is among the devices."""
-    devices = device_places.all_devices(places)
+    devices = hosts.all_devices(places)
     common = {
         "main": str(arguments.main.resolve()),
         "draft": str(arguments.draft.resolve()),
@@ -239,7 +234,7 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
     if done:
         say(f"{done} of {len(present)} cells are in {kept.path} already; --fresh measures them anew")
     try:
-        with measuring.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+        with harness.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
                 measure_in_cluster(todo, kept, arguments, places, bar)
                 return True
@@ -264,7 +259,7 @@ def measure_in_cluster(
         bar.update()
 
     while todo and places:
-        kinds = device_places.assign(todo, places)
+        kinds = hosts.assign(todo, places)
         before = len(places)
         can = lambda cell, place, kinds=kinds: kinds.get(id(cell)) == place.kind and place.has(cell)  # noqa: E731
         left = spread(todo, places, can, lambda cell, place: measure_one(cell, place, arguments, bar), done)
@@ -332,7 +327,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
 
 
 def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> dict:
-    facts = measuring.environment(argparse.Namespace())
+    facts = harness.environment(argparse.Namespace())
     facts |= {"main": str(arguments.main), "draft": str(arguments.draft)}
     facts["devices"] = {device.label: device.full_name or device.missing for device in devices}
     facts["properties"] = [f"{device}:{key}={value}".lstrip(":") for device, key, value in arguments.property]
@@ -363,7 +358,7 @@ def main() -> int:
         kept = ResultsFile(arguments.results)
         if arguments.address:
             with connect(arguments.address, [arguments.main, arguments.draft], note) as machines:
-                places = device_places.in_cluster(machines, arguments.devices, arguments.emulate_npu, note)
+                places = hosts.in_cluster(machines, arguments.devices, arguments.emulate_npu, note)
                 devices, cells, finished = swap(arguments, prompts, ids, kept, places)
         else:
             devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
@@ -372,20 +367,20 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    summary = device_matrix.summary(cells)
-    print(device_matrix.table(cells), *summary, sep="\n", end="\n\n")
+    summary = matrix.summary(cells)
+    print(matrix.table(cells), *summary, sep="\n", end="\n\n")
     labels = [device.label for device in devices]
-    described = [device_matrix.described(cell) for cell in cells]
+    described = [matrix.described(cell) for cell in cells]
     result = {
         "program": "device_swap",
         "summary": summary,
         "environment": environment(arguments, devices, cells),
         "matrix": {"main_devices": labels, "draft_devices": [ALONE, *labels], "cells": described},
-        "rows": device_matrix.rows(cells),
+        "rows": matrix.rows(cells),
     }
     if kept.problem:
         say(f"error: {kept.path} was not written: {kept.problem}; make room or name another file with --results")
-    measuring.write_outputs(arguments, result)
+    harness.write_outputs(arguments, result)
     if not finished:
         return 130
     unmeasured = any(cell.status == "not run" for cell in cells)
@@ -401,7 +396,7 @@ def swap(
     """
     if not places:
         raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
-    devices = device_places.all_devices(places)
+    devices = hosts.all_devices(places)
     known = {name for device in devices for name in names(device)}
     if unknown := [name for name, _, _ in arguments.property if name not in known]:
         raise ValueError(
@@ -417,9 +412,9 @@ def swap(
             ) from None
     finished = measure(cells, kept, arguments, places)
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
-    device_matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
+    matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
     try:
-        with measuring.ctrl_c_raises():
+        with harness.ctrl_c_raises():
             if finished:
                 judge_differences(cells, kept, places)
     except KeyboardInterrupt:

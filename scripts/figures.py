@@ -23,12 +23,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gains_table import gains
-from whole_file import write_whole
-
-from speculative.processes import prepare_output
+from speculative.bench.reporting.gains_table import gains
+from speculative.cli.processes import prepare_output
+from speculative.cli.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
@@ -206,7 +203,7 @@ def run(command: str) -> list[str]:
 
 
 def machine() -> dict:
-    from measuring import environment
+    from speculative.bench.harness import environment
 
     facts = environment(argparse.Namespace())
     return {key: facts[key] for key in MACHINE}

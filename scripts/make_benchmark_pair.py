@@ -22,9 +22,10 @@ the weights of its last norm: as much as gives the acceptance rate asked for. Th
 Prints a summary, then one JSON object on the last line, which is OUT/pair.json.
 """
 
+from speculative.cli.ctrl_c import raise_keyboard_interrupt
+
 import argparse
 import json
-import os
 import shutil
 import signal
 import sys
@@ -32,28 +33,26 @@ import traceback
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until all is imported
+import numpy as np
+import openvino as ov
+import openvino_genai
+from tqdm import tqdm
+
+from speculative.bench import genai
+from speculative.cli.arguments import above_zero
+from speculative.cli.processes import utf8_output
+from speculative.convert.errors import ConvertError
+from speculative.convert.work_folder import recover, replacement
+from speculative.decoder import Decoder
+from speculative.drafting.policy import FixedDraftLength
+from speculative.drafting.proposers import ModelDraft
+from speculative.modelgen import llama_ir
+from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
+from speculative.models import cached_model
+from speculative.pair.check import check_pair
+from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import llama_ir  # noqa: E402
-import numpy as np  # noqa: E402
-import openvino as ov  # noqa: E402
-import openvino_genai  # noqa: E402
-from arguments import above_zero  # noqa: E402
-from expansion import Shape, expand, refuse_misfit, shape_of  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from convert.errors import ConvertError  # noqa: E402
-from convert.work_folder import recover, replacement  # noqa: E402
-from speculative import cached_model, genai_runs, metrics  # noqa: E402
-from speculative.decoder import Decoder  # noqa: E402
-from speculative.draft_length import FixedDraftLength  # noqa: E402
-from speculative.draft_source import ModelDraft  # noqa: E402
-from speculative.pair_check import check_pair  # noqa: E402
-from speculative.processes import utf8_output  # noqa: E402
 
 SOURCE = ROOT / "models/embedded/main"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
@@ -301,11 +300,11 @@ def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
 
 def same_tokens(main: Path, prompts: list[str]) -> dict:
     """How many greedy tokens are the embedded main model's, up to the first other one of each prompt, in f32."""
-    small, large = (genai_runs.load(folder, "CPU", None, "", EXACT, {}) for folder in (SOURCE, main))
+    small, large = (genai.load(folder, "CPU", None, "", EXACT, {}) for folder in (SOURCE, main))
     equal = 0
     for prompt in tqdm(prompts[:COMPARED], desc="same tokens", unit="prompt", leave=False):
-        inputs = genai_runs.encode(small.get_tokenizer(), prompt)
-        ours, theirs = (genai_runs.generate(pipe, inputs, NEW_TOKENS).tokens for pipe in (large, small))
+        inputs = genai.encode(small.get_tokenizer(), prompt)
+        ours, theirs = (genai.generate(pipe, inputs, NEW_TOKENS).tokens for pipe in (large, small))
         equal += next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
     return {"equal": equal, "compared": NEW_TOKENS * len(prompts[:COMPARED])}
 
@@ -322,9 +321,9 @@ def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
     matrices = [model.embedding, *(getattr(layer, key) for layer in model.layers for key in llama_ir.MATRICES)]
     matrices += [] if model.head is None else [model.head]
     zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices)
-    pipe = genai_runs.load(folder, "CPU", None, "", {}, {})
-    inputs = genai_runs.encode(pipe.get_tokenizer(), prompt)
-    runs = [genai_runs.generate(pipe, inputs, NEW_TOKENS) for _ in range(4)][1:]
+    pipe = genai.load(folder, "CPU", None, "", {}, {})
+    inputs = genai.encode(pipe.get_tokenizer(), prompt)
+    runs = [genai.generate(pipe, inputs, NEW_TOKENS) for _ in range(4)][1:]
     return {
         "shape": asdict(dimensions),
         "parameters": dimensions.parameters,
@@ -425,5 +424,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_keyboard_interrupt()
     sys.exit(main())

@@ -8,23 +8,22 @@ in GenAI. Prints one JSON line; the exit status is 0 when everything holds, 1 wh
 what), 2 for bad usage.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+import openvino_genai
+
+from speculative import decoder
+from speculative.bench import genai
+from speculative.cli.arguments import refuse_missing_devices, refuse_unsound, whole
+from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import openvino_genai  # noqa: E402
-from arguments import refuse_missing_devices, refuse_unsound, whole  # noqa: E402
-
-from speculative import decoder, genai_runs, metrics  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
 
 PROMPTS = ("def read_notes(path):", "class Triangle:", "Count the words of a text.")
 
@@ -81,21 +80,21 @@ def smoke(arguments: argparse.Namespace) -> dict:
 
 def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> list[list[int]]:
     """The greedy tokens that the main model alone gives after each prompt, in GenAI."""
-    pipe = genai_runs.load(arguments.main, arguments.device, None, "", exact, {})
-    encoded = [genai_runs.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
-    return [genai_runs.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
+    pipe = genai.load(arguments.main, arguments.device, None, "", exact, {})
+    encoded = [genai.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
+    return [genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
 
 
 def genai_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
     """GenAI's pipeline with the draft: its figures, and what does not hold."""
-    pair = genai_runs.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    pair = genai.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt, reference in zip(prompts, references, strict=True):
-        inputs = genai_runs.encode(pair.get_tokenizer(), prompt)
-        run = genai_runs.generate(pair, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
+        inputs = genai.encode(pair.get_tokenizer(), prompt)
+        run = genai.generate(pair, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
         proposed += run.proposed
         gained += run.gained
         problems += difference("GenAI", prompt, run.tokens, reference)

@@ -15,25 +15,21 @@ on its last line. Ctrl-C keeps the full rounds measured so far. Temperatures abo
 sampled mode with a draft draws from another distribution (scripts/verify_lossless.py).
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import importlib.util
-import signal
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while nothing is measured yet, Ctrl-C may end it anywhere
+import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import numpy as np  # noqa: E402
-from arguments import add_pair_arguments, add_run_arguments, lengths, refuse_missing_devices, refuse_unsound  # noqa: E402
-from child_process import Failed  # noqa: E402
-from decoding_process import Closing, DecodingProcess, Job  # noqa: E402
-from decoding_ways import our_way  # noqa: E402
-from measuring import (  # noqa: E402
+from speculative import decoder
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.decoding_process import Closing, DecodingProcess, Job
+from speculative.bench.harness import (
     OtherLoad,
     Way,
     add_output_arguments,
@@ -45,13 +41,19 @@ from measuring import (  # noqa: E402
     time_in,
     write_outputs,
 )
-from prompt_files import read_prompts, shown_name, token_ids  # noqa: E402
-from whole_file import write_whole  # noqa: E402
-
-from speculative import decoder, metrics  # noqa: E402
-from speculative.cached_model import CachedModel  # noqa: E402
-from speculative.decoder import Decoder  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
+from speculative.bench.methods import our_way
+from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.cli.arguments import (
+    add_pair_arguments,
+    add_run_arguments,
+    lengths,
+    refuse_missing_devices,
+    refuse_unsound,
+)
+from speculative.cli.whole_file import write_whole
+from speculative.decoder import Decoder
+from speculative.models.cached_model import CachedModel
+from speculative.sequence import metrics
 
 EXPLAINED = 0.1  # mean error of the prediction from which on it says why
 REPEATS = 3  # of the costs, between two rounds
@@ -340,7 +342,7 @@ def main() -> int:
     }
     failed = False
     if arguments.png:
-        import speedup_plot
+        from speculative.bench.reporting import plot as speedup_plot
 
         try:
             write_whole(arguments.png, speedup_plot.png(points))

@@ -32,7 +32,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from embedded_text import (
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from speculative.modelgen.text import (
     ASSISTANT,
     CHAT_TEMPLATE,
     END,
@@ -42,9 +46,6 @@ from embedded_text import (
     training_documents,
     validation_documents,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, CONTEXT = 4096, 1024
 MAIN_SHAPE = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4)

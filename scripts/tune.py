@@ -13,8 +13,8 @@ them with each engine and scheduler, so that a draft is credited with nothing th
 chosen then decodes in new rounds: their medians and ranges are reported, as the fastest of many is partly the luckiest.
 A draft is recommended if it gains 5 % in the median of these rounds, and something in the worst of them.
 
-Speed never hides what a setting does to the text (scripts/text_quality.py says how that is judged, and where the limit
-is): a set of properties beyond it is shown and marked, and recommended only with --allow-quality-loss.
+Speed never hides what a setting does to the text (speculative/bench/quality.py says how that is judged, and where the
+limit is): a set of properties beyond it is shown and marked, and recommended only with --allow-quality-loss.
 
 Ctrl-C ends it early with the best so far. Several drafts may be given: the best one is found. All models are in a
 process of their own: a driver's crash costs the candidate that was tried just then, which is listed as failed; the
@@ -32,6 +32,8 @@ on all machines, each round on one of them. A machine that is lost costs its sha
 says how near to the fastest of them the choice comes. Nobody needs that to tune; it is how to see what tuning is worth.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import contextlib
 import os
@@ -40,26 +42,20 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured that is worth keeping
+from speculative.bench import harness
+from speculative.bench.cluster import child_process, hosts, ray_nodes
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.devices.matrix import device_list
+from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.tuning import exhaustive as tune_exhaustive
+from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.settings import Setting, kind
+from speculative.bench.tuning.stages import Ended, Tuning
+from speculative.cli.arguments import add_prompt_arguments, key_value, refuse_unsound, whole
+from speculative.pair import recommendation
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import child_process  # noqa: E402
-import device_places  # noqa: E402
-import measuring  # noqa: E402
-import ray_cells  # noqa: E402
-import tune_exhaustive  # noqa: E402
-import tune_verdict  # noqa: E402
-from arguments import add_prompt_arguments, key_value, refuse_unsound, whole  # noqa: E402
-from child_process import Failed  # noqa: E402
-from device_matrix import device_list  # noqa: E402
-from device_places import Place  # noqa: E402
-from prompt_files import read_prompts, token_ids  # noqa: E402
-from tune_settings import Setting, kind  # noqa: E402
-from tune_stages import Ended, Tuning  # noqa: E402
-
-from speculative import recommendation  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
 
 KINDS = ["CPU", "GPU", "NPU"]  # of devices that are tried unless others are named
 
@@ -88,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--address",
-        type=ray_cells.ray_address,
+        type=ray_nodes.ray_address,
         metavar="HOST:PORT",
         help="head of a Ray cluster whose equal machines share the work: HOST:PORT, ray://HOST:PORT or auto",
     )
@@ -115,9 +111,9 @@ def parse_arguments() -> argparse.Namespace:
         help="afterwards take so many minutes more to compare the choice with all settings, decoding with each",
     )
     parser.add_argument(
-        "--out", type=measuring.output_file, metavar="FILE", help="write the recommendation here, not beside the pair"
+        "--out", type=harness.output_file, metavar="FILE", help="write the recommendation here, not beside the pair"
     )
-    measuring.add_output_arguments(parser)
+    harness.add_output_arguments(parser)
     arguments = parser.parse_args()
     if arguments.max_new_tokens < 8:
         parser.error(f"--max-new-tokens {arguments.max_new_tokens} leaves too little to time: take 8 or more")
@@ -131,12 +127,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_here(job: dict, timeout: float) -> dict:
-    return child_process.run([sys.executable, str(Path(__file__).with_name("device_cell.py"))], job, timeout)
+    return child_process.run([sys.executable, "-m", "speculative.bench.devices.cell"], job, timeout)
 
 
 def this_machine(names: list[str] | None) -> list[Place]:
     try:
-        return [device_places.of(None, run_here, names or KINDS, False)]
+        return [hosts.of(None, run_here, names or KINDS, False)]
     except Failed as error:
         raise ValueError(f"looking the devices up failed ({error}): name those that work with --devices") from None
 
@@ -144,10 +140,10 @@ def this_machine(names: list[str] | None) -> list[Place]:
 def in_cluster(machines: list, arguments: argparse.Namespace) -> list[Place]:
     """The equal machines that are to be tuned for; the others are noted."""
     note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
-    places = device_places.in_cluster(machines, arguments.devices or KINDS, False, note)
+    places = hosts.in_cluster(machines, arguments.devices or KINDS, False, note)
     if not places:
         raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
-    equal = device_places.equal_machines(places, arguments.machine)
+    equal = hosts.equal_machines(places, arguments.machine)
     for place in places:
         if place not in equal:
             note(f"machine {place.name} is left out, as it is another kind ({place.kind}): --machine tunes for it")
@@ -169,19 +165,19 @@ def nothing_lost():
     """Yields a list; Ctrl-C ends the block and leaves True in it."""
     interrupted: list[bool] = []
     try:
-        with measuring.ctrl_c_raises():
+        with harness.ctrl_c_raises():
             yield interrupted
     except KeyboardInterrupt:
         interrupted.append(True)
 
 
-def tune(tuning: Tuning) -> tuple[measuring.OtherLoad, list[bool], str]:
+def tune(tuning: Tuning) -> tuple[harness.OtherLoad, list[bool], str]:
     """Run it: the other load, whether Ctrl-C came, and why it could not go on."""
     ended = ""
-    with measuring.OtherLoad() as load, nothing_lost() as interrupted:
+    with harness.OtherLoad() as load, nothing_lost() as interrupted:
         try:
             tuning.run()
-        except (Ended, Failed, ray_cells.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:
+        except (Ended, Failed, ray_nodes.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:
             ended = " ".join(str(error).split())
         finally:
             tuning.clock.bar.close()
@@ -224,7 +220,7 @@ def main() -> int:
             if arguments.address:
                 note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
                 folders = [arguments.main, *arguments.drafts]
-                places = in_cluster(stack.enter_context(ray_cells.connect(arguments.address, folders, note)), arguments)
+                places = in_cluster(stack.enter_context(ray_nodes.connect(arguments.address, folders, note)), arguments)
             else:
                 places = this_machine(arguments.devices)
             choose_devices(arguments, places[0])
@@ -262,7 +258,7 @@ def main() -> int:
     result = {
         "program": "tune",
         "summary": sentences,
-        "environment": measuring.environment(arguments, load),
+        "environment": harness.environment(arguments, load),
         "rows": tune_verdict.rows(tuning),
         "candidates": tune_verdict.candidates(tuning),
         "recommendation": verdict.as_dict() if verdict else None,
@@ -270,7 +266,7 @@ def main() -> int:
     }
     if tuning.machines:
         result["environment"]["machines"] = dict.fromkeys(tuning.machines, tuning.place.kind)
-    measuring.write_outputs(arguments, result)
+    harness.write_outputs(arguments, result)
     return 130 if interrupted else 1 if ended else 0
 
 

@@ -21,34 +21,33 @@ output, then one JSON object on its last line. The exit status is 0 when the eng
 (with `--strict`: or one of GenAI's), 2 for bad usage.
 """
 
+from speculative.cli.program import prepare_output
+
 import argparse
 import json
 import platform
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written, so Ctrl-C may end it anywhere
+import numpy as np
+import openvino as ov
+import openvino_genai
+from openvino_genai import GenerationConfig
+from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import numpy as np  # noqa: E402
-import openvino as ov  # noqa: E402
-import openvino_genai  # noqa: E402
-from arguments import above_zero, key_value, lengths, refuse_missing_devices, refuse_unsound, whole  # noqa: E402
-from openvino_genai import GenerationConfig  # noqa: E402
-from prompt_files import read_prompts  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from speculative import decoder, device_facts, genai_runs, lossless_check  # noqa: E402
-from speculative.cached_model import CachedModel  # noqa: E402
-from speculative.decoder import Decoder  # noqa: E402
-from speculative.draft_length import LONGEST  # noqa: E402
-from speculative.draft_source import PromptLookup  # noqa: E402
-from speculative.processes import prepare_output  # noqa: E402
+from speculative import decoder
+from speculative.bench import genai
+from speculative.bench.prompts import read_prompts
+from speculative.cli.arguments import above_zero, key_value, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.decoder import Decoder
+from speculative.drafting.policy import LONGEST
+from speculative.drafting.proposers import PromptLookup
+from speculative.models.cached_model import CachedModel
+from speculative.pair import devices
+from speculative.sampling import lossless_check
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -205,9 +204,7 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
 
     def pipeline(draft: Path | None, **more) -> Pipeline:
         both = {**properties, **more}
-        return Pipeline(
-            lambda: genai_runs.load(arguments.main, arguments.device, draft, draft_device, both, properties)
-        )
+        return Pipeline(lambda: genai.load(arguments.main, arguments.device, draft, draft_device, both, properties))
 
     alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
     fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
@@ -454,7 +451,7 @@ def main() -> int:
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {device_facts.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
     }
     document = {"ok": ok, "reference": reference and reference.name, "environment": environment}
     print(json.dumps({**document, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))

@@ -27,18 +27,19 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative import cached_model, costs, huge_pages
-from speculative.batch_draft_length import BatchDraftLength, DraftHistory
-from speculative.batch_model import BatchModel, Part, Slot
-from speculative.block_pool import NoRoom
-from speculative.cached_model import CAPACITY
 from speculative.decoder import Decoder, Prompt
-from speculative.draft_length import LONGEST, Confidence, DraftLength, FixedDraftLength, named_by
-from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
-from speculative.generation import Generation, Step
-from speculative.growing_text import GrowingText, Limits, stop_ids_of
-from speculative.model_facts import config_facts
-from speculative.recording import Recording
+from speculative.drafting import cost_model
+from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
+from speculative.drafting.policy import LONGEST, Confidence, DraftLength, FixedDraftLength, named_by
+from speculative.drafting.proposers import DraftSource, ModelDraft, PromptLookup
+from speculative.models import cached_model, huge_pages
+from speculative.models.batch_model import BatchModel, Part, Slot
+from speculative.models.block_pool import NoRoom
+from speculative.models.cached_model import CAPACITY
+from speculative.pair.model_info import config_facts
+from speculative.sequence.output import Recording
+from speculative.sequence.result import Generation, Step
+from speculative.sequence.sequence import GrowingText, Limits, stop_ids_of
 
 CHUNK = 256  # tokens of prompts in one inference, at most
 LEAST_CHUNK = 8  # tokens of prompts that an inference takes along in any case
@@ -382,6 +383,6 @@ def load(
     source = PromptLookup(batch.width, max_ngram_size) if max_ngram_size else None
     if draft:
         source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
-    rule = BatchDraftLength(*costs.measure_together(main_model, draft_model))
+    rule = BatchDraftLength(*cost_model.measure_together(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main))
     return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer), subtract_penalties)

@@ -19,13 +19,14 @@ import numpy as np
 import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
-from speculative import cached_model, costs, huge_pages
-from speculative.cached_model import CachedModel
-from speculative.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, named_by
-from speculative.draft_source import DraftSource, ModelDraft, PromptLookup
-from speculative.generation import Generation, Step
-from speculative.growing_text import GrowingText, Limits, stop_ids, stop_ids_of
-from speculative.recording import Recording
+from speculative.drafting import cost_model
+from speculative.drafting.policy import AdaptiveDraftLength, DraftLength, FixedDraftLength, named_by
+from speculative.drafting.proposers import DraftSource, ModelDraft, PromptLookup
+from speculative.models import cached_model, huge_pages
+from speculative.models.cached_model import CachedModel
+from speculative.sequence.output import Recording
+from speculative.sequence.result import Generation, Step
+from speculative.sequence.sequence import GrowingText, Limits, stop_ids, stop_ids_of
 
 Prompt = str | ChatHistory | list | np.ndarray
 """A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
@@ -212,8 +213,8 @@ def load(
         source = (
             ModelDraft(draft_model, main_model.width) if draft_model else PromptLookup(main_model.width, max_ngram_size)
         )
-        key = costs.key((main, device, properties), (draft, draft_device, draft_properties))
-        measured = costs.remembered(key, main_model, draft_model, costs.folder(properties))
+        key = cost_model.key((main, device, properties), (draft, draft_device, draft_properties))
+        measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(properties))
         rule = AdaptiveDraftLength(measured) if draft_model else AdaptiveDraftLength(measured, LOOKED_UP)
     tokenizer = openvino_genai.Tokenizer(str(main))
     return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))

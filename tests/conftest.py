@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-ROOT = Path(__file__).resolve().parent.parent
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-MAIN = ROOT / "models/embedded/main"
-DRAFT = ROOT / "models/embedded/draft"
-
-sys.path.insert(0, str(ROOT))
+from tests.support.paths import CORES, DRAFT, ROOT
 
 
 def pytest_configure():
@@ -140,9 +135,10 @@ def tiny_pair(tmp_path_factory):
     Test processes that run beside each other share them.
     """
     from filelock import FileLock  # the hub's client has it
-    from tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
 
-    from convert import export_pair, optimum_cli
+    from convert import export_pair
+    from speculative.convert import optimum_cli
+    from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
 
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "tiny_pairs"

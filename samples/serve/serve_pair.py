@@ -15,28 +15,30 @@ same paths. Ctrl-C lets answers under way end, then all of it; twice, at once.
 
 import signal
 import socket
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from speculative.cli import console
 
-from samples import console
 
-for name in ("ray", "fastapi"):
-    if not find_spec(name):
-        console.fail(f"{name} is not installed: `pip install -r requirements-serve.txt` brings what serving needs.", 1)
-
-from samples.serve import arguments, ray_here  # noqa: E402
+def refuse_without(*modules):
+    """End with exit status 1 where one of these is not installed."""
+    for name in modules:
+        if not find_spec(name):
+            console.fail(
+                f"{name} is not installed: `pip install -r requirements-serve.txt` brings what serving needs.", 1
+            )
 
 
 def main():
+    refuse_without("ray", "fastapi")
+    from speculative.serving import arguments, ray_runtime
+
     args = arguments.parse(__doc__)
     for port, name in ((args.port, "--port"), (args.metrics_port, "--metrics-port")):
         check_port(args.host, port, name)
     listen()
     try:
-        with ray_here.joined(args.address, args.metrics_port):
+        with ray_runtime.joined(args.address, args.metrics_port):
             listen()  # Ray has handlers of its own
             serve(args)
     except ConnectionError as error:
@@ -46,14 +48,17 @@ def main():
 
 def serve(args):
     """On the Ray that is there, until Ctrl-C."""
-    from samples.serve import application  # imports Ray, which takes seconds
+    from speculative.serving import (
+        application,  # imports Ray, which takes seconds
+        ray_runtime,
+    )
 
     each = {"CPU": args.num_cpus or 1, **args.resources}
-    if lacking := ray_here.lacking(args.replicas, each):
+    if lacking := ray_runtime.lacking(args.replicas, each):
         console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
     try:
         run(args, application)
-    except ray_here.Lost:
+    except ray_runtime.Lost:
         console.say("Ray's head is gone: starting again ...")
         raise
     except BaseException:
@@ -64,13 +69,15 @@ def serve(args):
 
 def run(args, application):
     """Start the application; in the end let its answers end."""
+    from speculative.serving import ray_runtime
+
     try:
         handle = application.start(args)
     except application.Failed as error:
         console.fail(str(error), status=1)
     say_ready(args, handle.cache_bytes.remote().result() / 1e6)
     try:
-        ray_here.wait_until_lost()
+        ray_runtime.wait_until_lost()
     except (KeyboardInterrupt, Terminated):
         console.say(f"stopping: answers under way have {args.drain:g} s to end (Ctrl-C: none)")
         if left := application.drain(handle, args.drain):
@@ -79,6 +86,8 @@ def run(args, application):
 
 
 def say_ready(args, cache):
+    from speculative.serving import arguments
+
     url = f"http://{arguments.in_url(args.host)}:{args.port}/v1"
     console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB for the cache of each")
     if not args.address:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from measuring import Way, ctrl_c_raises, interleave, shuffled
-from worker_process import WorkerProcess
 
+from speculative.bench.cluster.worker_process import WorkerProcess
+from speculative.bench.genai import Run
+from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
 from speculative.decoder import Generation
-from speculative.genai_runs import Run
 
-WORKER = Path(__file__).with_name("decoding_worker.py")
+WORKER = "speculative.bench.decoding_worker"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DecodingProcess:
     def __init__(self, job: Job):
         self.job = job
         self.starts: list[dict] = []
-        self._worker = WorkerProcess([sys.executable, str(WORKER)])
+        self._worker = WorkerProcess([sys.executable, "-m", WORKER])
         self.ways = [self._way(*way) for way in job.ways]
 
     def start(self) -> None:

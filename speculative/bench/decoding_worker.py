@@ -1,21 +1,18 @@
-"""The child's side of scripts/decoding_process.py: one pipeline, and the ways in which it decodes."""
+"""The child's side of speculative/bench/decoding_process.py: one pipeline, and the ways in which it decodes."""
 
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import worker_process
-from decoding_process import Job
-from decoding_ways import genai_pipeline, genai_way, our_way
-from measuring import time_in
-from token_view import token_view
 
-from speculative import decoder, huge_pages
+from speculative import decoder
+from speculative.bench.cluster import worker_process
+from speculative.bench.decoding_process import Job
+from speculative.bench.genai import Run
+from speculative.bench.harness import time_in
+from speculative.bench.methods import genai_pipeline, genai_way, our_way
+from speculative.bench.token_view import token_view
 from speculative.decoder import Generation
-from speculative.genai_runs import Run
+from speculative.models import huge_pages
 
 FIRST_PROMPT = np.arange(1, 9)  # a pipeline has allocated what it needs when it has decoded once
 

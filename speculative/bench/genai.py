@@ -15,8 +15,9 @@ class Run:
     """One greedy generation.
 
     tokens: new token ids. proposed, gained: one entry for each inference of the main model after the prompt's (see
-    `speculative.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: from the call
-    to the last token, as in `speculative.generation`; what GenAI does behind it (clean-up, detokenization) is left out.
+    `speculative.sequence.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: from
+    the call to the last token, as in `speculative.sequence.result`; what GenAI does behind it (clean-up,
+    detokenization) is left out.
     """
 
     tokens: list[int]

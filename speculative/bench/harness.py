@@ -34,12 +34,13 @@ import openvino as ov
 import openvino_genai
 import psutil
 from tqdm import tqdm
-from whole_file import write_whole
 
-from speculative import device_facts, metrics, weights
-from speculative.cached_model import CachedModel
+from speculative.bench.genai import Run
+from speculative.cli.whole_file import write_whole
 from speculative.decoder import Generation
-from speculative.genai_runs import Run
+from speculative.models.cached_model import CachedModel
+from speculative.pair import devices, weights
+from speculative.sequence import metrics
 
 Item = TypeVar("Item")
 NOTICED = 0.1  # share of the processor time that others take, from which on it is said
@@ -268,12 +269,12 @@ def environment(arguments: argparse.Namespace, load: OtherLoad | None = None) ->
     """What a published figure has to carry: when, how, on what, with which versions."""
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])
-    memory = device_facts.main_memory()
+    memory = devices.main_memory()
     facts = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
-        "cores": device_facts.usable_cores(),
+        "cores": devices.usable_cores(),
         "memory": f"{memory.total / 2**30:.0f} GiB",
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -283,7 +284,7 @@ def environment(arguments: argparse.Namespace, load: OtherLoad | None = None) ->
     for role, device_name in (("main", "device"), ("draft", "draft_device")):
         folder, device = getattr(arguments, role, None), getattr(arguments, device_name, None) or "CPU"
         if isinstance(folder, Path):
-            found = [fact.full_name for fact in device_facts.look_up(device, core) if fact.full_name]
+            found = [fact.full_name for fact in devices.look_up(device, core) if fact.full_name]
             facts[role] = str(folder)
             facts[device_name] = device
             facts[f"{device_name}_name"] = ", ".join(found)
@@ -350,7 +351,7 @@ def _outputs(arguments: argparse.Namespace, result: dict, line: str):
     if arguments.json:
         yield arguments.json, line + "\n"
     if arguments.csv or arguments.html:
-        import report
+        from speculative.bench.reporting import page as report
 
         if arguments.csv:
             yield arguments.csv, report.csv_text(result)

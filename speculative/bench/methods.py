@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import openvino_genai
-from measuring import Way
 from openvino_genai import GenerationConfig, SchedulerConfig
 
-from speculative import genai_runs
+from speculative.bench import genai
+from speculative.bench.genai import Run
+from speculative.bench.harness import Way
 from speculative.decoder import Decoder, Generation
-from speculative.draft_length import AdaptiveDraftLength
-from speculative.draft_source import PromptLookup
-from speculative.genai_runs import Run
+from speculative.drafting.policy import AdaptiveDraftLength
+from speculative.drafting.proposers import PromptLookup
 
 LOOKUP, NGRAM = 5, 3  # draft tokens of prompt lookup, and tokens that it looks for at most
 
@@ -39,7 +39,7 @@ def genai_pipeline(
         given["scheduler_config"] = scheduler
     if lookup:
         return openvino_genai.LLMPipeline(str(main), device, prompt_lookup=True, **given)
-    return genai_runs.load(main, device, draft, draft_device, given, properties)
+    return genai.load(main, device, draft, draft_device, given, properties)
 
 
 def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Way:
@@ -51,7 +51,7 @@ def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> 
         "GenAI",
         draft_length,
         0.0,
-        lambda ids: genai_runs.generate(pipe, genai_runs.inputs(ids), max_new_tokens, k),
+        lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k),
     )
 
 
@@ -59,9 +59,9 @@ def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
     """GenAI does not tell how many tokens it looked up: nothing stands as proposed."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
-    result = pipe.generate(genai_runs.inputs(ids), config)
+    result = pipe.generate(genai.inputs(ids), config)
     gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's inference
-    return Run(list(result.tokens[0]), [], gained, *genai_runs.seconds(result.perf_metrics, len(gained)))
+    return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
 def our_way(

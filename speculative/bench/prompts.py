@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import openvino_genai
 
-from speculative.genai_runs import encode
-from speculative.model_facts import config_facts
+from speculative.bench.genai import encode
+from speculative.pair.model_info import config_facts
 
 DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speculative.cached_model import CachedModel
+from speculative.models.cached_model import CachedModel
 
 NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
 MOST_REAL = 0.01  # share of tokens that really differ, up to which a loss is slight

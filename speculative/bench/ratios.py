@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from measuring import Way
 
-from speculative.genai_runs import Run
+from speculative.bench.genai import Run
+from speculative.bench.harness import Way
 
 RESAMPLES = 2000
 Units = Callable[[Run], int]

@@ -1,6 +1,6 @@
 """What a start costs: seconds to load, the first and the second time, and the peak memory; each in a new process.
 
-    python scripts/start_cost.py '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
+    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
 
 That is one start, as `start_costs` runs it: from here to a text of 32 tokens, printed as JSON. The files of the models
 are read once before, so that nobody's start is the one that waits for the disk, and kinds of start alternate.
@@ -16,14 +16,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import psutil
-from measuring import ctrl_c_raises
 from openvino_genai import GenerationConfig
 
-from speculative import decoder, genai_runs
+from speculative import decoder
+from speculative.bench import genai
+from speculative.bench.harness import ctrl_c_raises
 
 TOKENS = 32
 PIECE = 2**24  # bytes of a file read at once
@@ -85,7 +84,7 @@ def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
 
 def run(asked: dict) -> dict:
     """One start in a process of its own. Raises RuntimeError, with what went wrong, where it fails."""
-    command = [sys.executable, __file__, json.dumps(asked)]
+    command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if process.returncode:
         said = process.stderr.strip().splitlines() or [f"it ended with status {process.returncode}"]
@@ -105,9 +104,9 @@ def one_start(asked: dict) -> dict:
         models = [ours.main, *([ours.draft.model] if draft else [])]
         cache_bytes = sum(model.backend.cache_bytes for model in models)
     else:
-        pipe = genai_runs.load(main, device, draft, draft_device, properties, properties)
+        pipe = genai.load(main, device, draft, draft_device, properties, properties)
         seconds = time.perf_counter() - begin
-        genai_runs.generate(pipe, genai_runs.inputs(prompt), TOKENS, 4 if draft else None)
+        genai.generate(pipe, genai.inputs(prompt), TOKENS, 4 if draft else None)
     return {"seconds": seconds, "peak_bytes": peak_memory(), "cache_bytes": cache_bytes}
 
 

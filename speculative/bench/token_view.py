@@ -7,7 +7,7 @@ import openvino_genai
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
-from speculative.draft_source import DraftSource, Proposal, Transform
+from speculative.drafting.proposers import DraftSource, Proposal, Transform
 
 
 class Noted:

@@ -4,10 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculative import device_facts
-from speculative.pair_check import check_pair
+from speculative.pair import devices
+from speculative.pair.check import check_pair
 
-PROMPTS = Path(__file__).parent / "prompts/embedded_code.jsonl"
+PROMPTS = Path(__file__).resolve().parents[2] / "scripts/prompts/embedded_code.jsonl"
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,9 +128,9 @@ def refuse_missing_devices(arguments: argparse.Namespace) -> None:
     without an NPU (NPUW_DEVICES)."""
     emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
     for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
-        facts = device_facts.look_up(device)
+        facts = devices.look_up(device)
         if emulated:
             facts = [fact._replace(missing="") if fact.name == "NPU" else fact for fact in facts]
-        if reason := device_facts.why_not(device, facts):
+        if reason := devices.why_not(device, facts):
             print(f"error: {reason}", file=sys.stderr)
             sys.exit(2)

@@ -1,7 +1,9 @@
 """What every sample needs around its idea: arguments, checked input, streaming, Ctrl-C, summary, one-sentence errors.
 
-Copy it along with a sample. The pipeline, the draft model and the generation config stay in the sample itself.
+The pipeline, the draft model and the generation config stay in the sample itself.
 """
+
+from speculative.cli.ctrl_c import ctrl_c
 
 import argparse
 import errno
@@ -10,26 +12,21 @@ import json
 import math
 import os
 import random
-import signal
-import socket
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine takes a moment
-
-import openvino  # noqa: E402
-import openvino_genai  # noqa: E402
+import openvino
+import openvino_genai
 
 MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at once: the engine lets K grow to twice K
 MAX_NEW_TOKENS = 1_000_000
 ALL_TOKENS = openvino_genai.GenerationConfig().top_k
 CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
-RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in speculative/recommendation.py
+RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in speculative/pair/recommendation.py
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 SAMPLE_OF = {
     "alone": "greedy_causal_lm.py",
@@ -309,7 +306,7 @@ def take_recommendation(parser, args, engine):
 
 
 def fingerprint(folder):
-    """Identify a model's graph and weights, as speculative/recommendation.py does."""
+    """Identify a model's graph and weights, as speculative/pair/recommendation.py does."""
     digest = hashlib.sha256((folder / "openvino_model.xml").read_bytes())
     with (folder / "openvino_model.bin").open("rb") as weights:
         size = weights.seek(0, os.SEEK_END)
@@ -436,50 +433,6 @@ def fit_in_context(args):
     if room < args.max_new_tokens:
         say(f"note: the context of {args.main} has room for {room} new tokens, not {args.max_new_tokens}.")
         args.max_new_tokens = room
-
-
-# ---- streaming and Ctrl-C -------------------------------------------------------------------------------------------
-
-
-class CtrlC:
-    """Ctrl-C, heard while the engine holds the main thread.
-
-    Python runs a signal handler between two bytecodes of the main thread, and loading or generating is one long call
-    there. But the C-level handler writes to the wakeup socket at once, and a thread reads that: while text streams it
-    sets `pressed`, which the streamer looks at; at any other time, and the second time, it ends the process.
-    """
-
-    def __init__(self):
-        self.pressed = threading.Event()
-        self.streaming = False  # a streamer will look at `pressed`
-
-    def listen(self):
-        self._socket, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
-        signal.set_wakeup_fd(wakeup.detach())
-        for name in ("SIGINT", "SIGBREAK"):  # Ctrl-Break exists on Windows
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda *_: None)
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self):
-        while self._socket.recv(1):
-            if self.pressed.is_set() or not self.streaming:
-                os._exit(130)
-            self.pressed.set()
-
-    def input(self, prompt):
-        """Read a line as input() does, with Ctrl-C as KeyboardInterrupt."""
-        wakeup = signal.set_wakeup_fd(-1)
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return input(prompt)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            signal.set_wakeup_fd(wakeup)
-
-
-ctrl_c = CtrlC()
 
 
 class Streamer(openvino_genai.StreamerBase):

@@ -7,7 +7,7 @@ It has to divide the number of inputs of every matrix, or nncf ends with an erro
 import json
 from pathlib import Path
 
-from convert.errors import ConvertError
+from speculative.convert.errors import ConvertError
 
 DEFAULT = 128  # nncf's
 SIZES = (128, 64, 32)

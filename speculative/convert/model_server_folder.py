@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from convert.errors import ConvertError
-from convert.work_folder import replacement
+from speculative.convert.errors import ConvertError
+from speculative.convert.work_folder import replacement
 
 PIECE = 1 << 22  # bytes copied at a time
 

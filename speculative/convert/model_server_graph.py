@@ -9,7 +9,7 @@ import functools
 import json
 from pathlib import Path
 
-from convert.errors import ConvertError
+from speculative.convert.errors import ConvertError
 
 MESSAGES = Path(__file__).with_name("model_server_graph.json")
 OPTIONS = "mediapipe.LLMCalculatorOptions"

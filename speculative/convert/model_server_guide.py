@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from convert.optimum_cli import shown
+from speculative.convert.optimum_cli import shown
 
 SERVER = "2026.4.1"  # the newest release; sources from about its time were read
 UNTESTED = (

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from convert.errors import ConvertError
-from convert.model_server_guide import GREEDY_ONLY
-from speculative import recommendation
+from speculative.convert.errors import ConvertError
+from speculative.convert.model_server_guide import GREEDY_ONLY
+from speculative.pair import recommendation
 
 DRAFT_LENGTH = 5  # GenAI's own
 REQUESTS = 256  # at the same time; the server's own

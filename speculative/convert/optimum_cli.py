@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from convert.errors import ConvertError
-from speculative.processes import kill_group, own_group, terminate_group
+from speculative.cli.processes import kill_group, own_group, terminate_group
+from speculative.convert.errors import ConvertError
 
 TASK = "text-generation-with-past"  # cannot be inferred from a local folder
 LAST_LINES = 12  # of the log, shown when an export fails

@@ -9,9 +9,9 @@ import json
 import shutil
 from pathlib import Path
 
-from convert.errors import ConvertError
-from convert.work_folder import WorkFolder
-from speculative.model_facts import is_ir
+from speculative.convert.errors import ConvertError
+from speculative.convert.work_folder import WorkFolder
+from speculative.pair.model_info import is_ir
 
 HALVES = ("main", "draft")
 SAME = ("source", "revision", "content", "arguments")  # a half with equal values of these is not made again

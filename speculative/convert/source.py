@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from convert.errors import ConvertError
-from speculative.model_facts import is_checkpoint, is_ir
+from speculative.convert.errors import ConvertError
+from speculative.pair.model_info import is_checkpoint, is_ir
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 READ_BY_EXPORT = {".json", ".safetensors", ".bin", ".model", ".txt", ".py", ".jinja", ".tiktoken", ".xml"}

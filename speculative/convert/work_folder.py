@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from convert.errors import ConvertError
+from speculative.convert.errors import ConvertError
 
 
 class WorkFolder:

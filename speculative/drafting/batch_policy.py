@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speculative.cost_curve import CostCurve
-from speculative.draft_budget import DraftBudget
-from speculative.draft_length import LONGEST, STEPS, AdaptiveDraftLength
+from speculative.drafting.budget import DraftBudget
+from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 
 
 class DraftHistory:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import openvino as ov
 
-from speculative import device_facts
-from speculative.cached_model import CachedModel
-from speculative.cost_curve import CostCurve
-from speculative.draft_length import LONGEST, Costs
+from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.policy import LONGEST, Costs
+from speculative.models.cached_model import CachedModel
+from speculative.pair import devices
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference, of one text
 MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of several
@@ -83,7 +83,7 @@ def key(*models: tuple[Path | None, str, dict]) -> str:
         for folder, device, properties in models
         if folder
     ]
-    machine = [platform.node(), device_facts.usable_cores()]
+    machine = [platform.node(), devices.usable_cores()]
     return json.dumps([ov.__version__, *machine, named], sort_keys=True, default=str)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.draft_budget import DraftBudget
+from speculative.drafting.budget import DraftBudget
 
 Confidence = Callable[[], float]
 """How sure the draft was of its last token, from 0 to 1; computed when called."""

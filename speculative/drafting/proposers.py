@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speculative.cached_model import CachedModel
-from speculative.rejection_sampling import Certain, draw
+from speculative.models.cached_model import CachedModel
+from speculative.sampling.rejection_sampling import Certain, draw
 
 Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | Certain]
 """Logits float32 [V] after the given text (int64 [n]) to the distribution float32 [V] that is sampled from."""

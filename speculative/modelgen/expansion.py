@@ -15,7 +15,8 @@ tokenizer's tokens are zero, not random, in the new ones.
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from llama_ir import Layer, Llama, Matrix
+
+from speculative.modelgen.llama_ir import Layer, Llama, Matrix
 
 NEVER = -1e4  # added to the logits of ids beyond the small model's
 

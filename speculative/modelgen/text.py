@@ -59,10 +59,10 @@ def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
 
 
 class Recipes:
-    """Renderings of `embedded_recipes.txt`: each is a list of instructions and the code that follows them."""
+    """Renderings of `recipes.txt`: each is a list of instructions and the code that follows them."""
 
     def __init__(self):
-        text = Path(__file__).with_name("embedded_recipes.txt").read_text(encoding="utf-8")
+        text = Path(__file__).with_name("recipes.txt").read_text(encoding="utf-8")
         head, *recipes = re.split(r"^## ", text, flags=re.MULTILINE)
         self.words = dict(re.findall(r"^(\w+): (.+)$", head, flags=re.MULTILINE))
         self.recipes = [recipe.split("\n", 1) for recipe in recipes]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speculative.block_pool import BlockPool, Lease
-from speculative.cached_model import CachedModel
-from speculative.paged_model import PagedModel, Run
+from speculative.models.block_pool import BlockPool, Lease
+from speculative.models.cached_model import CachedModel
+from speculative.models.paged_model import PagedModel, Run
 
 TRIED = 24  # tokens to see whether one that was rolled back leaves a trace; all in one block
 

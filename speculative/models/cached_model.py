@@ -17,10 +17,10 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-from speculative import kv_cache
-from speculative.npu_model import NpuModel
-from speculative.paged_model import PagedModel
-from speculative.stateful_model import StatefulModel
+from speculative.models import kv_cache
+from speculative.models.npu_model import NpuModel
+from speculative.models.paged_model import PagedModel
+from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
 WRONG_WHEN_PAGED = ("mpt",)  # logits off by 3.6, in GenAI's pipeline too (2026.4.1)

@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
-from speculative.logits_cut import keep_logits_at
+from speculative.models.gather_logits import keep_logits_at
 
 
 class Run(NamedTuple):

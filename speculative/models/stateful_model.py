@@ -8,7 +8,7 @@ in use are copied together once.
 import numpy as np
 import openvino as ov
 
-from speculative.logits_cut import keep_logits_at
+from speculative.models.gather_logits import keep_logits_at
 
 SPARE = 4  # one entry of room for hidden entries to so many of capacity
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from speculative.model_facts import TEST_TEXT, ModelFacts, UnusableFolder, checkpoint_facts, ir_facts, is_checkpoint
+from speculative.pair.model_info import TEST_TEXT, ModelFacts, UnusableFolder, checkpoint_facts, ir_facts, is_checkpoint
 
 SHOWN = 3  # first differences shown in a message
 

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import openvino as ov
 
-from speculative import cached_model, device_facts, kv_cache, metrics, weights
-from speculative.cached_model import CAPACITY
-from speculative.device_facts import MAIN_MEMORY, DeviceFacts, Memory
-from speculative.kv_cache import KvCache
-from speculative.model_facts import ModelFacts, config_facts, require_ir
-from speculative.npu_model import PROMPT, RESPONSE
-from speculative.pair_check import Finding
-from speculative.weights import Weights
+from speculative.models import cached_model, kv_cache
+from speculative.models.cached_model import CAPACITY
+from speculative.models.kv_cache import KvCache
+from speculative.models.npu_model import PROMPT, RESPONSE
+from speculative.pair import devices as device_facts
+from speculative.pair import weights
+from speculative.pair.check import Finding
+from speculative.pair.devices import MAIN_MEMORY, DeviceFacts, Memory
+from speculative.pair.model_info import ModelFacts, config_facts, require_ir
+from speculative.pair.weights import Weights
+from speculative.sequence import metrics
 
 CHANNEL_WISE = 4e9  # parameters from which on an NPU wants int4 channel-wise (openvino#34450)
 ALPHA = 0.7  # per-token acceptance of a fair draft, for the expected speedup

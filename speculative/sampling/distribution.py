@@ -1,7 +1,7 @@
 """From a model's logits to the distribution the next token is drawn from, as OpenVINO GenAI's own sampler does it.
 
 The names are those of `openvino_genai.GenerationConfig`, and so is their meaning, which GenAI 2026.4.1 was seen to have
-by its draws (tests/test_distribution.py). In this order:
+by its draws (tests/speculative/sampling/test_distribution.py). In this order:
 
 1. `min_new_tokens`: until as many are generated, stop tokens have no chance.
 2. `repetition_penalty` divides positive logits of tokens in prompt or text and multiplies negative ones: both sink.
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.rejection_sampling import Certain
+from speculative.sampling.rejection_sampling import Certain
 
 NEUTRAL = GenerationConfig()
 GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.cached_model import CachedModel
-from speculative.distribution import Distribution
+from speculative.models.cached_model import CachedModel
+from speculative.sampling.distribution import Distribution
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed one by one."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from openvino_genai import GenerationConfig
 
-from speculative.generation import Generation, Step
-from speculative.text_stream import TextStream
+from speculative.sequence.detokenizer import TextStream
+from speculative.sequence.result import Generation, Step
 
 
 class Recording:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speculative import metrics
+from speculative.sequence import metrics
 
 
 class Step(NamedTuple):

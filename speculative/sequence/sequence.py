@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from openvino_genai import GenerationConfig, Tokenizer
 
-from speculative.distribution import Distribution, check_supported
-from speculative.draft_source import Proposal
-from speculative.generation import Step
-from speculative.rejection_sampling import Certain, verify
+from speculative.drafting.proposers import Proposal
+from speculative.sampling.distribution import Distribution, check_supported
+from speculative.sampling.rejection_sampling import Certain, verify
+from speculative.sequence.result import Step
 
 UNSET = GenerationConfig().max_new_tokens
 

@@ -12,8 +12,8 @@ from ray.exceptions import RayTaskError
 from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
-from samples.serve.arguments import in_url
-from samples.serve.deployment import Replica
+from speculative.serving.arguments import in_url
+from speculative.serving.deployment import Replica
 
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -6,12 +6,12 @@ import os
 import socket
 from pathlib import Path
 
-from samples import console
-from samples.serve import resources
-from samples.serve.guard import digest
-from samples.serve.limits import Limits
-from samples.serve.pair import Pair
-from speculative.cached_model import CAPACITY
+from speculative.cli import console
+from speculative.models.cached_model import CAPACITY
+from speculative.serving import resources
+from speculative.serving.limits import Limits
+from speculative.serving.middleware import digest
+from speculative.serving.pair import Pair
 
 KEY = "SPECULATIVE_API_KEY"
 MAX = 1_000_000

@@ -5,12 +5,12 @@ import asyncio
 from fastapi import FastAPI
 from ray import serve
 
-from samples.serve.endpoint import Endpoint
-from samples.serve.engine_thread import Engine
-from samples.serve.limits import Limits
-from samples.serve.metrics import Metrics
-from samples.serve.pair import Pair
 from speculative import batch_decoder
+from speculative.serving.endpoint import Endpoint
+from speculative.serving.engine_thread import Engine
+from speculative.serving.limits import Limits
+from speculative.serving.metrics import Metrics
+from speculative.serving.pair import Pair
 
 
 @serve.deployment

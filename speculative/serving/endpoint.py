@@ -17,12 +17,13 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
-from samples.serve import health, request_body
-from samples.serve.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
-from samples.serve.guard import Guard, salt
-from samples.serve.limits import Limits
-from samples.serve.metrics import Metrics
-from samples.serve.openai_schema import (
+from speculative.models.block_pool import NoRoom
+from speculative.serving import health, request_body
+from speculative.serving.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
+from speculative.serving.limits import Limits
+from speculative.serving.metrics import Metrics
+from speculative.serving.middleware import Guard, salt
+from speculative.serving.protocol import (
     Answer,
     ApiError,
     Asked,
@@ -32,7 +33,6 @@ from samples.serve.openai_schema import (
     model_card,
     usage,
 )
-from speculative.block_pool import NoRoom
 
 FIXED_DRAFT = (
     4  # tokens drafted for a sampled request with a seed: what pays changes with the clock, and the text would

@@ -20,7 +20,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder, Gain, Request
-from speculative.generation import Generation
+from speculative.sequence.result import Generation
 
 SENT_TOGETHER = 0.04  # seconds of text in a piece after the first: what a piece costs on its way is paid less often
 

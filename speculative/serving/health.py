@@ -6,9 +6,9 @@ does in milliseconds. So it is judged by what inferences have cost here so far.
 
 import time
 
-from samples.serve.engine_thread import Engine
 from speculative.batch_decoder import CHUNK
-from speculative.draft_length import LONGEST
+from speculative.drafting.policy import LONGEST
+from speculative.serving.engine_thread import Engine
 
 LEAST = 120.0  # seconds that any iteration may take
 TIMES = 10.0  # what the costliest iteration should take

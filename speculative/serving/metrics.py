@@ -1,14 +1,14 @@
 """What a replica tells Prometheus, by Ray's own metrics: every replica on every machine counts into the same series.
 
 Rates follow from the counters, as Prometheus has it: the acceptance rate is accepted over drafted tokens, the block
-efficiency decoded tokens over iterations. Definitions: speculative/metrics.py.
+efficiency decoded tokens over iterations. Definitions: speculative/sequence/metrics.py.
 """
 
 import asyncio
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from samples.serve.engine_thread import Engine, Job
+from speculative.serving.engine_thread import Engine, Job
 
 EVERY = 1.0  # seconds; not at every token
 TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]

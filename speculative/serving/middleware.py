@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samples.serve.limits import Limits
-from samples.serve.openai_schema import ApiError
+from speculative.serving.limits import Limits
+from speculative.serving.protocol import ApiError
 
 OPEN = ("/health",)  # asked by machines that have no key
 

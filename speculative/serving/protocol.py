@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from speculative.generation import Generation
+from speculative.sequence.result import Generation
 
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as the API has it
 SEED_BITS = 2**64 - 1  # seeds may be negative there, and are not here

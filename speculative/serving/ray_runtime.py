@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import psutil
 
-from samples import console
-from samples.serve import resources
+from speculative.cli import console
+from speculative.serving import resources
 
 TOKEN = "If it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, on every machine of the cluster"
 EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
@@ -35,7 +35,7 @@ ALWAYS = {
 ROOT = str(Path(__file__).resolve().parents[2])
 PROXIES = {  # they find this there, and call it
     "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "samples.serve.connections.bound",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "speculative.serving.connections.bound",
 }
 OWN = {
     **PROXIES,

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from samples.serve.openai_schema import ApiError
+from speculative.serving.protocol import ApiError
 
 BYTES_PER_TOKEN = 32  # of a prompt: text has 4 or so, escaped text up to 6 times as many
 BYTES_BESIDE = 65_536  # of a body without its prompt

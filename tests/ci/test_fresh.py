@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from waiting import PATIENCE
+
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.posix("a bash script")
 LOOK = """

@@ -2,15 +2,15 @@
 
 import ast
 import json
-import sys
 
 import numpy as np
 import openvino
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 
-from speculative import genai_runs, metrics
-from speculative.pair_check import check_pair
+from speculative.bench import genai
+from speculative.pair.check import check_pair
+from speculative.sequence import metrics
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 PROMPTS = [
     json.loads(line)["prompt"]
@@ -32,8 +32,8 @@ def parameters(folder):
 @pytest.fixture(scope="module")
 def runs():
     """The 20 held-out prompts, 100 tokens each at K = 4, in the engine's default precision."""
-    pipe = genai_runs.load(MAIN, "CPU", DRAFT, "CPU", {}, {})
-    return [genai_runs.generate(pipe, genai_runs.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in PROMPTS]
+    pipe = genai.load(MAIN, "CPU", DRAFT, "CPU", {}, {})
+    return [genai.generate(pipe, genai.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in PROMPTS]
 
 
 def test_sizes():
@@ -57,8 +57,7 @@ def test_pair_json_tells_how_it_was_made():
 
 def test_the_prompts_are_held_out():
     """Not one of them stands in the training text (which is made of this Python's own library and the recipes)."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from embedded_text import training_documents
+    from speculative.modelgen.text import training_documents
 
     text = "\0".join(training_documents())
     assert len(PROMPTS) == 20

@@ -17,14 +17,15 @@ from pathlib import Path
 import jsonschema
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from killing import killed_at_rename
-from tiny_checkpoints import save_ir, train_tokenizer
 
-from convert import export_model_server, model_server_folder, model_server_graph, work_folder
-from convert.errors import ConvertError
-from convert.model_server_graph import read_graph
-from speculative import recommendation
+from convert import export_model_server
+from speculative.convert import model_server_folder, model_server_graph, work_folder
+from speculative.convert.errors import ConvertError
+from speculative.convert.model_server_graph import read_graph
+from speculative.pair import recommendation
+from tests.support.killing import killed_at_rename
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.tiny_checkpoints import save_ir, train_tokenizer
 
 PROGRAM = "convert/export_model_server.py"
 PROMPT = "def read_file(path):"
@@ -176,7 +177,7 @@ def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, e
     defaults = ["--set", "dynamic_split_fuse=true", "--set", "max_num_batched_tokens=256"]
     assert "gives other greedy texts" in export(pair, out.with_name("defaults"), *exact, "-k", 4, *defaults)
 
-    code = (ROOT / "speculative/metrics.py").read_text(encoding="utf-8")
+    code = (ROOT / "speculative/sequence/metrics.py").read_text(encoding="utf-8")
     prompts = ["class Stack:\n" * 20, code[:2500], PROMPT]  # 80, 937 and 7 tokens
     alone = openvino_genai.LLMPipeline(str(MAIN), "CPU", EXECUTION_MODE_HINT="ACCURACY")
     plain = openvino_genai.GenerationConfig(max_new_tokens=24, apply_chat_template=False)

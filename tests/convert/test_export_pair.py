@@ -20,14 +20,15 @@ from typing import ClassVar
 
 import openvino_genai
 import pytest
-from conftest import ROOT
-from tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
-from waiting import PATIENCE, wait_until, wait_until_loaded
 
-from convert import export_pair, optimum_cli
-from convert.errors import ConvertError
-from convert.pair_folder import PairFolder
+from convert import export_pair
+from speculative.convert import optimum_cli
+from speculative.convert.errors import ConvertError
+from speculative.convert.pair_folder import PairFolder
+from tests.support.paths import ROOT
+from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
+from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
 PROGRAM = "convert/export_pair.py"
 FP32 = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]

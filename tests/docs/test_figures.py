@@ -10,11 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import figures
-import gains_table
+from scripts import figures
+from speculative.bench.reporting import gains_table
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 pytestmark = pytest.mark.usefixtures("kept_signals")
 SMALL = "-k 2 --max-prompts 2 --max-new-tokens 8 --rounds 1 --starts 1 --paths genai,engine,sampled --no-starts"
@@ -72,7 +71,7 @@ def test_every_command_is_understood(name, monkeypatch):
 
 @pytest.mark.parametrize("making", figures.PAIRS.values())
 def test_every_pair_can_be_made(making, monkeypatch, tmp_path):
-    import make_benchmark_pair
+    from scripts import make_benchmark_pair
 
     program, *arguments = shlex.split(making)
     monkeypatch.chdir(tmp_path)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT
-from serving import Server
-from waiting import wait_until
+
+from tests.support.paths import ROOT
+from tests.support.serving import Server
+from tests.support.waiting import wait_until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
@@ -66,7 +67,9 @@ def as_tested(command):
         before, dashes, after = command.partition(" -- ")
         return f"{before} --dry-run{dashes}{after}"
     command = re.sub("--context [0-9]+", "--context 200", command)
-    command = re.sub(" --exhaustive [0-9]+", "", command)  # hundreds of settings: tests/test_tune.py, of a small model
+    command = re.sub(
+        " --exhaustive [0-9]+", "", command
+    )  # hundreds of settings: tests/scripts/test_tune.py, of a small model
     for program, arguments in SHORTER.items():
         if program in command:
             return f"{command} {arguments}"
@@ -87,7 +90,11 @@ def every(language):
 
 
 def run(command, checkout):
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     process = subprocess.run(
         command, cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
         timeout=600,

@@ -11,10 +11,10 @@ import time
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE
 
 from speculative import decoder
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE
 
 CHAT = "samples/speculative_chat.py"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")

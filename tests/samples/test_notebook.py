@@ -8,8 +8,9 @@ import sys
 
 import nbformat
 import pytest
-from conftest import ROOT
 from nbclient import NotebookClient
+
+from tests.support.paths import ROOT
 
 NOTEBOOK = ROOT / "samples/notebooks/speculative_sampling.ipynb"
 COMPUTED = """

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
+
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 SPECULATIVE = "samples/speculative_decoding_lm.py"
 PROMPT = "def read_file(path):"

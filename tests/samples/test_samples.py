@@ -10,10 +10,10 @@ import sys
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE
 
-from speculative.processes import interrupt_group, own_group
+from speculative.cli.processes import interrupt_group, own_group
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE
 
 SAMPLES = {
     "greedy_causal_lm.py": [MAIN],
@@ -198,8 +198,7 @@ def test_output_is_utf_8_on_a_cp1252_console(run, tmp_path):
 
 
 def test_the_streamer_never_splits_a_character_and_loses_nothing():
-    sys.path.insert(0, str(ROOT / "samples"))
-    import console
+    from samples import console
 
     tokenizer = openvino_genai.Tokenizer(MAIN)
     text = "naïve Σ 你好 🙂🙂 é\n\tdef f(x): pass"
@@ -306,7 +305,7 @@ def test_samples_import_the_engine_and_their_console_module_only(name):
     tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    engine = {"speculative", "speculative.draft_length"} if name in OUR_ENGINE else set()
+    engine = {"speculative", "speculative.drafting.policy"} if name in OUR_ENGINE else set()
     assert {"console", "openvino_genai"} <= imports - sys.stdlib_module_names - {"readline"} - engine
     assert imports - sys.stdlib_module_names - {"readline"} <= {"console", "openvino_genai"} | engine
 

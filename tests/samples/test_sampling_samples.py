@@ -6,16 +6,15 @@ That what is drawn is distributed as it should be is shown where the engine is t
 import argparse
 import re
 import shutil
-import sys
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from test_sample_errors import assert_one_sentence
-from test_samples import figures
-from tiny_checkpoints import save_ir, train_tokenizer
 
 from speculative import decoder
+from tests.samples.test_sample_errors import assert_one_sentence
+from tests.samples.test_samples import figures
+from tests.support.paths import DRAFT, MAIN
+from tests.support.tiny_checkpoints import save_ir, train_tokenizer
 
 SAMPLE = "samples/speculative_sampling_lm.py"
 PROMPT = "def read_file(path):"
@@ -108,8 +107,7 @@ def test_an_argument_out_of_range(run, option, value, range_):
     ],
 )
 def test_more_that_is_out_of_range(option, values):
-    sys.path.insert(0, str(ROOT / "samples"))
-    import console
+    from samples import console
 
     for value in values:
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(value))):

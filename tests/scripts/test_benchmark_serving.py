@@ -9,12 +9,11 @@ import sys
 import threading
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE, wait_until
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from load_clients import Endpoint, ask, closed_loop
-from load_figures import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+from speculative.bench.load.clients import Endpoint, ask, closed_loop
+from speculative.bench.load.metrics import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
 QUICK = ["--clients", "1,3", "--seconds", "1.5", "--rounds", "1", "--max-new-tokens", "12", "--max-prompts", "4"]
@@ -73,13 +72,14 @@ def test_both_engines_get_the_same_prompts(measured):
 
 def test_genai_alone_has_its_default_scheduler(monkeypatch):
     """Only with a draft does it need prompts that are not split."""
-    import batching_ways
     from openvino_genai import SchedulerConfig
 
+    from speculative.bench.load import batch_methods
+
     made = []
-    monkeypatch.setattr(batching_ways, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
-    batching_ways.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
-    batching_ways.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
+    monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
+    batch_methods.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
+    batch_methods.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
     names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
     alone, draft = ([getattr(config, name) for name in names] for config in made)
     assert alone == [getattr(SchedulerConfig(), name) for name in names]

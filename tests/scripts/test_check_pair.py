@@ -9,15 +9,16 @@ import sys
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 from openvino import opset13
-from test_cached_model import OneShort
-from tiny_llama import save_llama_with_outlier_keys
-from waiting import PATIENCE
 
-from speculative import cached_model, device_facts, kv_cache, weights
-from speculative.device_facts import DeviceFacts, Memory
-from speculative.pair_fit import check_fit, check_rollback
+from speculative.models import cached_model, kv_cache
+from speculative.pair import devices, weights
+from speculative.pair.devices import DeviceFacts, Memory
+from speculative.pair.fit import check_fit, check_rollback
+from tests.speculative.models.test_cached_model import OneShort
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.tiny_llama import save_llama_with_outlier_keys
+from tests.support.waiting import PATIENCE
 
 HERE = ov.Core().available_devices
 PROGRAM = "scripts/check_pair.py"
@@ -62,8 +63,8 @@ def copy(tmp_path):
 @pytest.fixture
 def npu_here(monkeypatch):
     """As on a machine with an NPU: what is judged then is judged before the device is asked for anything."""
-    npu = DeviceFacts("NPU", "a neural processor", "", device_facts.MAIN_MEMORY)
-    monkeypatch.setattr(device_facts, "look_up", lambda device, core: [npu])
+    npu = DeviceFacts("NPU", "a neural processor", "", devices.MAIN_MEMORY)
+    monkeypatch.setattr(devices, "look_up", lambda device, core: [npu])
 
 
 def test_the_embedded_pair_is_sound(run):
@@ -170,15 +171,15 @@ def test_an_absent_device_is_an_error_with_the_reason(device):
 
 def test_device_strings():
     here = ["CPU", "GPU.0", "GPU.1"]
-    assert device_facts.names("GPU.1", here) == ["GPU.1"]
-    assert device_facts.names("AUTO:GPU,CPU", here) == ["GPU", "CPU"]
-    assert device_facts.names("MULTI:GPU.1(2),CPU(4)", here) == ["GPU.1", "CPU"]
-    assert device_facts.names("HETERO", here) == here
-    assert device_facts.names("AUTO:-GPU.0", here) == ["CPU", "GPU.1"]
+    assert devices.names("GPU.1", here) == ["GPU.1"]
+    assert devices.names("AUTO:GPU,CPU", here) == ["GPU", "CPU"]
+    assert devices.names("MULTI:GPU.1(2),CPU(4)", here) == ["GPU.1", "CPU"]
+    assert devices.names("HETERO", here) == here
+    assert devices.names("AUTO:-GPU.0", here) == ["CPU", "GPU.1"]
 
 
 def test_this_machine_has_memory():
-    memory = device_facts.main_memory()
+    memory = devices.main_memory()
     assert memory.total > 1e9 and (memory.available is None or 0 < memory.available <= memory.total)
 
 
@@ -187,7 +188,7 @@ def test_this_machine_has_memory():
     [(Memory(10**7, 10**7), "error"), (Memory(10**9, 10**7), "warning"), (Memory(None, None), "ok")],
 )
 def test_memory_is_compared_with_what_is_there(monkeypatch, memory, level):
-    monkeypatch.setattr(device_facts, "main_memory", lambda: memory)
+    monkeypatch.setattr(devices, "main_memory", lambda: memory)
     (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), level, "memory")
     assert "main 38" in message and "draft 2" in message
     assert level == "ok" or "int4" in message

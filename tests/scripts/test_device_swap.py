@@ -13,19 +13,16 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE, wait_until
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import device_cell
-import device_matrix
-from child_process import how_it_ended
-from device_matrix import Cell, Device, device_list
 from openvino_genai import GenerationConfig
-from results_file import ResultsFile
 
-from speculative import genai_runs
+from speculative.bench import genai
+from speculative.bench.cluster.child_process import how_it_ended
+from speculative.bench.devices import cell as device_cell
+from speculative.bench.devices import matrix
+from speculative.bench.devices.matrix import Cell, Device, device_list
+from speculative.bench.devices.results import ResultsFile
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAM = "scripts/device_swap.py"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -172,21 +169,21 @@ def test_near_ties_are_told_from_real_differences(margins, mark, words):
     cells = [cell(main, draft, 10.0, 1.0, 1.0, 1.0) for main in devices for draft in (None, *devices)]
     changed = cells[3]  # main alone on GPU
     changed.job, changed.answer["tokens"] = {"prompts": [[7]]}, [[[1, 3]]]
-    device_matrix.compare(cells, ["1"], SimpleNamespace(decode=str))
+    matrix.compare(cells, ["1"], SimpleNamespace(decode=str))
     assert changed.difference["places"] == [{"text": [7, 1], "token": 3}]
     changed.difference["margins"] = margins
-    assert any(words in line for line in device_matrix.summary(cells))
-    assert f"10.0 {mark} " in device_matrix.table(cells)
+    assert any(words in line for line in matrix.summary(cells))
+    assert f"10.0 {mark} " in matrix.table(cells)
 
 
 def test_a_pair_with_an_npu_goes_on_past_the_end_of_the_text():
     """GenAI stops there in spite of ignore_eos, where the end is the last of the accepted tokens."""
-    pair = genai_runs.load(MAIN, "CPU", DRAFT, "NPU", EXACT, {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
+    pair = genai.load(MAIN, "CPU", DRAFT, "NPU", EXACT, {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
     prompt = json.loads((ROOT / "scripts/prompts/embedded_code.jsonl").open(encoding="utf-8").readline())["prompt"]
     ids = pair.get_tokenizer().encode(prompt).input_ids.data[0]
     config = GenerationConfig(max_new_tokens=60, ignore_eos=True, num_assistant_tokens=2)
-    assert len(pair.generate(genai_runs.inputs(ids), config).tokens[0]) < 60  # the day it is mended we know it
-    run = genai_runs.generate(pair, genai_runs.inputs(ids), 60, 2)
+    assert len(pair.generate(genai.inputs(ids), config).tokens[0]) < 60  # the day it is mended we know it
+    run = genai.generate(pair, genai.inputs(ids), 60, 2)
     assert len(run.tokens) == sum(run.gained) + 1 == 60
 
 
@@ -224,8 +221,8 @@ def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
 def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
     """GenAI does not tell what it found in its cache: what is looked at is what its pipelines are loaded with."""
     given = []
-    load = genai_runs.load
-    monkeypatch.setattr(genai_runs, "load", lambda *arguments: given.append(arguments) or load(*arguments))
+    load = genai.load
+    monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments) or load(*arguments))
     ways = device_cell._genai_ways(JOB)
     assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
     assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
@@ -331,7 +328,7 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path):
     program = """
 import resource, signal, sys
 from pathlib import Path
-from results_file import ResultsFile
+from speculative.bench.devices.results import ResultsFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 kept = ResultsFile(Path(sys.argv[1]))
@@ -342,7 +339,7 @@ print(kept.problem)
 """
     path = tmp_path / "cells.jsonl"
     process = subprocess.run(
-        [sys.executable, "-c", program, path], cwd=ROOT / "scripts", capture_output=True, encoding="utf-8", timeout=60
+        [sys.executable, "-c", program, path], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60
     )
     assert process.stdout == "File too large\n", process.stderr
     assert list(ResultsFile(path).lines) == ["short"] and path.read_bytes().endswith(b"}\n")
@@ -438,8 +435,8 @@ def cell(device, draft_device, alone, speedup, low, high):
 )
 def test_the_answer_says_how_sure_it_is(speedup, low, high, words):
     cells = [cell("CPU", None, 10.0, 1.0, 1.0, 1.0), cell("CPU", "GPU", 10.0, speedup, low, high)]
-    device_matrix.compare(cells, ["1"], tokenizer=None)
-    lines = device_matrix.summary(cells)
+    matrix.compare(cells, ["1"], tokenizer=None)
+    lines = matrix.summary(cells)
     for word, line in zip(words, lines, strict=False):
         assert word in line
 
@@ -451,9 +448,9 @@ def test_minutes_between_cells_do_not_choose_the_device():
         cell("CPU", "NPU", 30.0, 1.5, 1.5, 1.5),
         cell("CPU", "GPU", 10.0, 2.0, 2.0, 2.0),
     ]
-    device_matrix.compare(cells, ["1"], tokenizer=None)
+    matrix.compare(cells, ["1"], tokenizer=None)
     assert cells[2].throughput > cells[1].throughput
-    lines = device_matrix.summary(cells)
+    lines = matrix.summary(cells)
     assert "draft on GPU" in lines[0] and not any("Not told apart" in line for line in lines)
 
 

@@ -12,15 +12,13 @@ from dataclasses import replace
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import MAIN, ROOT
-from killing import killed_at_rename
 from openvino._offline_transformations import paged_attention_transformation
-from waiting import PATIENCE, wait_until, wait_until_loaded
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import expansion
-import llama_ir
-from expansion import Shape
+from speculative.modelgen import expansion, llama_ir
+from speculative.modelgen.expansion import Shape
+from tests.support.killing import killed_at_rename
+from tests.support.paths import MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
 PROGRAM = "scripts/make_benchmark_pair.py"
 SMALL = Shape(11, 640, 10, 5, 64, 1500, 5000, 0)
@@ -163,7 +161,7 @@ def made(tmp_path_factory, prompts):
 
 
 def test_a_pair_is_what_it_says(made):
-    from speculative.pair_check import check_pair
+    from speculative.pair.check import check_pair
 
     out, process = made
     assert [path.name for path in sorted(out.parent.iterdir())] == ["medium"]  # no temporary folder left

@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
+
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">"' & \ud800"""
 PHONE, DESK = 390, 1280
@@ -452,7 +453,6 @@ def test_a_full_disk_leaves_the_old_page(tmp_path):
         "import resource, runpy, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
-        "sys.path.insert(0, 'scripts')\n"
         "runpy.run_path('scripts/report.py', run_name='__main__')\n"
     )
     process = subprocess.run(

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE, wait_until, wait_until_loaded
+
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
 
 def last_line(process):
@@ -42,12 +43,12 @@ def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run):
 
 BROKEN = {  # a line of Python that breaks this project's engine, and what smoke.py says of it
     "accepts everything": (
-        "import speculative.growing_text as g, speculative.rejection_sampling as r; "
+        "import speculative.sequence.sequence as g, speculative.sampling.rejection_sampling as r; "
         "g.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))",
         "this engine: the text after 'def read_notes(path):' differs from the main model's own at new token",
     ),
     "loses what it streams": (
-        "import speculative.recording as r; take = r.Recording.take; "
+        "import speculative.sequence.output as r; take = r.Recording.take; "
         "r.Recording.take = lambda self, step: (take(self, step)[0], '')",
         "this engine: the text streamed after 'def read_notes(path):' is not the text returned",
     ),
@@ -206,10 +207,8 @@ def test_no_prompt_is_answered_from_a_cache():
     """A prompt that came before is read again, by GenAI's pipeline and by our engine; kept caches would be noticed."""
     import numpy as np
 
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from decoding_ways import genai_pipeline, genai_way, our_way
-
     from speculative import decoder
+    from speculative.bench.methods import genai_pipeline, genai_way, our_way
 
     ids = np.arange(900) * 7919 % 4000
     engine = decoder.load(MAIN, draft=DRAFT)

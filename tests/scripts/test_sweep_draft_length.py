@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DRAFT, MAIN, ROOT
-from waiting import PATIENCE, wait_until
 
-from speculative import metrics
+from speculative.sequence import metrics
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAM = "scripts/sweep_draft_length.py"
 SMALL = ("--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "1")
@@ -62,7 +62,7 @@ def test_the_prediction_is_leviathans(swept):
 def test_costs_are_in_steps_of_the_main_model(kept_signals, monkeypatch):
     """Medians: a draft step of 2 s, a main step of 10 s, and 12 s for the check of three draft tokens."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    from sweep_draft_length import MeasuredCosts
+    from scripts.sweep_draft_length import MeasuredCosts
 
     costs = MeasuredCosts(None, None, [3], 8, steps=[2.0, 1.0, 9.0], verifies={0: [10.0, 8.0, 30.0], 3: [12.0]})
     assert costs.cost_ratio == 0.2 and costs.verify_ratio(3) == 1.2 and costs.verify_ratio(0) == 1

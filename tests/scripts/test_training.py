@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-from waiting import PATIENCE, wait_until
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import embedded_text
+from speculative.modelgen import text as embedded_text
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def test_recipes_render_whole_and_differ():
@@ -36,7 +34,8 @@ def test_every_recipe_is_python():
 
 def test_deepening_changes_nothing():
     import torch
-    from train_embedded_pair import MAIN_SHAPE, deepen, new_model
+
+    from scripts.train_embedded_pair import MAIN_SHAPE, deepen, new_model
 
     torch.manual_seed(0)
     shallow = new_model(MAIN_SHAPE, 2).eval()

@@ -18,25 +18,23 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 
-sys.path.append(str(ROOT / "scripts"))
-
-import text_quality
-import tune
-import tune_verdict
-from child_process import Failed
-from device_matrix import Device
-from device_places import Place
-from ray_cells import Machine
-from text_quality import Quality, ReferenceText
-from tune_settings import SCHEDULERS, Setting
-from tune_stages import Candidate, Tuning
-from worker_process import WorkerProcess
-
-from speculative import cached_model, recommendation
-from speculative.draft_length import Costs
-from speculative.genai_runs import Run
+from scripts import tune
+from speculative.bench import quality as text_quality
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.cluster.ray_nodes import Machine
+from speculative.bench.cluster.worker_process import WorkerProcess
+from speculative.bench.devices.matrix import Device
+from speculative.bench.genai import Run
+from speculative.bench.quality import Quality, ReferenceText
+from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.settings import SCHEDULERS, Setting
+from speculative.bench.tuning.stages import Candidate, Tuning
+from speculative.drafting.policy import Costs
+from speculative.models import cached_model
+from speculative.pair import recommendation
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 PROMPT = "def read_file(path):"
 SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
@@ -405,8 +403,7 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
 
 CRASHES = """
 import os, signal, sys
-sys.path.insert(0, "scripts")
-import tune_worker
+from speculative.bench.tuning import worker as tune_worker
 decode = tune_worker.Bench.decode
 
 def crash(self, setting, *arguments):
@@ -423,13 +420,14 @@ tune_worker.main()
 def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
     """Here it is the adaptive length that ends the process of the models."""
     pair = copy_pair(tmp_path)
-    (tmp_path / "worker.py").write_text(CRASHES, encoding="utf-8")
-    program = "import sys, tune, tune_bench; tune_bench.WORKER = tune.Path(sys.argv.pop(1)); sys.exit(tune.main())"
-    command = [sys.executable, "-c", program, tmp_path / "worker.py", pair / "main", pair / "draft"]
+    (tmp_path / "crashing_worker.py").write_text(CRASHES, encoding="utf-8")
+    program = "import sys; from scripts import tune; from speculative.bench.tuning import client; "
+    program += "client.WORKER = sys.argv.pop(1); sys.exit(tune.main())"
+    command = [sys.executable, "-c", program, "crashing_worker", pair / "main", pair / "draft"]
     done = subprocess.run(
         list(map(str, [*command, "--minutes", 0.2, "--max-prompts", 2, *SHORT])),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tmp_path)))},
         capture_output=True,
         encoding="utf-8",
         timeout=300,
@@ -448,8 +446,7 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     program = tmp_path / "worker.py"
     program.write_text(
         "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-        "import worker_process\n"
+        "from speculative.bench.cluster import worker_process\n"
         "kept = []\n"
         "functions = {'keep': kept.append, 'all': lambda: kept, 'end': lambda: os._exit(3), 'find': {}.__getitem__}\n"
         "print('noise')\n"
@@ -477,8 +474,7 @@ def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
     program.write_text(
         "import os, sys\n"
         "from pathlib import Path\n"
-        f"sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-        "import worker_process\n"
+        "from speculative.bench.cluster import worker_process\n"
         "kept = []\n"
         "def keep(name):\n"
         "    if Path(name).exists():\n"
@@ -633,8 +629,7 @@ def test_an_engine_that_gains_nothing_names_the_sample_that_does(run, recommende
 
 
 def test_samples_and_library_know_weights_by_the_same_fingerprint():
-    sys.path.append(str(ROOT / "samples"))
-    import console
+    from samples import console
 
     assert console.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
     assert console.RECOMMENDED == recommendation.FILE

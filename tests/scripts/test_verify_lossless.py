@@ -12,15 +12,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 from openvino_genai import GenerationConfig
-from waiting import PATIENCE, wait_until_loaded
 
-from speculative import cached_model, lossless_check
 from speculative.decoder import Decoder
-from speculative.draft_source import PromptLookup
-from speculative.growing_text import GrowingText
-from speculative.lossless_check import OTHER, cell_of, compare, exact_joint
+from speculative.drafting.proposers import PromptLookup
+from speculative.models import cached_model
+from speculative.sampling import lossless_check
+from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_joint
+from speculative.sequence.sequence import GrowingText
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import PATIENCE, wait_until_loaded
 
 SCRIPT = "scripts/verify_lossless.py"
 NO_DIFFERENCE = "no difference found"
@@ -208,25 +209,23 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
 
 def run_with(patch, *arguments):
     """Run the script with a line of Python before it that breaks the engine."""
-    start = (
-        f"import runpy, sys; sys.path[:0] = ['.', 'scripts']; {patch}\nrunpy.run_path('{SCRIPT}', run_name='__main__')"
-    )
+    start = f"import runpy, sys; {patch}\nrunpy.run_path('{SCRIPT}', run_name='__main__')"
     command = [sys.executable, "-c", start, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
 
 
 ACCEPT_ALL = (
-    "import speculative.growing_text as d, speculative.rejection_sampling as r; "
+    "import speculative.sequence.sequence as d, speculative.sampling.rejection_sampling as r; "
     "d.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))"
 )
 CRASH = (
-    "import speculative.draft_source as d; "
+    "import speculative.drafting.proposers as d; "
     "d.ModelDraft.propose = lambda *_: (_ for _ in ()).throw(RuntimeError('the planted crash'))"
 )
 
 
 NO_GENAI = (
-    "import speculative.genai_runs as g; load = g.load; "
+    "import speculative.bench.genai as g; load = g.load; "
     "g.load = lambda *a: load(*a) if a[2] is None else (_ for _ in ()).throw(RuntimeError('a planted failure'))"
 )
 
@@ -282,7 +281,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
 
 
 NO_REFERENCE = (
-    "import speculative.genai_runs as g; load = g.load; "
+    "import speculative.bench.genai as g; load = g.load; "
     "g.load = lambda *a: load(*a) if a[2] else (_ for _ in ()).throw(RuntimeError('no reference'))"
 )
 NO_OWN_REFERENCE = (

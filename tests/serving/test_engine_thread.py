@@ -5,17 +5,17 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import MAIN
 from openvino_genai import GenerationConfig, Tokenizer
-from tiny_llama import save_tiny_llama
 
-from samples.serve.engine_thread import Engine, EngineFailed
-from speculative import cached_model
 from speculative.batch_decoder import BatchDecoder
-from speculative.batch_draft_length import BatchDraftLength
-from speculative.batch_model import BatchModel
-from speculative.block_pool import NoRoom
-from speculative.cost_curve import CostCurve
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import CostCurve
+from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel
+from speculative.models.block_pool import NoRoom
+from speculative.serving.engine_thread import Engine, EngineFailed
+from tests.support.paths import MAIN
+from tests.support.tiny_llama import save_tiny_llama
 
 TINY = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 PATIENCE = 60  # seconds, for what takes milliseconds

@@ -16,11 +16,12 @@ import httpx
 import openai
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Server
-from waiting import wait_until
+
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.serving import Server
+from tests.support.waiting import wait_until
 
 KEY = "a key that only tests know"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")

@@ -12,20 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from conftest import DRAFT, MAIN
 from pydantic import ValidationError
-from serving import Api
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
-from waiting import PATIENCE, wait_until
 
-from samples.serve import application, arguments, connections, health, request_body
-from samples.serve.engine_thread import EngineFailed
-from samples.serve.guard import digest
-from samples.serve.openai_schema import Answer, ApiError, ChatAsked, CompletionAsked
-from speculative import batch_decoder, cached_model
-from speculative.block_pool import NoRoom
-from speculative.cost_curve import CostCurve
-from speculative.draft_source import ModelDraft
+from speculative import batch_decoder
+from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.proposers import ModelDraft
+from speculative.models import cached_model
+from speculative.models.block_pool import NoRoom
+from speculative.serving import application, arguments, connections, health, request_body
+from speculative.serving.engine_thread import EngineFailed
+from speculative.serving.middleware import digest
+from speculative.serving.protocol import Answer, ApiError, ChatAsked, CompletionAsked
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import Api
+from tests.support.waiting import PATIENCE, wait_until
 
 ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1, "temperature": 0}
 HI = {"role": "user", "content": "Hi"}

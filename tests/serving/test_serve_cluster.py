@@ -17,14 +17,12 @@ import httpx
 import openai
 import psutil
 import pytest
-from conftest import ROOT
-from serving import Server, ray_cluster
-from waiting import PATIENCE, wait_until
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from load_clients import Endpoint, ask
-from load_figures import outcomes
-from started_server import free_port
+from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.metrics import outcomes
+from speculative.bench.load.server import free_port
+from tests.support.serving import Server, ray_cluster
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
 ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

@@ -10,23 +10,20 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.request
 
 import psutil
 import pytest
-import waiting
-from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Server
-from waiting import PATIENCE
 
-sys.path.insert(0, str(ROOT / "scripts"))
-from load_clients import Endpoint, ask
-from load_figures import outcomes
+from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.metrics import outcomes
+from tests.support import waiting
+from tests.support.serving import Server
+from tests.support.waiting import PATIENCE
 
 LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}  # seconds of text
 LONGER = {**LONG, "max_tokens": 1000}

@@ -1,7 +1,7 @@
 """The server in use for 20 minutes by clients of all kinds: memory stays flat, no place and no block is lost.
 
-python -m pytest tests/test_serve_soak.py --long -s
-SOAK_MINUTES=5 python -m pytest tests/test_serve_soak.py --long -s
+python -m pytest tests/serving/test_serve_soak.py --long -s
+SOAK_MINUTES=5 python -m pytest tests/serving/test_serve_soak.py --long -s
 """
 
 import asyncio
@@ -21,17 +21,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from conftest import DRAFT, ROOT
 from openvino_genai import GenerationConfig
-from serving import Server
-from waiting import wait_until
 
-from samples.serve.engine_thread import Engine
 from speculative import batch_decoder
-
-sys.path.insert(0, str(ROOT / "scripts"))
-from load_clients import Endpoint, ask
-from load_figures import outcomes
+from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.metrics import outcomes
+from speculative.serving.engine_thread import Engine
+from tests.support.paths import DRAFT
+from tests.support.serving import Server
+from tests.support.waiting import wait_until
 
 CONTEXT = 1024  # tokens, of the embedded pair
 RUNNING, WAITING, CLIENTS = 6, 8, 10

@@ -12,26 +12,28 @@ import json
 import numpy as np
 import openvino
 import openvino_genai
-import pooled_draws
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 from openvino_genai import GenerationConfig
-from pooled_draws import distance, pooled, times_found
-from tiny_llama import save_tiny_llama, tiny_llama
 
-from scripts import llama_ir
-from scripts.llama_ir import Matrix
-from speculative import batch_decoder, cached_model, growing_text
+from speculative import batch_decoder
 from speculative.batch_decoder import BatchDecoder
-from speculative.batch_draft_length import BatchDraftLength
-from speculative.batch_model import BatchModel, Slot
-from speculative.block_pool import BlockPool, NoRoom
-from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder
-from speculative.draft_length import FixedDraftLength
-from speculative.draft_source import ModelDraft, PromptLookup
-from speculative.lossless_check import compare, exact_joint, main_alone
-from speculative.paged_model import PagedModel, Run, rounded_up
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.policy import FixedDraftLength
+from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import Matrix
+from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel, Slot
+from speculative.models.block_pool import BlockPool, NoRoom
+from speculative.models.paged_model import PagedModel, Run, rounded_up
+from speculative.sampling.lossless_check import compare, exact_joint, main_alone
+from speculative.sequence import sequence
+from tests.support import pooled_draws
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.pooled_draws import distance, pooled, times_found
+from tests.support.tiny_llama import save_tiny_llama, tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
@@ -541,17 +543,17 @@ def draft_tokens_of_another_text(patch):
 
 def one_stream_of_random_numbers_for_all(patch):
     one = np.random.default_rng(0)
-    patch.setattr(growing_text.GrowingText, "random", property(lambda self: one, lambda self, own: None), raising=False)
+    patch.setattr(sequence.GrowingText, "random", property(lambda self: one, lambda self, own: None), raising=False)
 
 
 def draft_distribution_of_the_text_before(patch):
-    draft, last = growing_text.GrowingText.draft, []
+    draft, last = sequence.GrowingText.draft, []
 
     def wrong(self, proposal):
         last.append(proposal.q)
         draft(self, proposal._replace(q=last[-2] if last[-2:-1] and last[-2][proposal.token] > 0 else proposal.q))
 
-    patch.setattr(growing_text.GrowingText, "draft", wrong)
+    patch.setattr(sequence.GrowingText, "draft", wrong)
 
 
 BUGS = {  # and whether the distribution of a few hundred draws shows them

@@ -12,13 +12,15 @@ import threading
 import numpy as np
 import openvino_genai
 import pytest
-from conftest import CORES, DRAFT, MAIN, ROOT
 from openvino_genai import GenerationConfig, StreamingStatus
 
-from speculative import cached_model, decoder, genai_runs
+from speculative import decoder
+from speculative.bench import genai
 from speculative.decoder import Decoder
-from speculative.draft_length import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.draft_source import ModelDraft, PromptLookup
+from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.models import cached_model
+from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 CODE = ROOT / "scripts/prompts/embedded_code.jsonl"
@@ -61,10 +63,10 @@ def make(models, tokenizer):
 @pytest.fixture(scope="module")
 def plain(models, tokenizer):
     """What the main model alone says, by GenAI."""
-    pipe = genai_runs.load(MAIN, "CPU", None, "", EXACT, {})
+    pipe = genai.load(MAIN, "CPU", None, "", EXACT, {})
 
     def plain(prompt, tokens):
-        return genai_runs.generate(pipe, genai_runs.encode(tokenizer, prompt), tokens).tokens
+        return genai.generate(pipe, genai.encode(tokenizer, prompt), tokens).tokens
 
     return plain
 
@@ -90,9 +92,9 @@ def test_long_greedy_text_is_that_of_the_main_model_alone(make, plain):
 
 
 def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
-    pipe = genai_runs.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
+    pipe = genai.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
-        theirs = genai_runs.generate(pipe, genai_runs.encode(tokenizer, prompt), 80, k)
+        theirs = genai.generate(pipe, genai.encode(tokenizer, prompt), 80, k)
         ours = make().generate(prompt, greedy(80, num_assistant_tokens=k))
         assert ours.tokens == theirs.tokens
 
@@ -332,7 +334,8 @@ def test_load_measures_costs_once_and_keeps_them(tmp_path):
 @pytest.mark.skipif(len(CORES) < 2, reason="one core, or a system that does not tell")
 def test_costs_are_kept_for_the_cores_in_use():
     program = """import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))
-from speculative import costs, device_facts; print(device_facts.usable_cores(), costs.key())"""
+from speculative.drafting import cost_model as costs
+from speculative.pair import devices as device_facts; print(device_facts.usable_cores(), costs.key())"""
 
     def said_on(cores):
         command = [sys.executable, "-c", program, *map(str, cores)]

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from openvino_genai import GenerationConfig
-from tiny_llama import tiny_llama
 
-from scripts import llama_ir
-from speculative import cached_model
 from speculative.batch_decoder import BatchDecoder
-from speculative.batch_draft_length import BatchDraftLength
-from speculative.batch_model import BatchModel, Part, Slot
-from speculative.block_pool import BlockPool, Lease, NoRoom
-from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import CostCurve
+from speculative.modelgen import llama_ir
+from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel, Part, Slot
+from speculative.models.block_pool import BlockPool, Lease, NoRoom
+from tests.support.tiny_llama import tiny_llama
 
 BLOCKS, BLOCK = 12, 4  # of the pool alone
 ROOM, CONTEXT = 512, 150  # tokens: of all texts, of the longest one

@@ -3,11 +3,12 @@
 import numpy as np
 import openvino_genai
 import pytest
-from real_model import smollm2
-from test_cached_model import OneShort, OneTooFar
 
-from speculative import cached_model, decoder
-from speculative.paged_model import PagedModel
+from speculative import decoder
+from speculative.models import cached_model
+from speculative.models.paged_model import PagedModel
+from tests.speculative.models.test_cached_model import OneShort, OneTooFar
+from tests.support.real_model import smollm2
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 PROMPTS = ["Write a list of five fruits, then write the same list again.", "Why is the sky blue?"]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DRAFT, MAIN
 from openvino_genai import GenerationConfig
 
-from speculative import cached_model
 from speculative.decoder import Decoder
-from speculative.draft_source import ModelDraft
+from speculative.drafting.proposers import ModelDraft
+from speculative.models import cached_model
+from tests.support.paths import DRAFT, MAIN
 
 GROWTH = 20_000_000  # bytes that a longer text may need; a leak of one set of logits a step is 100 times that
 

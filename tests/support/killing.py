@@ -4,8 +4,8 @@ import signal
 import subprocess
 import sys
 
-from conftest import ROOT
-from waiting import PATIENCE
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 
 KILL_AT_RENAME = """
 import os, runpy, signal, sys

@@ -5,7 +5,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from speculative.lossless_check import chi_square_p_value
+from speculative.sampling.lossless_check import chi_square_p_value
 
 FALSE_ALARM = 1e-5  # the chance that right ones fail together
 

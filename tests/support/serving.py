@@ -21,14 +21,14 @@ from pathlib import Path
 import openai
 import pytest
 import uvicorn
-from conftest import DRAFT, MAIN, ROOT
-from waiting import wait_until
 
-from samples.serve.endpoint import Endpoint
-from samples.serve.engine_thread import Engine
-from samples.serve.limits import Limits
-from scripts.started_server import free_port
-from speculative.processes import interrupt_group, own_group
+from speculative.bench.load.server import free_port
+from speculative.cli.processes import interrupt_group, own_group
+from speculative.serving.endpoint import Endpoint
+from speculative.serving.engine_thread import Engine
+from speculative.serving.limits import Limits
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.waiting import wait_until
 
 READY_SECONDS = 180
 

@@ -19,7 +19,7 @@ from openvino import opset13
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from convert.errors import ConvertError
+from speculative.convert.errors import ConvertError
 
 INITIALIZER_RANGE = 0.2
 EMBEDDING_SIZE = 8
@@ -102,7 +102,8 @@ def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizer
 
 
 def run_optimum_here(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
-    """Stands in for convert.optimum_cli.run: the same optimum-cli, without the seconds a new process needs to start."""
+    """Stands in for speculative.convert.optimum_cli.run: the same optimum-cli, without the seconds a new process needs
+    to start."""
     from optimum.commands.optimum_cli import main
 
     torch.set_num_threads(1)  # the models are too small to share out

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import openvino
 
-from scripts import llama_ir
-from scripts.llama_ir import Layer, Llama, Matrix
+from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import Layer, Llama, Matrix
 
 VOCABULARY = 8
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 16

@@ -1,6 +1,6 @@
 """A job in a process of its own, with a time limit: whatever happens to it is one sentence here.
 
-    answer = run([sys.executable, "device_cell.py"], {"look_up": ["CPU"]}, timeout=60)
+    answer = run([sys.executable, "-m", "speculative.bench.devices.cell"], {"look_up": ["CPU"]}, timeout=60)
 
 The child gets the job as one line of JSON on its standard input, which stays open as long as this process lives, and
 gives its answer as JSON on the last line of its standard output. It leads a process group of its own (on Windows: a
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from speculative.processes import kill_group, no_sigpipe, own_group
+from speculative.cli.processes import kill_group, no_sigpipe, own_group
 
 LOOK = 0.05  # seconds between two looks at the child
 SHOWN = 200  # characters of what it said last

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from child_process import Failed
-from device_matrix import Cell, Device
-from ray_cells import Lost, Machine
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.ray_nodes import Lost, Machine
+from speculative.bench.devices.matrix import Cell, Device
 
 LOOK_UP_SECONDS = 60
 
@@ -21,7 +21,7 @@ class Place:
     """A machine that measures cells; without a `machine` of a cluster it is this one."""
 
     devices: dict[str, Device]
-    run: Callable  # as child_process.run, with a job of device_cell.py
+    run: Callable  # as child_process.run, with a job of devices/cell.py
     versions: list[str]  # of openvino_genai, and the processor's name
     kind: str = ""
     machine: Machine | None = None
@@ -84,7 +84,10 @@ def in_cluster(
     """The machines whose devices could be looked up; the others are noted with the reason."""
     places = []
     for machine in machines:
-        run = lambda job, timeout, waiting=None, machine=machine: machine.run("device_cell.py", job, timeout)  # noqa: E731
+
+        def run(job, timeout, waiting=None, machine=machine):
+            return machine.run("speculative.bench.devices.cell", job, timeout)
+
         try:
             places.append(of(machine, run, names, emulate_npu))
         except (Failed, Lost) as error:

@@ -1,7 +1,7 @@
 """The machines of a Ray cluster, each with its devices, to measure on: one thing at a time on each.
 
-    with ray_cells.connect("10.0.0.1:6379") as machines:
-        answer = machines[0].run("device_cell.py", {"look_up": ["CPU"]}, timeout=60)
+    with ray_nodes.connect("10.0.0.1:6379") as machines:
+        answer = machines[0].run("speculative.bench.devices.cell", {"look_up": ["CPU"]}, timeout=60)
 
 Each machine gets an actor that holds all of its CPUs and declared devices, so that Ray gives it no other work, and
 machines that are one computer (several Ray nodes on it) take turns: what is measured is alone. This project's code
@@ -23,14 +23,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import child_process
-import worker_process
-from child_process import Failed, OutOfTime
-from worker_process import RAISED, WorkerProcess
+from speculative.bench.cluster import child_process, worker_process
+from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
+from speculative.cli.processes import no_sigpipe
 
-from speculative.processes import no_sigpipe
-
-HERE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[2]  # travels with the job
 RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # devices as resources of Ray
 WAIT = 60  # seconds for a machine to be free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
@@ -41,11 +39,12 @@ class Lost(Exception):
 
 
 class Host:
-    """On a machine of the cluster: runs programs of this folder in processes of their own."""
+    """On a machine of the cluster: runs modules of this package in processes of their own."""
 
     def facts(self, folders: list[str]) -> dict:
         """Which computer this is, and the fingerprints of the models in these folders (None where there is none)."""
-        from speculative import device_facts, recommendation
+        from speculative.pair import devices as device_facts
+        from speculative.pair import recommendation
 
         prints = {}
         for folder in folders:
@@ -57,13 +56,13 @@ class Host:
 
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:
-            return "ok", child_process.run([sys.executable, str(HERE / program)], job, timeout)
+            return "ok", child_process.run([sys.executable, "-m", program], job, timeout)
         except Failed as error:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
     def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
         """`what` ("call" or "remember") of the one worker_process.WorkerProcess here: the error's name, the answer."""
-        self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, str(HERE / program)])
+        self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, "-m", program])
         try:
             return "", getattr(self._worker, what)(*arguments)
         except (Failed, *RAISED.values()) as error:
@@ -161,7 +160,7 @@ def _look_for(address: str) -> None:
 
 
 def _join(ray, address: str) -> None:
-    runtime = {"working_dir": str(HERE), "py_modules": [str(HERE.parent / "speculative")]}
+    runtime = {"py_modules": [str(PACKAGE)]}
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -1,6 +1,6 @@
 """A process that keeps what it made between calls, and that a crash costs only that: for tune.py.
 
-    worker = WorkerProcess([sys.executable, "tune_worker.py"])
+    worker = WorkerProcess([sys.executable, "-m", "speculative.bench.tuning.worker"])
     worker.remember("open", main, capacity)  # a call that is made again whenever the process is started anew
     run = worker.call("decode", setting, ids, 100)
 
@@ -21,10 +21,9 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-import child_process
-from child_process import Failed, OutOfTime
-
-from speculative.processes import no_sigpipe, own_group
+from speculative.bench.cluster import child_process
+from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.cli.processes import no_sigpipe, own_group
 
 SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
 START = b"\0answers\0"  # behind what libraries print while they are imported

@@ -13,17 +13,18 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import openvino as ov
 import openvino_genai
-from measuring import OtherLoad, Way, interleave, precision, row
 from openvino_genai import GenerationConfig, SchedulerConfig
 
-from speculative import cached_model, decoder, device_facts, genai_runs
+from speculative import decoder
+from speculative.bench import genai
+from speculative.bench.harness import OtherLoad, Way, interleave, precision, row
+from speculative.cli.processes import utf8_output
 from speculative.decoder import Decoder, Generation
-from speculative.processes import utf8_output
+from speculative.models import cached_model
+from speculative.pair import devices as device_facts
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # of Intel devices: all are looked for
@@ -88,13 +89,13 @@ def measure(job: dict) -> dict:
 
 def _genai_ways(job: dict) -> list[Way]:
     main, device, properties, n = job["main"], job["main_device"], job["main_properties"], job["max_new_tokens"]
-    alone = genai_runs.load(main, device, None, "", _without_prefix_cache(properties, device), {})
-    ways = [Way("alone", "GenAI", 0, 0.0, lambda ids: genai_runs.generate(alone, genai_runs.inputs(ids), n))]
+    alone = genai.load(main, device, None, "", _without_prefix_cache(properties, device), {})
+    ways = [Way("alone", "GenAI", 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
     if job["draft_device"]:
         given = _without_prefix_cache(properties, device + job["draft_device"])
-        pair = genai_runs.load(main, device, job["draft"], job["draft_device"], given, job["draft_properties"])
+        pair = genai.load(main, device, job["draft"], job["draft_device"], given, job["draft_properties"])
         for k in job["draft_lengths"]:
-            decode = lambda ids, k=k: genai_runs.generate(pair, genai_runs.inputs(ids), n, k)  # noqa: E731
+            decode = lambda ids, k=k: genai.generate(pair, genai.inputs(ids), n, k)  # noqa: E731
             ways.append(Way(f"K = {k}", "GenAI", k, 0.0, decode))
     return ways
 

@@ -7,10 +7,10 @@ import statistics
 from dataclasses import dataclass, field
 
 import openvino_genai
-from measuring import OtherLoad
-from text_quality import NEAR_TIE
 
-from speculative.device_facts import VIRTUAL
+from speculative.bench.harness import OtherLoad
+from speculative.bench.quality import NEAR_TIE
+from speculative.pair.devices import VIRTUAL
 
 KINDS = ("CPU", "GPU", "NPU", *VIRTUAL)
 ALONE = "none"  # the draft device of the main model alone
@@ -57,7 +57,7 @@ def device_list(text: str) -> list[str]:
 
 @dataclass
 class Cell:
-    """A main device with a draft device (None: alone), the job for device_cell.py and what came of it."""
+    """A main device with a draft device (None: alone), the job for devices/cell.py and what came of it."""
 
     main: Device
     draft: Device | None
@@ -68,7 +68,7 @@ class Cell:
     timeout: float = 0.0
     machine: str = ""  # of a cluster, that measured it
     machine_kind: str = ""  # what the figures of two machines must have in common to be compared
-    answer: dict = field(default_factory=dict)  # device_cell's
+    answer: dict = field(default_factory=dict)  # cell.py's
     alone: list[float] = field(default_factory=list)  # tokens/s of main alone on this device, in each cell with it
     difference: dict | None = None  # from the first cell's text
 

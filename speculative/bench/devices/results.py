@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from whole_file import write_whole
+from speculative.cli.whole_file import write_whole
 
 START = b'{"key": '  # of every line
 

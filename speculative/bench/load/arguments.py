@@ -5,9 +5,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from arguments import above_zero, add_prompt_arguments, two_or_more, whole
-from measuring import add_output_arguments, output_file, write_outputs
-from whole_file import write_whole
+from speculative.bench.harness import add_output_arguments, output_file, write_outputs
+from speculative.cli.arguments import above_zero, add_prompt_arguments, two_or_more, whole
+from speculative.cli.whole_file import write_whole
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def write_load_outputs(arguments: argparse.Namespace, result: dict, table: str) 
     """The plot, and all that `write_outputs` writes. False where the plot could not be written."""
     written = True
     if arguments.png:
-        import load_plot
+        from speculative.bench.load import plot as load_plot
 
         try:
             write_whole(arguments.png, load_plot.png(result["rows"]))

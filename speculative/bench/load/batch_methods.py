@@ -15,19 +15,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import openvino as ov
 import openvino_genai
-import worker_process
-from load_figures import Answer, Load, Span
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
-from start_cost import peak_memory
-from worker_process import WorkerProcess
 
-from speculative import batch_decoder, genai_runs, huge_pages
+from speculative import batch_decoder
 from speculative.batch_decoder import BatchDecoder
+from speculative.bench import genai
+from speculative.bench.cluster import worker_process
+from speculative.bench.cluster.worker_process import WorkerProcess
+from speculative.bench.load.metrics import Answer, Load, Span
+from speculative.bench.startup import peak_memory
+from speculative.models import huge_pages
 
 CACHE_TOKENS = 8192  # of all texts together; GenAI's caches grow as needed
 
@@ -42,7 +42,7 @@ class Prompts:
     def __getitem__(self, number: int) -> np.ndarray:
         """Ids [n], through the main model's chat template if it has one."""
         text = f"# {number}\n{self._texts[number % len(self._texts)]}"
-        return np.array(genai_runs.encode(self._tokenizer, text).input_ids.data[0])
+        return np.array(genai.encode(self._tokenizer, text).input_ids.data[0])
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class BatchingProcess:
     def __init__(self, job: dict):
         """`job` has what `Batch.load` takes."""
         self.job = job
-        self._worker = WorkerProcess([sys.executable, __file__])
+        self._worker = WorkerProcess([sys.executable, "-m", "speculative.bench.load.batch_methods"])
 
     def start(self) -> None:
         """Load the models in a new process. Raises RuntimeError or ValueError where they are refused, and Failed."""

@@ -1,8 +1,8 @@
 """The charts of a server under load, for the report's page: one line for each way over the number of clients."""
 
-from markup import Markup, tag
-from report_tables import finite, how, section
-from svg_charts import Axis, Plot, axis, colour, legend, shape, swatch
+from speculative.bench.reporting.markup import Markup, tag
+from speculative.bench.reporting.svg import Axis, Plot, axis, colour, legend, shape, swatch
+from speculative.bench.reporting.tables import finite, how, section
 
 PANELS = {  # key of a row: its range, the heading, what the axis says, its unit over the row's, how to read it
     "throughput": (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from load_figures import Answer, Span
+from speculative.bench.load.metrics import Answer, Span
 
 PATIENCE = 120.0  # seconds without any byte after which a request counts as lost
 MOST_WAIT = 5.0  # seconds that a client waits at most where it is told to ask again later

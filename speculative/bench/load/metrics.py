@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from measuring import ctrl_c_raises, shuffled
 from tqdm import tqdm
 
-from speculative import metrics
+from speculative.bench.harness import ctrl_c_raises, shuffled
+from speculative.sequence import metrics
 
 OUTCOMES = ("answered", "refused", "cut off", "lost")
 EACH = 100_000  # numbers of prompts set apart for one measurement

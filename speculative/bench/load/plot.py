@@ -4,7 +4,7 @@
 
 import io
 
-from speedup_plot import COLOURS, DOTS, MARKERS
+from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
 
 SIZE = (9.6, 6.6)  # inches
 PANELS = [  # key of a row, its range, what the axis says, its unit over the row's

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from speculative.processes import kill_group, own_group
+from speculative.cli.processes import kill_group, own_group
 
-SERVE_PAIR = Path(__file__).resolve().parent.parent / "samples/serve/serve_pair.py"
+SERVE_PAIR = Path(__file__).resolve().parents[3] / "samples/serve/serve_pair.py"
 READY = "ready: "  # then the URL, on a line of its standard error
 START = 180.0  # seconds to get ready
 END = 60.0  # seconds to answer what it has taken, and to end what it started

@@ -1,8 +1,19 @@
 """The charts of the report's page: speedup, acceptance, the time of an iteration, the candidates of a tuning."""
 
-from markup import Markup, tag
-from report_tables import candidate_name, finite, how, section, way
-from svg_charts import Axis, Plot, axis, colour, legend, part_swatch, shape, stacked_bars, swatch, whole_axis
+from speculative.bench.reporting.markup import Markup, tag
+from speculative.bench.reporting.svg import (
+    Axis,
+    Plot,
+    axis,
+    colour,
+    legend,
+    part_swatch,
+    shape,
+    stacked_bars,
+    swatch,
+    whole_axis,
+)
+from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the way to decode
 FIGURES = ("throughput", "speedup", "speedup_range")  # of a recommendation, beside its settings

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from markup import Markup, join, tag
+from speculative.bench.reporting.markup import Markup, join, tag
 
 WIDTH = 360
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 16, 42  # margins

@@ -2,9 +2,8 @@
 
 import math
 
-from markup import Markup, join, tag
-
-from speculative import metrics
+from speculative.bench.reporting.markup import Markup, join, tag
+from speculative.sequence import metrics
 
 LINE_BREAK, NOTHING = "\u21b5", "\u2205"  # shown for a line break in a token, and for a token without text
 

@@ -1,24 +1,23 @@
 """Where tune.py has its models: on this machine or one of a cluster, in a process of their own."""
 
 import sys
-from pathlib import Path
 
-from child_process import Failed
-from device_places import Place
-from worker_process import WorkerProcess
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.cluster.worker_process import WorkerProcess
 
-WORKER = Path(__file__).with_name("tune_worker.py")
+WORKER = "speculative.bench.tuning.worker"
 
 
 class Bench:
-    """The models on a machine, in a process of their own: tune_worker.py's, whose methods are called by name."""
+    """The models on a machine, in a process of their own: tuning/worker.py's, whose methods are called by name."""
 
     def __init__(self, place: Place):
         self.machine = place.machine
-        self._worker = None if place.machine else WorkerProcess([sys.executable, str(WORKER)])
+        self._worker = None if place.machine else WorkerProcess([sys.executable, "-m", WORKER])
 
     def call(self, name: str, *arguments) -> object:
-        """Raises what tune_worker.py raises, Failed when its process crashed, ray_cells.Lost when the machine is."""
+        """Raises what tuning/worker.py raises, Failed when its process crashed, ray_nodes.Lost when the machine is."""
         return self._do("call", name, *arguments)
 
     def ask(self, name: str, *arguments) -> object:
@@ -38,5 +37,5 @@ class Bench:
 
     def _do(self, what: str, *arguments) -> object:
         if self.machine:
-            return self.machine.worker(what, WORKER.name, *arguments)
+            return self.machine.worker(what, WORKER, *arguments)
         return getattr(self._worker, what)(*arguments)

@@ -9,9 +9,9 @@ and the last ones in rounds in turns with the choice.
 
 import statistics
 
-from tune_settings import PropertySet, Setting
-from tune_stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
-from tune_verdict import figures
+from speculative.bench.tuning.settings import PropertySet, Setting
+from speculative.bench.tuning.stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
+from speculative.bench.tuning.verdict import figures
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
 LAST = 6  # settings of the last rounds, beside the choice and the main model alone

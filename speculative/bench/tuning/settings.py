@@ -12,11 +12,13 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-from speculative import cached_model, device_facts, genai_runs
-from speculative.cached_model import CachedModel
+from speculative.bench import genai
 from speculative.decoder import Decoder, Generation
-from speculative.draft_length import AdaptiveDraftLength, Costs
-from speculative.draft_source import ModelDraft
+from speculative.drafting.policy import AdaptiveDraftLength, Costs
+from speculative.drafting.proposers import ModelDraft
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
+from speculative.pair import devices
 
 Properties = tuple[tuple[str, object], ...]
 """Sorted, so that equal sets are equal."""
@@ -96,7 +98,7 @@ class Setting:
         return f"K = {self.draft_length}" if isinstance(self.draft_length, int) else self.draft_length
 
     def as_dict(self) -> dict:
-        """As in recommended.json; see speculative/recommendation.py."""
+        """As in recommended.json; see speculative/pair/recommendation.py."""
         alone = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:
             alone["scheduler"] = dict(self.scheduler)
@@ -128,7 +130,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     """Single properties of `device` that may be better than its default, the most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
         return []  # AUTO and HETERO hand them to devices of their choice
-    cores = device_facts.usable_cores()
+    cores = devices.usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
     tried = {
@@ -152,7 +154,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
 def draft_property_values(device: str) -> list[Properties]:
     """Of a draft only: a small model's steps are short, and the more threads share one, the more they wait for each
     other."""
-    cores = device_facts.usable_cores()
+    cores = devices.usable_cores()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 
@@ -169,7 +171,7 @@ class Models:
         self.costs: dict[tuple[PropertySet, Path], Costs] = {}  # for the adaptive length
         self._rules: dict[Setting, AdaptiveDraftLength] = {}
         self._loaded: dict[tuple, object] = {}
-        free = device_facts.main_memory().available
+        free = devices.main_memory().available
         self._room = SHARE_OF_MEMORY * free if free else float("inf")
 
     def cached(self, folder: Path, device: str, properties: Properties) -> CachedModel:
@@ -191,11 +193,11 @@ class Models:
         else:
             self._pipeline(setting)
 
-    def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai_runs.Run | Generation:
+    def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | Generation:
         """Greedy, past any end of text."""
         if setting.engine == "GenAI":
             k = setting.draft_length if setting.draft else None
-            return genai_runs.generate(self._pipeline(setting), genai_runs.inputs(ids), new_tokens, k)
+            return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
         rule = None
         if setting.draft_length == "adaptive":  # learns from one run for the next
@@ -255,7 +257,7 @@ class Models:
             properties = dict(models.properties)
             if setting.scheduler:
                 properties["scheduler_config"] = scheduler_config(setting.scheduler)
-            self._loaded[key] = genai_runs.load(
+            self._loaded[key] = genai.load(
                 self.main,
                 models.device,
                 setting.draft,

@@ -3,7 +3,7 @@
 Every stage measures its candidates in turns with what they are compared with: the default properties, or the main model
 alone with them. On a cluster each machine has a part of the candidates and the baseline beside them, so that a ratio is
 always of one machine; the last ones are measured on all machines, each round on one. The models are in processes of
-their own (tune_bench.py): a crash costs the candidate that was tried.
+their own (tuning/client.py): a crash costs the candidate that was tried.
 """
 
 import argparse
@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import ray_cells
-import text_quality
-import tune_verdict
-from child_process import Failed
-from device_places import Place
-from measuring import Way
-from text_quality import Quality
 from tqdm import tqdm
-from tune_bench import Bench
-from tune_settings import (
+
+from speculative.bench import quality as text_quality
+from speculative.bench.cluster import ray_nodes
+from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.cluster.worker_process import RAISED
+from speculative.bench.harness import Way
+from speculative.bench.quality import Quality
+from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.client import Bench
+from speculative.bench.tuning.settings import (
     EXACT,
     SCHEDULERS,
     Properties,
@@ -35,10 +37,9 @@ from tune_settings import (
     kind,
     merged,
 )
-from worker_process import RAISED
-
-from speculative import costs, metrics
-from speculative.draft_length import LONGEST, Costs
+from speculative.drafting import cost_model
+from speculative.drafting.policy import LONGEST, Costs
+from speculative.sequence import metrics
 
 NOISE = 1.02  # gain below which a property is left at its default
 SAMPLE_K = 5  # of samples/speculative_decoding_lm.py with its defaults
@@ -167,7 +168,7 @@ class Tuning:
             return
         n = max(1, min(len(self.benches), len(items)))
         parts = [items[i * len(items) // n : (i + 1) * len(items) // n] for i in range(n)]
-        left = ray_cells.spread(parts, self.benches, lambda *_: True, work, lambda *_: None)
+        left = ray_nodes.spread(parts, self.benches, lambda *_: True, work, lambda *_: None)
         if left:
             raise Ended(f"no machine is left: {left[0][1]}")
 
@@ -182,7 +183,7 @@ class Tuning:
         for bench in list(self.benches):
             try:
                 bench.remember(name, *arguments)
-            except ray_cells.Lost:
+            except ray_nodes.Lost:
                 self.benches.remove(bench)
         if not self.benches:
             raise Ended("all machines were lost")
@@ -405,7 +406,7 @@ class Tuning:
         failed."""
         rooms = [room for room in (self.tried(bench, one, "room", one, draft) for one in sets) if room]
         width, capacity = min(room[0] for room in rooms), min(room[1] for room in rooms)
-        context = max(1, min(costs.CONTEXT, capacity - self.k - 1))
+        context = max(1, min(cost_model.CONTEXT, capacity - self.k - 1))
         tokens = (np.arange(context + self.k + 1, dtype=np.int64) * 7919 + 1) % width
         times: dict[PropertySet, list[tuple]] = {models: [] for models in sets if str(models) not in self.failed}
         for _ in range(repeats + 1):

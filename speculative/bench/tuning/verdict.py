@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import measuring
 import openvino as ov
-import text_quality
-from device_places import Place
-from tune_settings import PropertySet, Setting, shown
 
-from speculative import metrics, recommendation, weights
-from speculative.draft_length import LONGEST, Costs
+from speculative.bench import harness
+from speculative.bench import quality as text_quality
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.tuning.settings import PropertySet, Setting, shown
+from speculative.drafting.policy import LONGEST, Costs
+from speculative.pair import recommendation, weights
+from speculative.sequence import metrics
 
 WORTH_IT = 1.05  # speedup over the fastest way without a draft from which on one is recommended
 AS_GOOD = 0.99  # of the fastest: there the fewest properties are preferred
@@ -209,7 +210,7 @@ def _contest(tuning, setting: Setting):
 
 
 def measured_on(place: Place, models: PropertySet) -> dict:
-    """What else the figures depend on; speculative/recommendation.py compares it."""
+    """What else the figures depend on; speculative/pair/recommendation.py compares it."""
     names = dict.fromkeys([models.device, models.draft_device])
     return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
 
@@ -364,7 +365,7 @@ def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | Non
     contest = _contest(tuning, one.setting)
     if not measured or not contest:
         return None
-    row = measuring.row(contest.ways[one.setting], contest.ways[tuning.baseline])
+    row = harness.row(contest.ways[one.setting], contest.ways[tuning.baseline])
     verify = measured.verify()
     k = min(max(1, round(row["mean_draft_length"])), LONGEST)
     return (
@@ -520,7 +521,7 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
 def rows(tuning) -> list[dict]:
     """As in all result objects: the last ones, measured afresh where they were."""
     contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
-    return [measuring.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
+    return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
 def candidates(tuning) -> list[dict]:

@@ -1,26 +1,24 @@
 """What tune.py does with models, in a process of its own: a driver that crashes costs what was just tried, no more.
 
 One process holds all models that are compared, so that they take turns in it. tune.py calls the methods of `Bench` by
-their names, over scripts/worker_process.py; on a cluster each machine has such a process.
+their names, over speculative/bench/cluster/worker_process.py; on a cluster each machine has such a process.
 """
 
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import openvino as ov
-import text_quality
-import worker_process
-from measuring import OtherLoad
-from text_quality import Quality, ReferenceText
-from tune_settings import Models, Properties, PropertySet, Setting, property_values
 
-from speculative import costs, genai_runs
+from speculative.bench import genai
+from speculative.bench import quality as text_quality
+from speculative.bench.cluster import worker_process
+from speculative.bench.harness import OtherLoad
+from speculative.bench.quality import Quality, ReferenceText
+from speculative.bench.tuning.settings import Models, Properties, PropertySet, Setting, property_values
 from speculative.decoder import Generation
-from speculative.draft_length import Costs
+from speculative.drafting import cost_model as costs
+from speculative.drafting.policy import Costs
 
 
 class Bench:
@@ -71,9 +69,7 @@ class Bench:
         main.forget()
         return quality
 
-    def decode(
-        self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None
-    ) -> genai_runs.Run | Generation:
+    def decode(self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None) -> genai.Run | Generation:
         if costs:  # of the adaptive length
             self.models.costs[setting.models, setting.draft] = costs
         return self.models.decode(setting, ids, tokens)

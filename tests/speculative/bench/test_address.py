@@ -12,16 +12,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import DRAFT, ROOT
-from serving import ray_cluster
-from waiting import PATIENCE, wait_until
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import device_places
-import ray_cells
-from device_matrix import Cell, Device
-from device_places import Place
+from speculative.bench.cluster import hosts, ray_nodes
+from speculative.bench.cluster.hosts import Place
+from speculative.bench.devices.matrix import Cell, Device
+from tests.support.paths import DRAFT, ROOT
+from tests.support.serving import ray_cluster
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.posix("Ray's clusters are for Linux")
 SWAP, TUNE = "scripts/device_swap.py", "scripts/tune.py"
@@ -118,7 +115,7 @@ def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, two, tmp_path):
     results = tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "AUTO:CPU,HETERO:CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    wait_until(lambda: running("device_cell.py", two[1]) and results.exists())
+    wait_until(lambda: running("speculative.bench.devices.cell", two[1]) and results.exists())
     cluster.remove_node(two[1], allow_graceful=False)
     result, _ = finish(process)
     cells = cells_of(result)
@@ -132,7 +129,7 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, no
     only = node("only")
     asked = ["--address", cluster.address, "--devices", "CPU", "--results", tmp_path / "cells.jsonl", *QUICK]
     process = start(SWAP, *asked, "--max-new-tokens", 401)
-    wait_until(lambda: (tmp_path / "cells.jsonl").exists() and running("device_cell.py", only))
+    wait_until(lambda: (tmp_path / "cells.jsonl").exists() and running("speculative.bench.devices.cell", only))
     cluster.remove_node(only, allow_graceful=False)
     result, _ = finish(process, status=1)
     cells = cells_of(result)
@@ -148,7 +145,7 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
     results = tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "CPU,AUTO:CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    child = wait_until(lambda: results.exists() and running("device_cell.py", two[1]))
+    child = wait_until(lambda: results.exists() and running("speculative.bench.devices.cell", two[1]))
     process.send_signal(signal.SIGINT)
     result, _ = finish(process, status=130)
     statuses = [cell["status"] for cell in cells_of(result).values()]
@@ -160,7 +157,7 @@ def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
     node("far")
     folders = [DRAFT, tmp_path / "elsewhere"]
     missing = r"machine far has no model in .*elsewhere: copy it there, to the same path"
-    with pytest.raises(ValueError, match=missing), ray_cells.connect(cluster.address, folders, print):
+    with pytest.raises(ValueError, match=missing), ray_nodes.connect(cluster.address, folders, print):
         pass
 
 
@@ -203,8 +200,8 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     while "properties" not in early:
         early += (piece := process.stderr.read(1))
         assert piece, early
-    worker = running("tune_worker.py", two[1])
-    assert running("tune_worker.py", two[0]) and worker
+    worker = running("speculative.bench.tuning.worker", two[1])
+    assert running("speculative.bench.tuning.worker", two[0]) and worker
     cluster.remove_node(two[1], allow_graceful=False)
     result, _ = finish(process)
     assert "2 Ray nodes are on 1 computer" in early
@@ -225,10 +222,10 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
 def test_tuning_is_for_equal_machines_only():
     server = [place("server", "CPU"), place("server", "CPU")]
     laptop = place("laptop", "CPU", "GPU")
-    assert device_places.equal_machines([laptop, *server], None) == server
-    assert device_places.equal_machines([laptop, *server], "laptop") == [laptop]
+    assert hosts.equal_machines([laptop, *server], None) == server
+    assert hosts.equal_machines([laptop, *server], "laptop") == [laptop]
     with pytest.raises(ValueError, match="no machine is called 'desk': take one of laptop, server, server"):
-        device_places.equal_machines([laptop, *server], "desk")
+        hosts.equal_machines([laptop, *server], "desk")
 
 
 # ---- which machine measures what ------------------------------------------------------------------------------------
@@ -242,7 +239,7 @@ def test_a_cell_goes_to_a_machine_with_both_devices_and_to_as_few_kinds_as_possi
     laptop, server, stick = place("laptop", "CPU", "GPU"), place("server", "CPU"), place("stick", "CPU", "NPU")
     devices = [Device(name) for name in ("CPU", "GPU", "NPU")]
     cells = [Cell(main, draft) for main in devices for draft in (None, *devices)]
-    chosen = device_places.assign(cells, [server, laptop, stick])
+    chosen = hosts.assign(cells, [server, laptop, stick])
     where = {(cell.main.name, cell.draft and cell.draft.name): chosen.get(id(cell)) for cell in cells}
     assert {kind for key, kind in where.items() if "NPU" not in key} == {"laptop"}
     assert where["NPU", None] == where["CPU", "NPU"] == "stick"
@@ -266,6 +263,6 @@ def test_a_node_has_the_devices_it_was_started_with():
         "openvino_genai": "1",
     }
     machine = SimpleNamespace(name="one", declared=["CPU", "GPU"], cores=4)
-    devices = device_places.of(machine, lambda job, seconds: found, None, False).devices
+    devices = hosts.of(machine, lambda job, seconds: found, None, False).devices
     assert [name for name, one in devices.items() if not one.missing] == ["CPU", "GPU", "GPU.1"]
     assert devices["NPU"].missing == devices["AUTO"].missing == "its node was started with CPU, GPU only"

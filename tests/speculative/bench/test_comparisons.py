@@ -1,20 +1,17 @@
 """How ways to decode are compared: turns, ratios and their intervals, and what an engine's seconds are."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import start_cost
-from measuring import Way, interleave
-from ratios import engines, iterations, ratio, same_tokens, verdict
-from test_huge_pages import HAS_COLLAPSE
-
-from speculative import genai_runs
-from speculative.genai_runs import Run
+from speculative.bench import genai as genai_runs
+from speculative.bench import startup
+from speculative.bench.genai import Run
+from speculative.bench.harness import Way, interleave
+from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
+from tests.speculative.models.test_huge_pages import HAS_COLLAPSE
+from tests.support.paths import DRAFT, MAIN
 
 
 def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
@@ -131,11 +128,11 @@ def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft)
 
 def test_starts_alternate_after_the_files_were_read(monkeypatch):
     done = []
-    monkeypatch.setattr(start_cost, "read_files", lambda *folders: done.append(folders))
-    monkeypatch.setattr(start_cost, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
-    kinds = [start_cost.Start("a", "GenAI", False), start_cost.Start("b", "ours", True)]
+    monkeypatch.setattr(startup, "read_files", lambda *folders: done.append(folders))
+    monkeypatch.setattr(startup, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
+    kinds = [startup.Start("a", "GenAI", False), startup.Start("b", "ours", True)]
     arguments = type("A", (), {"main": MAIN, "draft": DRAFT, "device": "CPU", "draft_device": "CPU", "property": []})
-    first, second = start_cost.start_costs(kinds, arguments, 2)
+    first, second = startup.start_costs(kinds, arguments, 2)
     assert done[0] == (MAIN, DRAFT)
     assert [asked["engine"] for asked in done[1:]] == ["GenAI", "GenAI", "ours", "ours"] * 2
     folders = [asked["properties"]["CACHE_DIR"] for asked in done[1:]]
@@ -147,9 +144,9 @@ def test_starts_alternate_after_the_files_were_read(monkeypatch):
 def test_files_are_read(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"x" * 100)
     (tmp_path / "folder").mkdir()
-    start_cost.read_files(tmp_path)
+    startup.read_files(tmp_path)
     with pytest.raises(FileNotFoundError):
-        start_cost.read_files(tmp_path / "nothing")
+        startup.read_files(tmp_path / "nothing")
 
 
 # ---- processes of their own -----------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ def test_files_are_read(tmp_path):
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
 def test_both_engines_have_processes_of_their_own_and_the_same_pages():
-    from decoding_process import Closing, DecodingProcess, Job, measure
+    from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
 
     genai = Job("GenAI", "GenAI", MAIN, "CPU", None, "", {}, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
     ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))

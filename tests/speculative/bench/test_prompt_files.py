@@ -6,10 +6,10 @@ from collections import Counter
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN, ROOT
 
-from scripts.prompt_files import read_prompts, token_ids
-from speculative.metrics import repetition
+from speculative.bench.prompts import read_prompts, token_ids
+from speculative.sequence.metrics import repetition
+from tests.support.paths import DRAFT, MAIN, ROOT
 
 FOLDER = ROOT / "scripts/prompts"
 BUNDLED = {path.name: read_prompts(path) for path in sorted(FOLDER.glob("*.jsonl"))}

@@ -8,10 +8,10 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT
-from waiting import PATIENCE
 
-from speculative.processes import interrupt_group, kill_group, own_group, terminate_group
+from speculative.cli.processes import interrupt_group, kill_group, own_group, terminate_group
+from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 
 SOURCES = [
     path for folder in ("samples", "convert", "scripts", "speculative") for path in (ROOT / folder).rglob("*.py")
@@ -34,8 +34,8 @@ except KeyboardInterrupt:
     print("stopped", flush=True)
 """
 # A lone surrogate: what a file name that is no UTF-8 becomes in Python.
-PRINT = "from speculative.processes import {0}; {0}(); print('é, π, ' + chr(0xDC80))"
-PRINT_MUCH = "from speculative.processes import {0}; {0}()\nfor _ in range(100_000): print('x' * 100)"
+PRINT = "from speculative.cli.processes import {0}; {0}(); print('é, π, ' + chr(0xDC80))"
+PRINT_MUCH = "from speculative.cli.processes import {0}; {0}()\nfor _ in range(100_000): print('x' * 100)"
 
 
 def start(program):

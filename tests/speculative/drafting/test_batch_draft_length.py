@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from speculative.batch_draft_length import BatchDraftLength
-from speculative.cost_curve import KNOTS, CostCurve
-from speculative.draft_length import LONGEST, AdaptiveDraftLength, Costs
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import KNOTS, CostCurve
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 
 
 def large(n):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from speculative.draft_length import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 
 COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 11: 58, 17: 72})  # a 1.1 B model, ms
 SECONDS = COSTS.verify()

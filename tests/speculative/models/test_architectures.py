@@ -9,12 +9,12 @@ import pytest
 import transformers
 from optimum.exporters.openvino.model_configs import ChatGLM2OpenVINOConfig
 from packaging.version import parse
-from tiny_checkpoints import ARCHITECTURES
 
-from speculative import cached_model
 from speculative.decoder import Decoder
-from speculative.draft_length import AdaptiveDraftLength, Costs, FixedDraftLength
-from speculative.draft_source import ModelDraft
+from speculative.drafting.policy import AdaptiveDraftLength, Costs, FixedDraftLength
+from speculative.drafting.proposers import ModelDraft
+from speculative.models import cached_model
+from tests.support.tiny_checkpoints import ARCHITECTURES
 
 PROMPT = "def read_file(path):"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}

@@ -8,17 +8,17 @@ import re
 import numpy as np
 import openvino as ov
 import pytest
-from conftest import DRAFT, MAIN
 from openvino._offline_transformations import paged_attention_transformation
-from tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_ir, train_tokenizer
-from tiny_llama import save_llama_with_outlier_keys
 
-from speculative import cached_model
-from speculative.cached_model import CachedModel
-from speculative.logits_cut import keep_logits_at
-from speculative.npu_model import NpuModel
-from speculative.paged_model import PagedModel
-from speculative.stateful_model import StatefulModel
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
+from speculative.models.gather_logits import keep_logits_at
+from speculative.models.npu_model import NpuModel
+from speculative.models.paged_model import PagedModel
+from speculative.models.stateful_model import StatefulModel
+from tests.support.paths import DRAFT, MAIN
+from tests.support.tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_ir, train_tokenizer
+from tests.support.tiny_llama import save_llama_with_outlier_keys
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 cache too
 TOLERANCE = 1e-4  # of logits that spread over 7; 1.4e-5 seen

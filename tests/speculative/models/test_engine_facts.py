@@ -11,7 +11,8 @@ from collections import Counter
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN
+
+from tests.support.paths import DRAFT, MAIN
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 NPU_ON_CPU = {"NPUW_DEVICES": "CPU", **EXACT}  # runs the NPU's code path on a plain CPU

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import psutil
 import pytest
-from conftest import MAIN
 
-from speculative import cached_model, huge_pages
+from speculative.models import cached_model, huge_pages
+from tests.support.paths import MAIN
 
 KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 HAS_COLLAPSE = sys.platform == "linux" and KERNEL >= (6, 1)

@@ -10,19 +10,19 @@ import numpy as np
 import openvino
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN
 from openvino_genai import GenerationConfig
-from tiny_llama import tiny_llama
 
-from scripts import llama_ir
-from speculative import cached_model
 from speculative.batch_decoder import BatchDecoder
-from speculative.batch_draft_length import BatchDraftLength
-from speculative.batch_model import BatchModel, Slot
-from speculative.block_pool import BlockPool, Lease, NoRoom
-from speculative.cost_curve import CostCurve
 from speculative.decoder import Decoder
-from speculative.draft_source import ModelDraft
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.proposers import ModelDraft
+from speculative.modelgen import llama_ir
+from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel, Slot
+from speculative.models.block_pool import BlockPool, Lease, NoRoom
+from tests.support.paths import DRAFT, MAIN
+from tests.support.tiny_llama import tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 ONE_THREAD = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}

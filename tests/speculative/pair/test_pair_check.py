@@ -6,12 +6,12 @@ import shutil
 
 import openvino_genai
 import pytest
-from conftest import DRAFT, MAIN
-from tiny_checkpoints import TRAINING_TEXT, save_checkpoint, save_ir, train_tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from speculative.pair_check import check_pair, tokenizer_fingerprint
+from speculative.pair.check import check_pair, tokenizer_fingerprint
+from tests.support.paths import DRAFT, MAIN
+from tests.support.tiny_checkpoints import TRAINING_TEXT, save_checkpoint, save_ir, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 import pytest
-from conftest import DRAFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openvino import opset13
 from openvino_genai import GenerationConfig
 
-from speculative.distribution import Distribution, check_supported, largest, nucleus
+from speculative.sampling.distribution import Distribution, check_supported, largest, nucleus
+from tests.support.paths import DRAFT
 
 NOTHING = np.empty(0, np.int64)
 LIKELY, UNLIKELY = 1e-3, 1e-9  # p-values: what GenAI does is above, what it does not do is below

@@ -5,7 +5,7 @@ computed from the exported model itself, run anew for every text, without our ca
 planted in the engine. What is a little wrong everywhere shows in all cases together: a temperature of 0.9 for 1.0 on
 later tokens, a total variation of 0.05, is found (Stouffer's sum of the cases' z-values).
 
-    pytest tests/test_lossless_draws.py --long
+    pytest tests/speculative/sampling/test_lossless_draws.py --long
 
 draws 20,000 texts with every draft and every rule; temperatures, filters and caches take turns.
 """
@@ -16,24 +16,26 @@ import itertools
 
 import numpy as np
 import openvino as ov
-import pooled_draws
 import pytest
 from openvino_genai import GenerationConfig
-from pooled_draws import distance, pooled, times_found
-from tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
 
-from scripts import llama_ir
-from scripts.llama_ir import Matrix
-from speculative import cached_model, growing_text, rejection_sampling
-from speculative.cached_model import CachedModel
 from speculative.decoder import Decoder
-from speculative.distribution import Distribution
-from speculative.draft_length import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.draft_source import ModelDraft, PromptLookup
-from speculative.lossless_check import compare, exact_joint
-from speculative.metrics import per_token_acceptance
-from speculative.paged_model import PagedModel
-from speculative.rejection_sampling import Verdict, draw, residual
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import Matrix
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
+from speculative.models.paged_model import PagedModel
+from speculative.sampling import rejection_sampling
+from speculative.sampling.distribution import Distribution
+from speculative.sampling.lossless_check import compare, exact_joint
+from speculative.sampling.rejection_sampling import Verdict, draw, residual
+from speculative.sequence import sequence
+from speculative.sequence.metrics import per_token_acceptance
+from tests.support import pooled_draws
+from tests.support.pooled_draws import distance, pooled, times_found
+from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
 
 DRAWS, DRAWS_LONG = 1_400, 20_000  # of each case
 LENGTH = 3  # tokens compared
@@ -296,7 +298,7 @@ def verify_with(accepts=lambda p, q: p / q, replacement_row=0, bonus_row=0):
 
 
 def nothing(patch):
-    patch.setattr(growing_text, "verify", verify_with())
+    patch.setattr(sequence, "verify", verify_with())
 
 
 def no_residual(patch):
@@ -304,23 +306,23 @@ def no_residual(patch):
 
 
 def inverted_ratio(patch):
-    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: q / p if p else 0))
+    patch.setattr(sequence, "verify", verify_with(accepts=lambda p, q: q / p if p else 0))
 
 
 def accept_all(patch):
-    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: 1))
+    patch.setattr(sequence, "verify", verify_with(accepts=lambda p, q: 1))
 
 
 def accept_where_main_prefers(patch):
-    patch.setattr(growing_text, "verify", verify_with(accepts=lambda p, q: p >= q))
+    patch.setattr(sequence, "verify", verify_with(accepts=lambda p, q: p >= q))
 
 
 def bonus_of_the_row_before(patch):
-    patch.setattr(growing_text, "verify", verify_with(bonus_row=-1))
+    patch.setattr(sequence, "verify", verify_with(bonus_row=-1))
 
 
 def replacement_of_the_next_row(patch):  # as GenAI does
-    patch.setattr(growing_text, "verify", verify_with(replacement_row=1))
+    patch.setattr(sequence, "verify", verify_with(replacement_row=1))
 
 
 def rollback_that_leaves_one_token(patch):

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculative import rejection_sampling
-from speculative.rejection_sampling import Certain, Verdict, draw, residual, speculative_decoding, verify
+from speculative.sampling import rejection_sampling
+from speculative.sampling.rejection_sampling import Certain, Verdict, draw, residual, speculative_decoding, verify
 
 UNITS = 6
 POINTS = sorted({Fraction(a, b) for b in range(1, UNITS + 1) for a in range(b + 1)})

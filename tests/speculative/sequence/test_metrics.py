@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from speculative import metrics
+from speculative.sequence import metrics
 
 PROPOSED, GAINED = [4, 4, 4, 2], [5, 1, 3, 2]  # accepted: all 4, none, 2, 1 of 2
 

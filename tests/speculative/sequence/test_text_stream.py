@@ -5,9 +5,9 @@ import sys
 
 import openvino_genai
 import pytest
-from conftest import MAIN
 
-from speculative.text_stream import TextStream
+from speculative.sequence.detokenizer import TextStream
+from tests.support.paths import MAIN
 
 LENGTH = 6
 TEXTS = ["".join(letters) for letters in itertools.product("ab", repeat=LENGTH)]

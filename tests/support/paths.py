@@ -1,0 +1,9 @@
+"""Where things are, for all tests."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+MAIN = ROOT / "models/embedded/main"
+DRAFT = ROOT / "models/embedded/draft"
