@@ -148,7 +148,7 @@ def tree() -> str:
 
 def first_sentence(text: str) -> str:
     joined = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.?!])\s|(?<=\w):\s|;\s", joined)[0].rstrip(".")
+    return re.split(r"(?<=[.?!])\s", joined)[0].rstrip(".:")
 
 
 if __name__ == "__main__":

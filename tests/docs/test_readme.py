@@ -1,4 +1,4 @@
-"""Every command of README and figures, run in a copy of the checkout by the shell that the README is written for."""
+"""Every command of README and docs, run in a copy of the checkout by the shell that it is written for; every link."""
 
 import os
 import re
@@ -16,8 +16,10 @@ from tests.support.serving import Server
 from tests.support.waiting import wait_until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FIGURES = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
-MODEL_CARD = (ROOT / "models/embedded/README.md").read_text(encoding="utf-8")
+GENERATED = ("cli.md", "python-api.md", "architecture.md")  # by docs/generate.py
+DOCS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
+PAGES = [ROOT / "README.md", *DOCS]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.in.md", ROOT / "models/embedded/README.md"]
 
 # Arguments that make a long command short; the last one wins in argparse.
 SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
@@ -67,9 +69,7 @@ def as_tested(command):
         before, dashes, after = command.partition(" -- ")
         return f"{before} --dry-run{dashes}{after}"
     command = re.sub("--context [0-9]+", "--context 200", command)
-    command = re.sub(
-        " --exhaustive [0-9]+", "", command
-    )  # hundreds of settings: tests/scripts/test_tune.py, of a small model
+    command = re.sub(" --exhaustive [0-9]+", "", command)  # hundreds of settings: in test_tune.py, of a small model
     for program, arguments in SHORTER.items():
         if program in command:
             return f"{command} {arguments}"
@@ -81,11 +81,14 @@ SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 
 
 def every(language):
-    """Its blocks' commands in README and figures, or its whole programs: those without a server, those with one."""
-    if language == "python":
-        found = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    else:
-        found = dict.fromkeys([*commands(language), *commands(language, FIGURES)])
+    """Its blocks' commands on all pages, or its whole programs: those without a server, those with one."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if language == "python":
+            found |= dict.fromkeys(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+        else:
+            found |= dict.fromkeys(commands(language, text))
     return [one for one in found if not SERVING.search(one)], [one for one in found if SERVING.search(one)]
 
 
@@ -151,36 +154,30 @@ def test_powershell_says_the_same():
         assert command.replace("\\", "/") in bash
 
 
-@pytest.mark.parametrize(
-    ("text", "folder"),
-    [(README, ROOT), (FIGURES, ROOT / "docs"), (MODEL_CARD, ROOT / "models/embedded")],
-    ids=["README", "figures", "model card"],
-)
-def test_linked_files_exist(text, folder):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (folder / target).exists(), target
+def anchors(page):
+    """What a link may name in a page: its headings, as GitHub makes anchors of them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def tree():
-    """The files that the tree names, by their path."""
-    folders, found = {}, set()
-    for line in re.search(r"## The tree\n+```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1].splitlines():
-        indent = len(line) - len(line.lstrip())
-        above = "".join(name for depth, name in folders.items() if depth < indent)
-        for name in re.split(r"\s{2,}", line.strip())[0].split(", "):
-            if name.endswith("/"):
-                folders = {depth: folder for depth, folder in folders.items() if depth < indent} | {indent: name}
-            else:
-                found.add(above + name)
-    return found
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_linked_files_and_headings_exist(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
-def test_the_tree_names_every_file_of_the_four_rooms_and_no_other():
-    there = {str(path.relative_to(ROOT).as_posix()) for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
-    rooms = {path for path in there if path.startswith(("samples/", "convert/", "scripts/", "speculative/"))}
-    named = tree()
-    assert rooms - named == {"samples/serve/__init__.py"} & rooms
-    assert [path for path in named if not (ROOT / path).exists()] == []
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise from Python 3.13 on")
+def test_the_generated_pages_are_up_to_date():
+    """The command line, the Python API, and the tree with every file of the rooms."""
+    command = [sys.executable, str(ROOT / "docs/generate.py"), "--check"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_the_readme_is_a_landing_page():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def shape(output):
