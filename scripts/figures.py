@@ -8,8 +8,8 @@
 
 Each figure is a command of this project (the table FIGURES). What it printed is kept as docs/figures/NAME.json, with
 machine, versions, commit and date, which stand beside it on the page: between the lines `<!-- figures:NAME -->` and
-`<!-- /figures -->` of README.md and docs/benchmarks.md; figures:gains is the table of both pairs. Large pairs are made
-in build/ first. The machine must be quiet.
+`<!-- /figures -->` of README.md and docs/benchmarks.md; figures:gains and figures:summary are tables of several. Large
+pairs are made in build/ first. The machine must be quiet.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from speculative.bench.reporting.gains_table import gains
+from speculative.bench.reporting.gains_table import gains, summary
 from speculative.cli.processes import prepare_output
 from speculative.cli.whole_file import write_whole
 
@@ -225,7 +225,8 @@ def rendered(text: str, kept: dict[str, dict]) -> str:
 
     def block(found: re.Match) -> str:
         begin, name, end = found.groups()
-        return begin + (gains(kept) if name == "gains" else shown(name, kept.get(name))) + end
+        tables = {"gains": gains, "summary": summary}
+        return begin + (tables[name](kept) if name in tables else shown(name, kept.get(name))) + end
 
     return BLOCK.sub(block, text)
 

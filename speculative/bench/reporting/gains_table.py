@@ -22,6 +22,23 @@ def gains(kept: dict[str, dict]) -> str:
     return "\n".join([*lines, "", last]) + "\n"
 
 
+def summary(kept: dict[str, dict]) -> str:
+    """Markdown of the README's table: five results of the benchmark pair, each one number and its range."""
+    lines = ["| benchmark pair: 1.1 B int8 main model, 34 M draft | speedup (range) |", "|---|---|"]
+    for words, figure, cell in SUMMARY:
+        lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else ''} |")
+    if facts := next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None):
+        machine = facts["machine"]
+        last = (
+            f"Over the main model alone, decode only, medians and ranges; {machine['cores']} cores of "
+            f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
+            f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
+        )
+    else:
+        last = "Not measured yet: `make figures`."
+    return "\n".join([*lines, "", last]) + "\n"
+
+
 def best_fixed(engine: str, sampled: bool) -> Cell:
     def cell(result: dict) -> str:
         rows = [row for row in ways(result, engine, sampled) if isinstance(row["draft_length"], int)]
@@ -60,6 +77,14 @@ def under_load(result: dict) -> str:
     return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
 
 
+def under_load_of(clients: int) -> Cell:
+    def cell(result: dict) -> str:
+        rows = [row for row in result["rows"] if row["way"] == "with draft" and row["clients"] == clients]
+        return times(rows[0]) if rows and rows[0]["speedup"] is not None else ""
+
+    return cell
+
+
 def at_once(begin: str, end: str) -> Cell:
     def cell(result: dict) -> str:
         found = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
@@ -90,4 +115,12 @@ ROWS: list[tuple[str, str, Cell]] = [
         "batch-{}",
         at_once("ours, draft /", "best of"),
     ),
+]
+
+SUMMARY: list[tuple[str, str, Cell]] = [
+    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed("GenAI", sampled=False)),
+    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed("ours", sampled=False)),
+    ("greedy, this project's engine, which chooses K itself", "benchmark-pair", named("ours", False, "adaptive")),
+    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named("ours", True, "adaptive")),
+    ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
 ]
