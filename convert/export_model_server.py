@@ -29,6 +29,7 @@ import traceback
 from pathlib import Path
 
 from speculative.cli.processes import end_with_reader, utf8_output
+from speculative.cli.properties import key_value
 from speculative.convert.errors import ConvertError
 from speculative.convert.model_server_folder import new_repository, place_model, refuse_occupied
 from speculative.convert.model_server_graph import graph_text, read_graph
@@ -85,6 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--draft-device", help="of the draft (the main model's)")
     add(
         "--property",
+        type=key_value,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -117,9 +119,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
     if options.draft_length is not None and options.draft_length < 1:
         parser.error(f"-k {options.draft_length} drafts nothing; give 1 or more")
-    for given in options.property:
-        if not re.fullmatch(r"[^=\s]+=.+", given):
-            parser.error(f"--property {given} is not KEY=VALUE")
     return options
 
 

@@ -29,7 +29,8 @@ from speculative.bench.load.clients import Endpoint, closed_loop, only_model
 from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import read_prompts, shown_name, token_ids
-from speculative.cli.arguments import key_value, refuse_unsound
+from speculative.cli.arguments import refuse_unsound
+from speculative.cli.properties import key_value
 
 NUMBER_TOKENS = 16  # that the number before a prompt may take
 DRAFT, ALONE = "with draft", "main model alone"

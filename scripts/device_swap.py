@@ -50,7 +50,8 @@ from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
-from speculative.cli.arguments import above_zero, add_run_arguments, key_value, lengths, refuse_unsound
+from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
+from speculative.cli.properties import key_value
 from speculative.models import npu_model
 
 LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
@@ -68,7 +69,7 @@ def device_property(text: str) -> tuple[str, str, str | int]:
     """An argparse type: KEY=VALUE for all devices, or DEVICE:KEY=VALUE for one (GPU stands for GPU.0 and GPU.1 too)."""
     key, value = key_value(text)
     device, _, key = key.rpartition(":")
-    return device, key, int(value) if value.isdecimal() else value
+    return device, key, value
 
 
 def draft_lengths(text: str) -> list[int | str]:

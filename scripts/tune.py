@@ -52,7 +52,8 @@ from speculative.bench.tuning import exhaustive as tune_exhaustive
 from speculative.bench.tuning import verdict as tune_verdict
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Ended, Tuning
-from speculative.cli.arguments import add_prompt_arguments, key_value, refuse_unsound, whole
+from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
+from speculative.cli.properties import key_value
 from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured

@@ -41,7 +41,8 @@ from tqdm import tqdm
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import above_zero, key_value, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.arguments import above_zero, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import PromptLookup

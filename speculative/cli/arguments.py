@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from speculative.cli.properties import key_value
 from speculative.pair import devices
 from speculative.pair.check import check_pair
 
@@ -105,14 +106,6 @@ def lengths(text: str) -> list[int]:
             f"{text!r} is not a range like 1-8 or a list like 2,4,6 of draft lengths 1 to 64"
         )
     return list(dict.fromkeys(values))
-
-
-def key_value(text: str) -> tuple[str, str]:
-    """An argparse type: an OpenVINO property."""
-    key, found, value = text.partition("=")
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return key, value
 
 
 def refuse_unsound(main: Path, draft: Path) -> None:

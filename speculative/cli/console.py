@@ -21,11 +21,13 @@ from xml.etree import ElementTree
 import openvino
 import openvino_genai
 
+from speculative.cli.properties import key_value
+from speculative.models.config import context_length, read_config
+
 MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at once: the engine lets K grow to twice K
 MAX_NEW_TOKENS = 1_000_000
 ALL_TOKENS = openvino_genai.GenerationConfig().top_k
-CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
 RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in speculative/pair/recommendation.py
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 SAMPLE_OF = {
@@ -169,14 +171,6 @@ def decimal(valid, range_):
 
 
 temperature = decimal(lambda value: 0 <= value < math.inf, "from 0 on")
-
-
-def key_value(text):
-    """Split KEY=VALUE; a number becomes one, as some plugin properties take nothing else."""
-    key, _, value = text.partition("=")
-    if not key or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, like INFERENCE_PRECISION_HINT=f32")
-    return key, int(value) if value.isdecimal() else value
 
 
 def scheduler_config(settings):
@@ -420,9 +414,7 @@ def read_prompt(prompt):
 
 def fit_in_context(args):
     """Refuse a prompt that fills the context; lower max_new_tokens, and say so, where the context leaves less."""
-    config = Path(args.main, "config.json")
-    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), MAX_NEW_TOKENS)
+    context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
     tokenizer = openvino_genai.Tokenizer(args.main)
     text = args.prompt
     if tokenizer.chat_template:

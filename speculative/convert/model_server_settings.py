@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,9 +56,7 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
             2,
         )
     serving.device = options.device or serving.device
-    for given in options.property:
-        key, _, value = given.partition("=")
-        serving.properties[key] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
+    serving.properties.update(options.property)
     if not serving.drafting:
         return serving
 

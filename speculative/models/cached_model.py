@@ -7,7 +7,6 @@ Every call gives the whole text so far. What the cache holds of it already, the 
 again: a chat turn costs what is new, and a rejected draft is rolled back by being absent from the next call's tokens.
 """
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,13 @@ import openvino as ov
 import openvino_genai
 
 from speculative.models import kv_cache
+from speculative.models.config import context_length, read_config, sliding_window, text_config
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
 from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # longest sequence unless another is asked for, in tokens: bounds the memory for the cache
 WRONG_WHEN_PAGED = ("mpt",)  # logits off by 3.6, in GenAI's pipeline too (2026.4.1)
-CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")  # Llama and most; GPT-2; ChatGLM
 STEP = 6  # tokens in an inference of the rollback check
 EXACT = 1e-3  # total variation below which a rollback leaves nothing behind, whatever the precision
 BEYOND_NOISE = 1.6  # times the noise: right caches reach 1.2, those wrong by one token start at 2.2 (SmolLM2-135M)
@@ -166,11 +165,9 @@ def load(
     that cannot be rolled back, RuntimeError where OpenVINO cannot compile it.
     """
     folder = Path(folder)
-    config = folder / "config.json"
-    known = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    known = {**known, **known.get("text_config", {})}
-    context = next((known[key] for key in CONTEXT_LENGTH_KEYS if key in known), CAPACITY)
-    window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
+    known = read_config(folder)
+    context, window = context_length(known) or CAPACITY, sliding_window(known)
+    model_type = text_config(known).get("model_type", known.get("model_type"))
     kind = device.partition(".")[0]
     model = ov.Core().read_model(folder / "openvino_model.xml")
     properties = properties or {}
@@ -188,7 +185,7 @@ def load(
             return StatefulModel(model.clone(), device, properties, capacity, window)
 
         if stateful is None:
-            stateful = kind not in ("CPU", "GPU") or known.get("model_type") in WRONG_WHEN_PAGED
+            stateful = kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
         if kind == "CPU":
             return _rolled_back_on_cpu(with_states if stateful else paged, properties, text)
         if stateful:

@@ -14,6 +14,8 @@ from pathlib import Path
 import openvino as ov
 import openvino_genai
 
+from speculative.models.config import context_length, sliding_window, text_config
+
 # One string a line, so that the first difference can be shown: code, digits, several scripts, emoji, odd white space.
 TEST_TEXT = """\
 def read_file(path: str) -> list[str]:\n    with open(path, encoding="utf-8") as file:\n\t\treturn file.read()
@@ -27,7 +29,6 @@ Größe, déjà vu, naïve, smörgåsbord, Łódź, İstanbul
   two  spaces\u00a0and\u200bodd\u3000ones   """.splitlines()
 
 HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # how optimum-intel marks them in an IR
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length")
 
 
 class UnusableFolder(ValueError):
@@ -160,14 +161,12 @@ def _read_config(facts: ModelFacts) -> None:
     if not (facts.folder / "config.json").is_file():
         return
     config = _read_json(facts.folder / "config.json")
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
     facts.architecture = next(iter(config.get("architectures") or []), config.get("model_type", ""))
     facts.encoder_decoder = bool(config.get("is_encoder_decoder"))
-    facts.context_length = next((c[key] for c in (config, text_config) for key in CONTEXT_KEYS if c.get(key)), None)
-    known = {**config, **text_config}
-    facts.sliding_window = (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
+    facts.context_length = context_length(config)
+    facts.sliding_window = sliding_window(config)
     if facts.logits_width is None:
-        facts.logits_width = config.get("vocab_size") or text_config.get("vocab_size")
+        facts.logits_width = config.get("vocab_size") or text_config(config).get("vocab_size")
 
 
 def _read_json(path: Path) -> dict:

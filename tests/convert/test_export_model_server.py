@@ -414,7 +414,7 @@ def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pai
         (["--name", "config.json"], "is not a valid model name"),
         (["-k", "0"], "-k 0 drafts nothing"),
         (["-k", "two"], "invalid int value: 'two'"),
-        (["--property", "FAST"], "--property FAST is not KEY=VALUE"),
+        (["--property", "FAST"], "'FAST' is not KEY=VALUE"),
         (["--bind", "everywhere"], "'everywhere' is not an IPv4 address"),
         (["--port", "70000"], "'70000' is not a port"),
         (["--port", "-1"], "'-1' is not a port"),

@@ -177,56 +177,6 @@ def test_the_table_of_gains_says_what_the_figures_say():
     assert all(line.split("|")[3].strip() == "" for line in table[2:-2])
     assert table[-1] == "Measured at commit abc1234 (2026-11-22)."
     assert "Not measured yet" in gains_table.gains({})
-    assert "Not measured yet" in gains_table.summary({})
-
-
-def test_the_summary_has_one_number_and_one_range_a_row():
-    machine = dict.fromkeys(figures.MACHINE, "x") | {"date": "2026-11-22 10:00 UTC"}
-    found = [("GenAI", False, 4, 2.5), ("ours", False, 8, 3.0), ("ours", False, "adaptive", 2.9)]
-    found.append(("ours", True, "adaptive", 2.2))
-    rows = [
-        {"engine": engine, "sampled": sampled, "name": "", "draft_length": k, "speedup": up, "speedup_range": [1, 9]}
-        for engine, sampled, k, up in found
-    ]
-    load = [{"way": "with draft", "clients": 4, "speedup": 1.3, "speedup_range": [1.1, 1.4]}]
-    results = {
-        "embedded": {"rows": rows, "comparisons": [fact, {"what": "K = 4, texts that differ"}]},
-        "server-embedded": {"rows": [{"way": "main model alone", "clients": 4, "speedup": None}, *load]},
-        "batch-embedded": {"rows": [], "comparisons": [alone, best]},
-    }
-    kept = {name: {"result": result, "commit": "abc1234", "machine": MACHINE} for name, result in results.items()}
-    table = gains_table.gains(kept).splitlines()
-    assert [line.split("|")[2].strip() for line in table[2:-2]] == [
-        "2.50x (2.40-2.60) at K = 8", "3.00x (2.90-3.10) at K = 4", "2.90x (2.80-3.00)", "K = 4 1.04 (0.99-1.08)",
-        "1.50x (1.40-1.60) at K = 8", "", "4: 1.30x (1.10-1.40)", "4: 0.90 (0.80-1.00)", "4: 1.20 (1.00-2.00)",
-    ]  # fmt: skip
-    assert all(line.split("|")[3].strip() == "" for line in table[2:-2])
-    assert table[-1] == "Measured at commit abc1234 (2026-11-22)."
-    assert "Not measured yet" in gains_table.gains({})
-    assert "Not measured yet" in gains_table.summary({})
-
-
-def test_the_summary_has_one_number_and_one_range_a_row():
-    machine = dict.fromkeys(figures.MACHINE, "x") | {"date": "2026-11-22 10:00 UTC"}
-    rows = [
-        {"engine": engine, "sampled": sampled, "name": "", "draft_length": k, "speedup": up, "speedup_range": [1, 9]}
-        for engine, sampled, k, up in [
-            ("GenAI", False, 4, 2.5),
-            ("ours", False, 8, 3.0),
-            ("ours", False, "adaptive", 2.9),
-        ]
-        + [("ours", True, "adaptive", 2.2)]
-    ]
-    load = [{"way": "with draft", "clients": n, "speedup": n / 2, "speedup_range": [1, 2]} for n in (1, 4)]
-    kept = {
-        "benchmark-pair": {"result": {"rows": rows}, "machine": machine, "commit": "abc"},
-        "server-benchmark-pair": {"result": {"rows": load}, "machine": machine, "commit": "abc"},
-    }
-    cells = [line.split("|")[2].strip() for line in gains_table.summary(kept).splitlines()[2:7]]
-    assert cells == [
-        *("2.50x (1.00-9.00) at K = 4", "3.00x (1.00-9.00) at K = 8", "2.90x (1.00-9.00)", "2.20x (1.00-9.00)"),
-        "2.00x (1.00-2.00)",
-    ]
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["embedded,magic"], "'magic'"), (["--nothing"], "--nothing")])
@@ -244,3 +194,23 @@ def test_the_list_and_make_say_what_there_is(run):
         ["make", "--dry-run", "figures", "FIGURES=embedded,lookup"], cwd=ROOT, capture_output=True, encoding="utf-8"
     )
     assert made.returncode == 0 and "scripts/figures.py embedded,lookup" in made.stdout
+
+
+def test_the_summary_has_one_number_and_one_range_a_row():
+    found = [("GenAI", False, 4, 2.5), ("ours", False, 8, 3.0), ("ours", False, "adaptive", 2.9)]
+    found.append(("ours", True, "adaptive", 2.2))
+    rows = [
+        {"engine": engine, "sampled": sampled, "name": "", "draft_length": k, "speedup": up, "speedup_range": [1, 9]}
+        for engine, sampled, k, up in found
+    ]
+    load = [{"way": "with draft", "clients": n, "speedup": n / 2, "speedup_range": [1, 2]} for n in (1, 4)]
+    kept = {
+        "benchmark-pair": {"result": {"rows": rows}, "machine": MACHINE, "commit": "abc"},
+        "server-benchmark-pair": {"result": {"rows": load}, "machine": MACHINE, "commit": "abc"},
+    }
+    cells = [line.split("|")[2].strip() for line in gains_table.summary(kept).splitlines()[2:7]]
+    assert cells == [
+        *("2.50x (1.00-9.00) at K = 4", "3.00x (1.00-9.00) at K = 8", "2.90x (1.00-9.00)", "2.20x (1.00-9.00)"),
+        "2.00x (1.00-2.00)",
+    ]
+    assert "Not measured yet" in gains_table.summary({})

@@ -1,0 +1,29 @@
+"""KEY=VALUE is read the same way by every program, so that what was measured is what runs."""
+
+import argparse
+
+import pytest
+
+from convert import export_model_server
+from scripts import device_swap
+from speculative.cli import arguments, console
+from speculative.cli.properties import key_value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("X=2", 2), ("X=-1", -1), ("X=2.5", "2.5"), ("X=f32", "f32"), ("X=a=b", "a=b"), ("X=YES", "YES")],
+)
+def test_a_whole_number_is_an_int(text, value):
+    assert key_value(text) == ("X", value)
+
+
+@pytest.mark.parametrize("text", ["X", "=f32", "X=", ""])
+def test_anything_else_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="KEY=VALUE"):
+        key_value(text)
+
+
+def test_every_program_has_this_one():
+    assert {module.key_value for module in (export_model_server, device_swap, arguments, console)} == {key_value}
+    assert device_swap.device_property("GPU:X=2") == ("GPU", "X", 2)

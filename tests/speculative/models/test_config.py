@@ -1,0 +1,37 @@
+"""One context length of a model for every program, whatever its architecture calls it."""
+
+import json
+
+import pytest
+
+from speculative.models.config import context_length, read_config, sliding_window
+from speculative.pair.model_info import config_facts
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"n_positions": 1024}, 1024),
+        ({"seq_length": 32768}, 32768),
+        ({"max_seq_len": 2048}, 2048),  # MPT, DBRX
+        ({"max_sequence_length": 512}, 512),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": 1, "text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"text_config": None, "n_positions": 7}, 7),
+        ({}, None),
+    ],
+)
+def test_context_length(config, length, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert context_length(read_config(tmp_path)) == config_facts(tmp_path).context_length == length
+
+
+def test_a_model_without_config_does_not_say(tmp_path):
+    assert context_length(read_config(tmp_path)) is None
+
+
+def test_a_sliding_window_that_is_not_used_is_none():
+    assert sliding_window({"sliding_window": 16}) == 16
+    assert sliding_window({"sliding_window": 16, "use_sliding_window": False}) == 0
+    assert sliding_window({"text_config": {"sliding_window": 32}}) == 32
