@@ -33,7 +33,7 @@ import openvino_genai
 from speculative.bench.cluster.child_process import Failed
 from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
 from speculative.bench.harness import (
-    OtherLoad,
+    BackgroundLoad,
     Way,
     add_output_arguments,
     environment,
@@ -244,7 +244,12 @@ def fastest(rows: list[dict], sampled: bool) -> dict | None:
 
 
 def summary(
-    rows: list[dict], categories: list[dict], compared: list[str], costs: list[dict], load: OtherLoad, asked_rounds: int
+    rows: list[dict],
+    categories: list[dict],
+    compared: list[str],
+    costs: list[dict],
+    load: BackgroundLoad,
+    asked_rounds: int,
 ) -> list[str]:
     """The answer in words; `compared` says which engine is faster."""
     lines, n = [], len(rows[0]["throughputs"])
@@ -387,7 +392,7 @@ def main() -> int:
         costs = [] if arguments.no_starts else starts(arguments)
         with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
             ways = [way for process in processes for way in process.ways]
-            with OtherLoad() as other:
+            with BackgroundLoad() as other:
                 complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
             rows = summarise(ways, keeps_caches=bool(arguments.context))
             drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]

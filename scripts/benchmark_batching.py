@@ -24,7 +24,7 @@ import sys
 
 from speculative.bench.cluster.child_process import Failed
 from speculative.bench.decoding_process import Closing
-from speculative.bench.harness import OtherLoad, ctrl_c_raises, environment, shuffled
+from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment, shuffled
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
@@ -143,7 +143,9 @@ def compare(ways: list[Load], clients: list[int]) -> list[dict]:
     return found
 
 
-def summary(rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: OtherLoad):
+def summary(
+    rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: BackgroundLoad
+):
     """The answer in words."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
@@ -197,7 +199,7 @@ def main() -> int:
         texts = [prompt.text for prompt in prompts]
         with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
             ways = ways_of(processes, arguments.num_assistant_tokens)
-            with OtherLoad() as other:
+            with BackgroundLoad() as other:
                 complete, memory = measure(processes, ways, arguments)
     except KeyboardInterrupt:
         return 130

@@ -23,7 +23,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from speculative.bench.harness import OtherLoad, ctrl_c_raises, environment
+from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.clients import Endpoint, closed_loop, only_model
 from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
@@ -99,7 +99,7 @@ def load(name: str, server: Endpoint, prompts: list[str], settings: dict) -> Loa
     return Load(name, lambda clients, seconds, first: closed_loop(server, clients, seconds, prompts, settings, first))
 
 
-def summary(rows: list[dict], done: int, asked: int, other: OtherLoad) -> list[str]:
+def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The answer in words."""
     lines = stops_paying([one for one in rows if one["way"] == DRAFT])
     for way in dict.fromkeys(one["way"] for one in rows):
@@ -130,7 +130,7 @@ def main() -> int:
             servers = endpoints(arguments, stack)
             texts = [prompt.text for prompt in prompts]
             ways = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
-            with OtherLoad() as other:
+            with BackgroundLoad() as other:
                 complete = take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds)
     except KeyboardInterrupt:
         return 130

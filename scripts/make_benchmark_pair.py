@@ -45,7 +45,7 @@ from speculative.convert.errors import ConvertError
 from speculative.convert.work_folder import recover, replacement
 from speculative.decoder import Decoder
 from speculative.drafting.policy import FixedDraftLength
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
 from speculative.models import cached_model
@@ -242,7 +242,7 @@ def write_json(path: Path, content: dict) -> None:
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """At K = 4, over all prompts."""
     model = cached_model.load(main, "CPU")
-    source = ModelDraft(cached_model.load(draft, "CPU"), model.width)
+    source = DraftModelProposer(cached_model.load(draft, "CPU"), model.width)
     engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     if arguments.temperature:

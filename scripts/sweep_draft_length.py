@@ -30,7 +30,7 @@ from speculative import decoder
 from speculative.bench.cluster.child_process import Failed
 from speculative.bench.decoding_process import Closing, DecodingProcess, Job
 from speculative.bench.harness import (
-    OtherLoad,
+    BackgroundLoad,
     Way,
     add_output_arguments,
     environment,
@@ -240,7 +240,9 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
     )
 
 
-def summary(points: list[dict], ways: list[Way], costs: MeasuredCosts, load: OtherLoad, asked_rounds: int) -> list[str]:
+def summary(
+    points: list[dict], ways: list[Way], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
+) -> list[str]:
     lines, rounds = [], len(ways[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
         of_t = [point for point in points if point["temperature"] == t]
@@ -315,7 +317,7 @@ def main() -> int:
             ways, ours = load(arguments, processes)
             context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
             costs = MeasuredCosts(ours.main, ours.draft.model, arguments.k, context)
-            with OtherLoad() as other:
+            with BackgroundLoad() as other:
                 complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
     except KeyboardInterrupt:
         return 130

@@ -172,10 +172,10 @@ def nothing_lost():
         interrupted.append(True)
 
 
-def tune(tuning: Tuning) -> tuple[harness.OtherLoad, list[bool], str]:
+def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
     """Run it: the other load, whether Ctrl-C came, and why it could not go on."""
     ended = ""
-    with harness.OtherLoad() as load, nothing_lost() as interrupted:
+    with harness.BackgroundLoad() as load, nothing_lost() as interrupted:
         try:
             tuning.run()
         except (Ended, Failed, ray_nodes.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:

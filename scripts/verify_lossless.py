@@ -45,7 +45,7 @@ from speculative.cli.arguments import above_zero, lengths, refuse_missing_device
 from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
-from speculative.drafting.proposers import PromptLookup
+from speculative.drafting.proposers import NgramProposer
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices
 from speculative.sampling import lossless_check
@@ -210,7 +210,7 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
     alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
     fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
     our_pair = Engine(engine, arguments.seed)
-    our_lookup = Engine(Decoder(engine.main, PromptLookup(engine.main.width, NGRAM)), arguments.seed)
+    our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
     greedy_k, sampled_k = (arguments.num_assistant_tokens or k for k in (GREEDY_K, SAMPLED_K))
 
     def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, **settings) -> list[Way]:

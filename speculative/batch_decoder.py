@@ -30,33 +30,33 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder, Prompt
 from speculative.drafting import cost_model
 from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
-from speculative.drafting.policy import LONGEST, Confidence, DraftLength, FixedDraftLength, named_by
-from speculative.drafting.proposers import DraftSource, ModelDraft, PromptLookup
+from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
-from speculative.models.batch_model import BatchModel, Part, Slot
-from speculative.models.block_pool import NoRoom
+from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
+from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
 from speculative.pair.model_info import config_facts
-from speculative.sequence.output import Recording
-from speculative.sequence.result import Generation, Step
-from speculative.sequence.sequence import GrowingText, Limits, stop_ids_of
+from speculative.sequence.output import OutputProcessor
+from speculative.sequence.result import GenerationResult, Step
+from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids_of
 
-CHUNK = 256  # tokens of prompts in one inference, at most
-LEAST_CHUNK = 8  # tokens of prompts that an inference takes along in any case
-STALL = 3.0  # times as long as without prompts an inference may take
+PREFILL_CHUNK = 256  # tokens of prompts in one inference, at most
+LEAST_PREFILL_CHUNK = 8  # tokens of prompts that an inference takes along in any case
+PREFILL_SLOWDOWN = 3.0  # times as long as without prompts an inference may take
 SEEDED_DRAFT = 4  # tokens drafted for a sampled text with a seed: what pays depends on the clock and on other texts
 
 
 class Request:
     """One text under way, made by `BatchDecoder.add`; `generation` grows with every step."""
 
-    def __init__(self, text: GrowingText, recording: Recording, rule: DraftLength | DraftHistory):
+    def __init__(self, text: Sequence, recording: OutputProcessor, rule: DraftLengthPolicy | DraftHistory):
         self.text = text
         self.recording = recording
         self.rule = rule  # its own, or what the batch's rule has to know of it
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
-        self.source: DraftSource | None = None
+        self.source: Proposer | None = None
         self.confidence: Confidence | None = None  # of the token drafted last
         self.idle = False  # drafts no more in this iteration
         self.cached_tokens = 0  # of the prompt: not computed, as another request had done so
@@ -65,7 +65,7 @@ class Request:
         self.error: Exception | None = None  # what ended it before its time
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationResult:
         return self.recording.result
 
     @property
@@ -74,7 +74,7 @@ class Request:
         return isinstance(self.rule, DraftHistory)
 
 
-class Gain(NamedTuple):
+class RequestOutput(NamedTuple):
     """What an iteration gained for a request, and the piece of its text that is certain now (if it is streamed).
 
     `request.finished` tells the last one, which has no tokens where the request was cancelled or failed.
@@ -94,7 +94,7 @@ class BatchDecoder:
     def __init__(
         self,
         main: BatchModel,
-        draft: BatchModel | PromptLookup | None,
+        draft: BatchModel | NgramProposer | None,
         draft_length: BatchDraftLength,
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
@@ -107,7 +107,7 @@ class BatchDecoder:
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self._limits = Limits(main.width, main.context, stop_token_ids, subtract_penalties)
+        self._limits = ModelLimits(main.width, main.context, stop_token_ids, subtract_penalties)
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # of what came, and of the blocks that are promised
@@ -142,26 +142,26 @@ class BatchDecoder:
         drafts `SEEDED_DRAFT` tokens unless its config names a rule. With `stream` the gains bring the text piece by
         piece. The request shares cached blocks only with requests of the same `salt`.
 
-        Raises NoRoom where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError as
-        `Decoder.stream` does.
+        Raises OutOfBlocks where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and
+        ValueError as `Decoder.stream` does.
         """
         config = config or GenerationConfig()
         seed = config.rng_seed or None if seed is None else seed
         random = np.random.default_rng(seed)
-        text = GrowingText(self.encode(prompt, config), config, self._limits, random)
+        text = Sequence(self.encode(prompt, config), config, self._limits, random)
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, Recording(config, text.stops, decode, stream), self._rule(config, seed))
-        if isinstance(self.draft, PromptLookup):
+        request = Request(text, OutputProcessor(config, text.stops, decode, stream), self._rule(config, seed))
+        if isinstance(self.draft, NgramProposer):
             request.source = self.draft
         with self._lock:
-            request.slot = self.main.slot(text.longest, salt)
+            request.slot = self.main.slot(text.max_length, salt)
             if isinstance(self.draft, BatchModel):
                 try:
-                    request.draft_slot = self.draft.slot(text.longest, salt)
-                except NoRoom:
+                    request.draft_slot = self.draft.slot(text.max_length, salt)
+                except OutOfBlocks:
                     request.slot.give_back()
                     raise
-                request.source = ModelDraft(request.draft_slot, self.main.width)
+                request.source = DraftModelProposer(request.draft_slot, self.main.width)
             self._came.append(request)
         return request
 
@@ -169,7 +169,7 @@ class BatchDecoder:
         """Let a request leave at the next step. One that has finished stays as it is."""
         request.cancelled = True
 
-    def step(self) -> list[Gain]:
+    def step(self) -> list[RequestOutput]:
         """One iteration: what each request gained. Prompts that are still being read gain nothing.
 
         A request that fails by itself (logits that are no numbers, a text that cannot be decoded) is finished, with its
@@ -183,15 +183,18 @@ class BatchDecoder:
         gains = self._iterate(there) if there else []
         return gains + self._leave()
 
-    def _iterate(self, requests: list[Request]) -> list[Gain]:
-        running = [request for request in requests if not request.text.is_new]
-        prompts = self._prompts([request for request in requests if request.text.is_new], len(running))
+    def _iterate(self, requests: list[Request]) -> list[RequestOutput]:
+        running = [request for request in requests if not request.text.is_prefill]
+        prompts = self._prompts([request for request in requests if request.text.is_prefill], len(running))
         read = sum(part.missing for part in prompts.values())
         if running and self.draft:
             self._draft(running, read)
         running = [request for request in running if not request.error]
-        verified = sum(request.text.rows for request in running)
-        parts = {request: Part(request.slot, request.text.so_far, request.text.rows) for request in running} | prompts
+        verified = sum(request.text.num_logits for request in running)
+        parts = {
+            request: ScheduledTokens(request.slot, request.text.token_ids, request.text.num_logits)
+            for request in running
+        } | prompts
         if not parts:  # all failed while drafting
             return []
 
@@ -211,15 +214,19 @@ class BatchDecoder:
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
 
-    def _prompts(self, requests: list[Request], running: int) -> dict[Request, Part]:
+    def _prompts(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
         """As much of the prompts as the running requests can wait for, in the order they came."""
         for request in requests:
-            request.cached_tokens += request.slot.adopt(request.text.so_far)
-        budget = CHUNK
+            request.cached_tokens += request.slot.adopt(request.text.token_ids)
+        budget = PREFILL_CHUNK
         if running:
             curve = self.draft_length.main
-            budget = min(max(curve.most(STALL * curve(running), beside=running), LEAST_CHUNK), CHUNK)
-        return _within(budget, {request: Part(request.slot, request.text.so_far, 1) for request in requests})
+            budget = min(
+                max(curve.most(PREFILL_SLOWDOWN * curve(running), beside=running), LEAST_PREFILL_CHUNK), PREFILL_CHUNK
+            )
+        return _within(
+            budget, {request: ScheduledTokens(request.slot, request.text.token_ids, 1) for request in requests}
+        )
 
     def _draft(self, running: list[Request], read: int) -> None:
         """Rounds of drafting, each a token for every request that is to have one more. `read` tokens of prompts are in
@@ -248,7 +255,7 @@ class BatchDecoder:
             request.idle = not self._try(request, request.rule.more, request.text.drafted, request.confidence)
         own = [request for request in own if not request.idle]
         others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
-        tokens = read + sum(request.text.rows for request in running)
+        tokens = read + sum(request.text.num_logits for request in running)
         places = self.draft_length.choose([request.rule for request in others], tokens, len(own))
         return own + [others[i] for i in places]
 
@@ -259,10 +266,10 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            if request.source.can_read(request.text.so_far):
-                request.draft_slot.adopt(request.text.so_far)
-                asked[request] = Part(request.draft_slot, request.text.so_far, 1)
-        parts = _within(CHUNK, asked)
+            if request.source.can_read(request.text.token_ids):
+                request.draft_slot.adopt(request.text.token_ids)
+                asked[request] = ScheduledTokens(request.draft_slot, request.text.token_ids, 1)
+        parts = _within(PREFILL_CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
         if parts:
             for request, rows in zip(parts, self.draft.logits(list(parts.values())), strict=True):
@@ -273,7 +280,7 @@ class BatchDecoder:
 
     def _propose(self, request: Request) -> None:
         text = request.text
-        proposal = request.source.propose(text.so_far, text.distribution, text.random)
+        proposal = request.source.propose(text.token_ids, text.distribution, text.random)
         if proposal is None:
             request.idle = True
             return
@@ -286,16 +293,16 @@ class BatchDecoder:
     def _share(request: Request) -> None:
         """Let other texts have what the caches hold of this one, now that nothing of it is in doubt."""
         if not request.error:
-            request.slot.share(request.text.so_far)
+            request.slot.share(request.text.token_ids)
             if request.draft_slot:
-                request.draft_slot.share(request.text.so_far)
+                request.draft_slot.share(request.text.token_ids)
 
-    def _gain(self, request: Request, step: Step) -> Gain:
+    def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.recording.take(step)
         step = Step(tokens, min(step.accepted, len(tokens)), step.proposed)
-        if request.text.ended or request.generation.finish_reason == "stop":
+        if request.text.is_finished or request.generation.finish_reason == "stop":
             piece += self._finish(request)
-        return Gain(request, step, piece)
+        return RequestOutput(request, step, piece)
 
     def _finish(self, request: Request) -> str:
         if request.source:
@@ -306,13 +313,13 @@ class BatchDecoder:
         request.finished = True
         return rest
 
-    def _leave(self) -> list[Gain]:
+    def _leave(self) -> list[RequestOutput]:
         """Give back the blocks of those that are finished, cancelled or failed; the last gains of the latter two."""
         last = []
         for request in self._requests:
             if (request.cancelled or request.error) and not request.finished:
                 request.generation.finish_reason = "cancelled"
-                last.append(Gain(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
+                last.append(RequestOutput(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
                 request.finished = True  # even if its text could not be ended
             if request.finished:
                 with self._lock:
@@ -322,7 +329,7 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLength | DraftHistory:
+    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLengthPolicy | DraftHistory:
         if rule := named_by(config):
             return rule
         repeatable = config.do_sample and seed is not None
@@ -338,7 +345,7 @@ class BatchDecoder:
             return None
 
 
-def _within(budget: int, parts: dict[Request, Part]) -> dict[Request, Part]:
+def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
     """The first of `parts` that are computed with `budget` tokens; the last perhaps only a piece, without logits."""
     fitting = {}
     for request, part in parts.items():
@@ -346,7 +353,7 @@ def _within(budget: int, parts: dict[Request, Part]) -> dict[Request, Part]:
             break
         missing = part.missing
         if missing > budget:
-            part = Part(part.slot, part.tokens[: len(part.tokens) - missing + budget], 0)
+            part = ScheduledTokens(part.slot, part.tokens[: len(part.tokens) - missing + budget], 0)
         fitting[request] = part
         budget -= min(missing, budget)
     return fitting
@@ -380,7 +387,7 @@ def load(
     if use_huge_pages:
         huge_pages.move(before)
     batch = BatchModel(main_model, config_facts(Path(main)).context_length, prefix_cache)
-    source = PromptLookup(batch.width, max_ngram_size) if max_ngram_size else None
+    source = NgramProposer(batch.width, max_ngram_size) if max_ngram_size else None
     if draft:
         source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
     rule = BatchDraftLength(*cost_model.measure_together(main_model, draft_model))

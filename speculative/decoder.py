@@ -20,13 +20,13 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
-from speculative.drafting.policy import AdaptiveDraftLength, DraftLength, FixedDraftLength, named_by
-from speculative.drafting.proposers import DraftSource, ModelDraft, PromptLookup
+from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.cached_model import CachedModel
-from speculative.sequence.output import Recording
-from speculative.sequence.result import Generation, Step
-from speculative.sequence.sequence import GrowingText, Limits, stop_ids, stop_ids_of
+from speculative.sequence.output import OutputProcessor
+from speculative.sequence.result import GenerationResult, Step
+from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
 
 Prompt = str | ChatHistory | list | np.ndarray
 """A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
@@ -44,8 +44,8 @@ class Decoder:
     def __init__(
         self,
         main: CachedModel,
-        draft: DraftSource | None = None,
-        draft_length: DraftLength | None = None,
+        draft: Proposer | None = None,
+        draft_length: DraftLengthPolicy | None = None,
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
     ):
@@ -79,8 +79,8 @@ class Decoder:
         used to its end keeps the decoder busy until it is closed. Raises ValueError for a prompt that is empty or too
         long and for a config that asks for what speculative decoding of one text cannot do.
         """
-        limits = Limits(self.main.width, self.main.capacity, self.stop_token_ids)
-        text = GrowingText(self.encode(prompt, config), config, limits, self._random)
+        limits = ModelLimits(self.main.width, self.main.capacity, self.stop_token_ids)
+        text = Sequence(self.encode(prompt, config), config, limits, self._random)
         return self._alone(text, self._rule(config), seed)
 
     def generate(
@@ -89,7 +89,7 @@ class Decoder:
         config: GenerationConfig | None = None,
         streamer: StreamerBase | Callable[[str], object] | None = None,
         seed: int | None = None,
-    ) -> Generation:
+    ) -> GenerationResult:
         """Generate a whole text; `streamer` gets it as it comes, as in GenAI: a function of a piece of text, or a
         StreamerBase, which gets tokens. Either may return True or a StreamingStatus to stop.
 
@@ -101,7 +101,7 @@ class Decoder:
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function gets text, and this decoder has no tokenizer: give it one")
         stops = stop_ids(config, self.stop_token_ids)
-        recording = Recording(config, stops, self.tokenizer and self._decode, piecewise=takes_text)
+        recording = OutputProcessor(config, stops, self.tokenizer and self._decode, piecewise=takes_text)
         result = recording.result
         # closing: whatever a streamer raises, the decoder is free again
         with closing(self.stream(prompt, config, config.rng_seed or None if seed is None else seed)) as steps:
@@ -137,7 +137,7 @@ class Decoder:
             raise ValueError(f"a prompt is a text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
         return ids.astype(np.int64)
 
-    def _alone(self, text: GrowingText, rule: DraftLength, seed: int | None) -> Iterator[Step]:
+    def _alone(self, text: Sequence, rule: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
         """The steps of `text`, while no other one is under way."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this decoder is busy with another text: wait for it, or make a decoder for each text")
@@ -149,30 +149,30 @@ class Decoder:
         finally:
             self._busy.release()
 
-    def _steps(self, text: GrowingText, rule: DraftLength) -> Iterator[Step]:
-        while not text.ended:
-            is_new, confidence = text.is_new, None
+    def _steps(self, text: Sequence, rule: DraftLengthPolicy) -> Iterator[Step]:
+        while not text.is_finished:
+            is_prefill, confidence = text.is_prefill, None
             begin = time.perf_counter()
             while self.draft and text.can_draft and rule.more(text.drafted, confidence):
-                proposal = self.draft.propose(text.so_far, text.distribution, text.random)
+                proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
                 if proposal is None:
                     break
                 text.draft(proposal)
                 confidence = proposal.confidence
             drafted_at = time.perf_counter()
-            step = text.verify(self.main.logits(text.so_far, last=text.rows))
-            if not is_new:
+            step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
+            if not is_prefill:
                 rule.learn(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
             yield step
 
-    def _rule(self, config: GenerationConfig) -> DraftLength:
+    def _rule(self, config: GenerationConfig) -> DraftLengthPolicy:
         return named_by(config) or self.draft_length
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
 
 
-def _cache_notes(main: CachedModel, draft: DraftSource | None) -> str:
+def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
     """What was found out about the models' caches, "" where nothing."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
@@ -211,7 +211,9 @@ def load(
     source, rule = None, None
     if draft_model or max_ngram_size:
         source = (
-            ModelDraft(draft_model, main_model.width) if draft_model else PromptLookup(main_model.width, max_ngram_size)
+            DraftModelProposer(draft_model, main_model.width)
+            if draft_model
+            else NgramProposer(main_model.width, max_ngram_size)
         )
         key = cost_model.key((main, device, properties), (draft, draft_device, draft_properties))
         measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(properties))

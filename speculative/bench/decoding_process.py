@@ -18,7 +18,7 @@ import numpy as np
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
-from speculative.decoder import Generation
+from speculative.decoder import GenerationResult
 
 WORKER = "speculative.bench.decoding_worker"
 
@@ -68,7 +68,7 @@ class DecodingProcess:
             way.seconds = [[] for _ in range(2 if self.job.draft else 1)]
         return way
 
-    def _decode(self, way: Way, ids: np.ndarray) -> Run | Generation:
+    def _decode(self, way: Way, ids: np.ndarray) -> Run | GenerationResult:
         run, seconds = self._worker.call("decode", way.name, ids)
         for known, new in zip(way.seconds, seconds, strict=True):
             known += new

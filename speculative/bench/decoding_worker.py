@@ -11,7 +11,7 @@ from speculative.bench.genai import Run
 from speculative.bench.harness import time_in
 from speculative.bench.methods import genai_pipeline, genai_way, our_way
 from speculative.bench.token_view import token_view
-from speculative.decoder import Generation
+from speculative.decoder import GenerationResult
 from speculative.models import huge_pages
 
 FIRST_PROMPT = np.arange(1, 9)  # a pipeline has allocated what it needs when it has decoded once
@@ -32,7 +32,7 @@ class Pipeline:
             huge_pages.move(before)
         return {"load_seconds": seconds, "huge_bytes": huge_pages.in_use()}
 
-    def decode(self, name: str, ids: np.ndarray) -> tuple[Run | Generation, list[list[float]]]:
+    def decode(self, name: str, ids: np.ndarray) -> tuple[Run | GenerationResult, list[list[float]]]:
         """The run, and the seconds of its inferences by model, where they are timed."""
         way = self.ways[name]
         for seconds in way.seconds:

@@ -15,7 +15,7 @@ class Run:
     """One greedy generation.
 
     tokens: new token ids. proposed, gained: one entry for each inference of the main model after the prompt's (see
-    `speculative.sequence.metrics`). seconds_to_first: from the call to the first token, prompt included. seconds: from
+    `speculative.sequence.metrics`). ttft: from the call to the first token, prompt included. seconds: from
     the call to the last token, as in `speculative.sequence.result`; what GenAI does behind it (clean-up,
     detokenization) is left out.
     """
@@ -23,13 +23,13 @@ class Run:
     tokens: list[int]
     proposed: list[int]
     gained: list[int]
-    seconds_to_first: float
+    ttft: float
     seconds: float
 
     @property
     def decode_seconds(self) -> float:
         """Time for all tokens but the first."""
-        return self.seconds - self.seconds_to_first
+        return self.seconds - self.ttft
 
 
 def load(main: Path, device: str, draft: Path | None, draft_device: str, properties: dict, draft_properties: dict):

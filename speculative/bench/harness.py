@@ -1,7 +1,7 @@
 """What the scripts that measure share: ways to decode, timed in turns; other load; the environment; what is written.
 
     way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
-    with OtherLoad() as load:
+    with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
 
@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from speculative.bench.genai import Run
 from speculative.cli.whole_file import write_whole
-from speculative.decoder import Generation
+from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
@@ -57,9 +57,9 @@ class Way:
     engine: str  # "GenAI" or "ours"
     draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
     temperature: float  # 0: greedy
-    decode: Callable[[np.ndarray], Run | Generation]  # token ids [n] -> the run
+    decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
     seconds: list[list[float]] = field(default_factory=list)  # of each inference of main and draft, where timed
-    rounds: list[list[Run | Generation]] = field(default_factory=list)  # one of each prompt
+    rounds: list[list[Run | GenerationResult]] = field(default_factory=list)  # one of each prompt
     outside: list[float] = field(default_factory=list)  # seconds not spent in inferences, by round
     drafting: list[float] = field(default_factory=list)  # seconds in the draft's inferences, by round
     verifying: list[float] = field(default_factory=list)  # in the main model's after the prompt's, by round
@@ -70,7 +70,7 @@ class Way:
         runs = runs if prompts is None else [runs[i] for i in prompts]
         return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
 
-    def runs(self) -> list[Run | Generation]:
+    def runs(self) -> list[Run | GenerationResult]:
         return [run for round_ in self.rounds for run in round_]
 
 
@@ -140,7 +140,7 @@ def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
 
 def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
     """Each prompt on each way; of each way: itself, its runs, and seconds outside, drafting and verifying."""
-    runs: list[list[Run | Generation]] = [[] for _ in ways]
+    runs: list[list[Run | GenerationResult]] = [[] for _ in ways]
     spent = np.zeros((len(ways), 3))
     for number, ids in enumerate(prompts):
         for i, way in shuffled(list(enumerate(ways)), turn + number):
@@ -192,7 +192,7 @@ def row(way: Way, baseline: Way) -> dict:
         "position_acceptance": metrics.position_acceptance(proposed, gained),
         "block_efficiency": metrics.block_efficiency(gained),
         "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
-        "ttft": statistics.median(run.seconds_to_first for run in runs),
+        "ttft": statistics.median(run.ttft for run in runs),
         "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs),
         "outside": sum(way.outside) / sum(run.seconds for run in runs) if way.seconds else None,
         "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
@@ -219,7 +219,7 @@ def iteration_split(way: Way) -> dict | None:
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
-class OtherLoad:
+class BackgroundLoad:
     """The share of the machine's processor time that other programs took while this context was open.
 
     Of its own are this process and its children. What a virtual machine's host took away (steal) counts as others'.
@@ -228,7 +228,7 @@ class OtherLoad:
     def __init__(self):
         self.share = 0.0
 
-    def __enter__(self) -> "OtherLoad":
+    def __enter__(self) -> "BackgroundLoad":
         self._begin = self._now()
         return self
 
@@ -265,7 +265,7 @@ class OtherLoad:
         return total, total - idle, own
 
 
-def environment(arguments: argparse.Namespace, load: OtherLoad | None = None) -> dict:
+def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> dict:
     """What a published figure has to carry: when, how, on what, with which versions."""
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])

@@ -14,9 +14,9 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 from speculative.bench import genai
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way
-from speculative.decoder import Decoder, Generation
+from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength
-from speculative.drafting.proposers import PromptLookup
+from speculative.drafting.proposers import NgramProposer
 
 LOOKUP, NGRAM = 5, 3  # draft tokens of prompt lookup, and tokens that it looks for at most
 
@@ -78,13 +78,13 @@ def our_way(
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None
     if str(draft_length).startswith("lookup"):
-        source = PromptLookup(engine.main.width, NGRAM)
+        source = NgramProposer(engine.main.width, NGRAM)
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
     decoder = Decoder(engine.main, source, AdaptiveDraftLength(engine.draft_length.costs))
 
-    def decode(ids: np.ndarray) -> Generation:
+    def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:
             decoder.main.forget()
             if source:

@@ -7,13 +7,13 @@ import openvino_genai
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import DraftSource, Proposal, Transform
+from speculative.drafting.proposers import Proposal, Proposer, Transform
 
 
 class Noted:
     """A draft source that notes what it proposed."""
 
-    def __init__(self, source: DraftSource):
+    def __init__(self, source: Proposer):
         self.source = source
         self.tokens: list[int] = []
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 
 
@@ -106,7 +106,7 @@ class BatchDraftLength:
     FADE = AdaptiveDraftLength.FADE
     UNASKED = 64  # iterations without any draft after which one token is drafted: costs change, too
 
-    def __init__(self, main: CostCurve, draft: CostCurve, draft_further: CostCurve):
+    def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve):
         """What inferences cost: of the main model, of the draft model behind it, and of the draft model behind itself,
         when it is in the processor's caches."""
         self.main = main

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import openvino as ov
 
-from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices
@@ -39,10 +39,10 @@ def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
     return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0))
 
 
-def measure_together(main: CachedModel, draft: CachedModel | None) -> list[CostCurve]:
+def measure_together(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
     """What the rule of several texts has to know (a few seconds for a 1 B model): a curve for each of `Seconds`."""
     seconds = _clock(main, draft, [(n, n) for n in MEASURED_TOGETHER])
-    return [CostCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
+    return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
 
 
 def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]]) -> Seconds:

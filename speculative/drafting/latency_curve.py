@@ -7,7 +7,7 @@ import numpy as np
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 
 
-class CostCurve:
+class LatencyCurve:
     """Seconds of an inference on n tokens. Load, heat and longer contexts change them: `learn` follows."""
 
     CLOCK = 0.1  # weight of the newest time

@@ -20,7 +20,7 @@ LONGEST = 16  # draft tokens in an iteration, for the rules that choose
 STEPS = np.arange(1, LONGEST + 1)
 
 
-class DraftLength(Protocol):
+class DraftLengthPolicy(Protocol):
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
         """Draft one more, behind `drafted` ones of which the last had `confidence`?"""
 
@@ -93,7 +93,7 @@ class Costs:
         return np.interp(np.arange(LONGEST + 2), n, seconds)
 
 
-def named_by(config: GenerationConfig) -> DraftLength | None:
+def named_by(config: GenerationConfig) -> DraftLengthPolicy | None:
     """GenAI's names: a number is fixed, a threshold is by confidence; None where the config leaves it open."""
     if config.num_assistant_tokens:
         return FixedDraftLength(config.num_assistant_tokens)

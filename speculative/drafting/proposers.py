@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from speculative.models.cached_model import CachedModel
-from speculative.sampling.rejection_sampling import Certain, draw
+from speculative.sampling.rejection_sampling import OneHot, draw
 
-Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | Certain]
+Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | OneHot]
 """Logits float32 [V] after the given text (int64 [n]) to the distribution float32 [V] that is sampled from."""
 
 
@@ -16,11 +16,11 @@ class Proposal(NamedTuple):
     """A draft token, the distribution float32 [V] it was drawn from, and how sure the draft is of it, from 0 to 1."""
 
     token: int
-    q: np.ndarray | Certain
+    q: np.ndarray | OneHot
     confidence: Callable[[], float]
 
 
-class DraftSource(Protocol):
+class Proposer(Protocol):
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         """One token to follow `tokens` (int64 [n], all so far, draft tokens included); None where there is no idea."""
 
@@ -28,7 +28,7 @@ class DraftSource(Protocol):
         """Start as if new, for results that can be repeated."""
 
 
-class ModelDraft:
+class DraftModelProposer:
     """Draft tokens of a draft model, drawn through the same transform as the main model's.
 
     `width` is the main model's number of logits. Models of one family pad one vocabulary differently: logits beyond
@@ -63,7 +63,7 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
     return float(1 / np.exp(logits - logits[token]).sum())
 
 
-class PromptLookup:
+class NgramProposer:
     """Draft tokens copied from the text: what followed the last occurrence of its last few tokens (n-gram lookup).
 
     Saxena 2023, "Prompt Lookup Decoding". The draft is certain of its token, and the rejection rule keeps it lossless.
@@ -86,7 +86,7 @@ class PromptLookup:
             best, size = int(followers[found[-1]]), back + 1
         if best is None:
             return None
-        return Proposal(best, Certain(best, self._width), lambda: size / (self._max_ngram_size + 1))
+        return Proposal(best, OneHot(best, self._width), lambda: size / (self._max_ngram_size + 1))
 
     def forget(self) -> None:
         """The text is all it knows."""

@@ -2,7 +2,7 @@
 
     model = BatchModel(cached_model.load(Path("models/embedded/main"), capacity=8192))
     one, other = model.slot(longest=500), model.slot(longest=200)
-    rows = model.logits([Part(one, tokens_of_one, last=3), Part(other, tokens_of_other, last=1)])
+    rows = model.logits([ScheduledTokens(one, tokens_of_one, last=3), ScheduledTokens(other, tokens_of_other, last=1)])
 
 As there, every call gives the whole text so far of each, and what the cache holds of it is not computed again. That may
 come from other texts, which began alike: `share` and `adopt` say when.
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speculative.models.block_pool import BlockPool, Lease
+from speculative.models.block_pool import BlockPool, BlockTable
 from speculative.models.cached_model import CachedModel
-from speculative.models.paged_model import PagedModel, Run
+from speculative.models.paged_model import PagedModel, SequenceInput
 
 TRIED = 24  # tokens to see whether one that was rolled back leaves a trace; all in one block
 
@@ -23,10 +23,10 @@ TRIED = 24  # tokens to see whether one that was rolled back leaves a trace; all
 class Slot:
     """A text's place in the cache: its blocks, what they hold, and the logits computed last.
 
-    To `ModelDraft` it is the model of one text, whose logits are there already.
+    To `DraftModelProposer` it is the model of one text, whose logits are there already.
     """
 
-    def __init__(self, lease: Lease, capacity: int, model: "BatchModel"):
+    def __init__(self, lease: BlockTable, capacity: int, model: "BatchModel"):
         self.capacity = capacity  # longest text, in tokens
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: the caller's, from what `BatchModel.logits` returned
         self._lease = lease
@@ -96,7 +96,7 @@ class Slot:
         self._held[start : self._length] = tokens
 
 
-class Part(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """A text's share in an inference: all its `tokens` (int64 [n]) so far; logits are wanted after the `last` ones."""
 
     slot: Slot
@@ -142,17 +142,17 @@ class BatchModel:
         return self.pool.has_room(min(tokens, self.context))
 
     def slot(self, tokens: int, salt: bytes = b"") -> Slot:
-        """Room for a text of up to so many tokens, or as many as the context has. Raises NoRoom."""
+        """Room for a text of up to so many tokens, or as many as the context has. Raises OutOfBlocks."""
         tokens = min(tokens, self.context)
         return Slot(self.pool.promise(tokens, salt), tokens, self)
 
-    def logits(self, parts: Sequence[Part]) -> list[np.ndarray]:
+    def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
         """Logits float32 [last, V] of each part: views that the next call overwrites."""
         runs = []
         for slot, tokens, last in parts:
-            start = Part(slot, tokens, last).start
+            start = ScheduledTokens(slot, tokens, last).start
             slot.begin(start, len(tokens))
-            runs.append(Run(slot.blocks(len(tokens)), start, tokens[start:], last))
+            runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
         logits = self._backend.run_together(runs)
         for part, run in zip(parts, runs, strict=True):
             part.slot.hold(run.start, run.tokens)

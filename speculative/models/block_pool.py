@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 
-class NoRoom(RuntimeError):
+class OutOfBlocks(RuntimeError):
     """More blocks were asked for than there are to promise."""
 
 
@@ -59,18 +59,18 @@ class BlockPool:
         """Whether a sequence of up to so many tokens can be promised its blocks now."""
         return self.needed(tokens) <= self.blocks - self.promised
 
-    def promise(self, tokens: int, salt: bytes = b"") -> "Lease":
+    def promise(self, tokens: int, salt: bytes = b"") -> "BlockTable":
         """Room for a sequence of up to `tokens` tokens. It shares blocks only with sequences of the same `salt`.
-        Raises NoRoom."""
+        Raises OutOfBlocks."""
         with self._lock:
             if not self.has_room(tokens):
-                raise NoRoom(
+                raise OutOfBlocks(
                     f"a text of up to {tokens} tokens needs {self.needed(tokens)} blocks of {self.block_size} tokens "
                     f"of the cache, and {self.blocks - self.promised} of {self.blocks} are to be had: wait for other "
                     "texts to end, ask for fewer tokens, or load the models with a larger cache"
                 )
             self._owed += self.needed(tokens)
-        return Lease(self, self.needed(tokens), salt)
+        return BlockTable(self, self.needed(tokens), salt)
 
     def _take(self) -> int:
         """An empty block, or the one that was shared and used least recently."""
@@ -86,7 +86,7 @@ class BlockPool:
             self._idle[shared] = None
 
 
-class Lease:
+class BlockTable:
     """The blocks of one sequence, in the order of its tokens: first shared ones, then its own."""
 
     def __init__(self, pool: BlockPool, most: int, salt: bytes = b""):
@@ -106,7 +106,7 @@ class Lease:
         """Block numbers int32 for so many tokens: those taken before and, as far as they do not suffice, new ones."""
         n = self._pool.needed(tokens)
         if n > self._most:
-            raise NoRoom(f"a sequence that was promised {self._most} cache blocks asks for {n}")
+            raise OutOfBlocks(f"a sequence that was promised {self._most} cache blocks asks for {n}")
         with self._pool._lock:
             while self._taken < n:
                 self._append(self._pool._take())

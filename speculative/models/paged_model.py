@@ -15,7 +15,7 @@ from openvino._offline_transformations import paged_attention_transformation
 from speculative.models.gather_logits import keep_logits_at
 
 
-class Run(NamedTuple):
+class SequenceInput(NamedTuple):
     """What `run` takes, and of which sequence: `tokens` int64 [n] go to positions start, start + 1, ... of the sequence
     in `blocks` (int32, in the order of its positions, enough of them), and logits are wanted after the last `last`."""
 
@@ -81,7 +81,7 @@ class PagedModel:
         self._request.wait()
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
-    def run_together(self, runs: Sequence[Run]) -> np.ndarray:
+    def run_together(self, runs: Sequence[SequenceInput]) -> np.ndarray:
         """One inference on the tokens of all `runs`; each start as for `run`. Sequences may have blocks in common that
         end before their start. Tokens and rows are `rounded_up`; what is more goes to a block that no sequence has.
 
@@ -93,7 +93,7 @@ class PagedModel:
         tokens = sum(len(run.tokens) for run in runs)
         rows = sum(run.last for run in runs)
         if padding := rounded_up(tokens) - tokens:
-            runs = [*runs, Run(self._nobodys_block, 0, np.zeros(padding, np.int64), 0)]
+            runs = [*runs, SequenceInput(self._nobodys_block, 0, np.zeros(padding, np.int64), 0)]
         counts = np.array([len(run.tokens) for run in runs])
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]

@@ -32,7 +32,7 @@ WORTH_IT = 1.2  # expected speedup below which a draft of fair acceptance is too
 
 
 @dataclass
-class Half:
+class PairMember:
     """One model of the pair, its device, and what could be read of it; `cache` is the reason where there is none."""
 
     role: str  # main, draft
@@ -79,17 +79,19 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
             yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no more than precision does'}")
 
 
-def _read(role: str, folder: Path, device: str, core: ov.Core) -> Half:
+def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
     require_ir(folder)
     model = core.read_model(folder / "openvino_model.xml")
     try:
         cache = kv_cache.read(model)
     except ValueError as error:
         cache = str(error)
-    return Half(role, device, config_facts(folder), device_facts.look_up(device, core), weights.read(model), cache)
+    return PairMember(
+        role, device, config_facts(folder), device_facts.look_up(device, core), weights.read(model), cache
+    )
 
 
-def _judge_devices(halves: list[Half]) -> Iterator[Finding]:
+def _judge_devices(halves: list[PairMember]) -> Iterator[Finding]:
     for half in halves:
         if not half.devices:
             yield Finding("error", "device", f"{half.role}: {half.device!r} leaves no device; name one")
@@ -101,7 +103,7 @@ def _judge_devices(halves: list[Half]) -> Iterator[Finding]:
             yield Finding("ok", "device", f"{half.role} on {shown}")
 
 
-def _judge_npu(halves: list[Half]) -> Iterator[Finding]:
+def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:
     """What static shapes and NPUW's kernels ask for; engine and export say the same, only later."""
     for half in halves:
         if not half.on_npu:
@@ -137,7 +139,7 @@ def _judge_npu(halves: list[Half]) -> Iterator[Finding]:
             yield Finding("warning", "NPU shapes", message)
 
 
-def _judge_weights(halves: list[Half]) -> Iterator[Finding]:
+def _judge_weights(halves: list[PairMember]) -> Iterator[Finding]:
     shown = "; ".join(f"{half.role} {half.weights}, {_count(half.weights.parameters)} parameters" for half in halves)
     main, draft = halves
     if main.weights.formats[0] in ("int4", "int8") and draft.weights.formats[0] in ("fp16", "bf16", "fp32"):
@@ -147,7 +149,7 @@ def _judge_weights(halves: list[Half]) -> Iterator[Finding]:
         yield Finding("ok", "weight formats", shown)
 
 
-def _judge_caches(halves: list[Half], core: ov.Core) -> Iterator[Finding]:
+def _judge_caches(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
     for half in halves:
         if isinstance(half.cache, str):
             yield Finding("error", "KV cache", f"{half.role}: {half.cache}")
@@ -161,9 +163,9 @@ def _judge_caches(halves: list[Half], core: ov.Core) -> Iterator[Finding]:
         yield Finding("ok", "KV cache", message)
 
 
-def _judge_memory(halves: list[Half], core: ov.Core) -> Iterator[Finding]:
+def _judge_memory(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
     """Both models against each memory they are in. A model spread over devices is counted where it comes first."""
-    places: dict[str, list[Half]] = {}
+    places: dict[str, list[PairMember]] = {}
     for half in halves:
         if half.devices and not any(device.missing for device in half.devices):
             places.setdefault(half.devices[0].memory, []).append(half)
@@ -190,7 +192,7 @@ def _judge_place(place: str, parts: str, need: int, there: Memory) -> Finding:
     return Finding("ok", "memory", f"{parts}, of {_size(there.available)} free in {place}")
 
 
-def _judge_cost(main: Half, draft: Half) -> Iterator[Finding]:
+def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
     """Decoding is limited by reading the weights, so that their sizes give the cost ratio, on devices alike."""
     ratio = draft.weights.bytes_per_step / main.weights.bytes_per_step
     gains = {
@@ -214,7 +216,7 @@ def _judge_cost(main: Half, draft: Half) -> Iterator[Finding]:
         yield Finding("ok", "cost ratio", message)
 
 
-def _precision(half: Half, core: ov.Core) -> ov.Type:
+def _precision(half: PairMember, core: ov.Core) -> ov.Type:
     """What the device keeps its KV cache in: by default u8 on CPUs; f16 where it does not tell."""
     try:
         told = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
@@ -223,11 +225,11 @@ def _precision(half: Half, core: ov.Core) -> ov.Type:
     return told if isinstance(told, ov.Type) and told != ov.Type.dynamic else ov.Type.f16
 
 
-def _cache_bytes(half: Half, core: ov.Core) -> int:
+def _cache_bytes(half: PairMember, core: ov.Core) -> int:
     return 0 if isinstance(half.cache, str) else half.cache.bytes_per_token(_precision(half, core)) * half.tokens
 
 
-def _weight_bytes(half: Half) -> int:
+def _weight_bytes(half: PairMember) -> int:
     return (half.facts.folder / "openvino_model.bin").stat().st_size
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.sampling.rejection_sampling import Certain
+from speculative.sampling.rejection_sampling import OneHot
 
 NEUTRAL = GenerationConfig()
 GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken
@@ -82,7 +82,7 @@ class Distribution:
         named = {*config.stop_token_ids, config.eos_token_id}
         self.stop_token_ids = sorted({token for token in named if token >= 0} or stop_token_ids)
 
-    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | Certain:
+    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | OneHot:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
         `logits` float32 [V] are left as they are. Raises ValueError if they are not numbers.
@@ -94,7 +94,7 @@ class Distribution:
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:
-            return Certain(best, len(logits))
+            return OneHot(best, len(logits))
 
         kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else slice(None)
         weights = logits[kept] - logits[best]

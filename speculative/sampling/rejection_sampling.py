@@ -4,7 +4,7 @@ Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, which found it at the same tim
 The papers' letters: p is the main model's distribution of the next token, q the draft's, K how many tokens are drafted;
 V is the size of the vocabulary. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 as
 far as its precision goes. Greedy decoding is no special case: its distributions are 1 at one token and 0 elsewhere;
-`Certain` is such a one without the array.
+`OneHot` is such a one without the array.
 
 What comes out is distributed exactly as if every token had been drawn from p, whatever q is (Leviathan et al.,
 appendix A.1): q decides the speed only. Nothing here knows what a model is, keeps a clock, counts or prints.
@@ -18,7 +18,7 @@ import numpy as np
 BLOCK = 512  # probabilities summed at once when drawing
 
 
-class Certain:
+class OneHot:
     """A distribution over `size` tokens that is 1 at `token`: greedy decoding, or a draft copied from the text."""
 
     __slots__ = ("size", "token")
@@ -39,14 +39,14 @@ class Certain:
         return array
 
 
-class Verdict(NamedTuple):
+class Acceptance(NamedTuple):
     """What one iteration gains: the first `accepted` drafted tokens, and `token`, the main model's own, behind them."""
 
     accepted: int
     token: int
 
 
-def draw(probabilities: np.ndarray | Certain, random: np.random.Generator) -> int:
+def draw(probabilities: np.ndarray | OneHot, random: np.random.Generator) -> int:
     """Draw a token from `probabilities` [V] with one random number; a token of probability 0 is never drawn.
 
     Inverse of the cumulative distribution, in two levels: block sums find the block, and only that block is added up
@@ -54,7 +54,7 @@ def draw(probabilities: np.ndarray | Certain, random: np.random.Generator) -> in
 
     Raises ValueError if there is nothing to draw: probabilities that are all 0, or not numbers.
     """
-    if isinstance(probabilities, Certain):
+    if isinstance(probabilities, OneHot):
         return probabilities.token
     blocks = np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)).cumsum(dtype=np.float64)
     if not blocks[-1] > 0:
@@ -68,12 +68,12 @@ def draw(probabilities: np.ndarray | Certain, random: np.random.Generator) -> in
     return block * BLOCK + int(token)
 
 
-def residual(p: np.ndarray | Certain, q: np.ndarray | Certain) -> np.ndarray | Certain:
+def residual(p: np.ndarray | OneHot, q: np.ndarray | OneHot) -> np.ndarray | OneHot:
     """Return norm(max(0, p - q)) [V], what a rejected token is replaced from.
 
     Where p exceeds q nowhere, which only the rounding of equal distributions brings about, that is p itself.
     """
-    if isinstance(p, Certain):  # there alone p exceeds q
+    if isinstance(p, OneHot):  # there alone p exceeds q
         return p
     excess = p - np.asarray(q)
     np.maximum(excess, 0, out=excess)
@@ -83,10 +83,10 @@ def residual(p: np.ndarray | Certain, q: np.ndarray | Certain) -> np.ndarray | C
 
 def verify(
     drafted: Sequence[int],
-    q: Sequence[np.ndarray | Certain],
-    p: Callable[[int], np.ndarray | Certain],
+    q: Sequence[np.ndarray | OneHot],
+    p: Callable[[int], np.ndarray | OneHot],
     random: np.random.Generator,
-) -> Verdict:
+) -> Acceptance:
     """Accept or reject the drafted tokens, one after the other, and draw the main model's own token behind them.
 
     `q[i]` [V] is what the draft drew `drafted[i]` from. `p(i)` returns the main model's distribution [V] after the
@@ -101,8 +101,8 @@ def verify(
         if not q_x > 0:
             raise ValueError(f"drafted token {x} at place {i} has the probability {q_x} in the draft's distribution")
         if random.random() >= min(1.0, p_x / q_x):
-            return Verdict(i, draw(residual(p_i, q_i), random))
-    return Verdict(len(drafted), draw(p(len(drafted)), random))
+            return Acceptance(i, draw(residual(p_i, q_i), random))
+    return Acceptance(len(drafted), draw(p(len(drafted)), random))
 
 
 def speculative_decoding(

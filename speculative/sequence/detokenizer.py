@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 KEPT = 16  # tokens decoded again for their influence on the next ones (spaces, bytes of one character)
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of a growing list of tokens.
 
     `text` is all of it so far; `stopped` is set once a stop string is complete, and the text ends there, before the

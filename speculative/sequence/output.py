@@ -1,15 +1,15 @@
-"""What becomes of a text's steps: its `Generation`, the pieces of text to stream, and the end at a stop string."""
+"""Turns the steps of a sequence into its `GenerationResult` and the text to stream, up to a stop string."""
 
 import time
 from collections.abc import Callable
 
 from openvino_genai import GenerationConfig
 
-from speculative.sequence.detokenizer import TextStream
-from speculative.sequence.result import Generation, Step
+from speculative.sequence.detokenizer import IncrementalDetokenizer
+from speculative.sequence.result import GenerationResult, Step
 
 
-class Recording:
+class OutputProcessor:
     """`result` grows with each `take`, and is whole after `end`.
 
     `decode` turns token ids into text; None where there is no tokenizer, and then no text. `piecewise`: `take` returns
@@ -25,11 +25,11 @@ class Recording:
     ):
         if config.stop_strings and not decode:
             raise ValueError("stop_strings need the text, and this decoder has no tokenizer: give it one")
-        self.result = Generation()
+        self.result = GenerationResult()
         self._stops = stops
         self._decode = decode
         self._watched = bool(config.stop_strings) or (piecewise and decode is not None)
-        self._text = TextStream(decode, config.stop_strings, config.include_stop_str_in_output)
+        self._text = IncrementalDetokenizer(decode, config.stop_strings, config.include_stop_str_in_output)
         self._begin = time.perf_counter()
 
     def take(self, step: Step) -> tuple[list[int], str]:
@@ -40,12 +40,12 @@ class Recording:
         result.tokens += gained
         result.from_draft += [i < step.accepted for i in range(used)]
         result.seconds = time.perf_counter() - self._begin
-        if result.seconds_to_first:
+        if result.ttft:
             result.proposed.append(step.proposed)
             result.accepted.append(min(step.accepted, used))
             result.gained.append(used)
         else:
-            result.seconds_to_first = result.seconds
+            result.ttft = result.seconds
         if self._text.stopped or gained[-1] in self._stops:
             result.finish_reason = "stop"
         return gained, piece

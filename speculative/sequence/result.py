@@ -1,4 +1,4 @@
-"""What decoding gives: steps while a text is under way, a `Generation` when it is finished."""
+"""What decoding gives: steps while a text is under way, a `GenerationResult` when it is finished."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Generation:
+class GenerationResult:
     """A finished text and how it came about."""
 
     tokens: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Generation:
     proposed: list[int] = field(default_factory=list)  # for each inference of the main model after the prompt's
     accepted: list[int] = field(default_factory=list)  # likewise
     gained: list[int] = field(default_factory=list)  # likewise: one more than accepted, but at an end of text
-    seconds_to_first: float = 0.0  # from the call to the first token, prompt included
+    ttft: float = 0.0  # from the call to the first token, prompt included
     seconds: float = 0.0  # the call
     draft_length: str = ""  # what the draft length rule did last, and why
     kv_cache: str = ""  # what was found out about the models' caches at load, if it matters
@@ -36,7 +36,7 @@ class Generation:
     @property
     def decode_seconds(self) -> float:
         """Time for all tokens but the first."""
-        return self.seconds - self.seconds_to_first
+        return self.seconds - self.ttft
 
     @property
     def acceptance_rate(self) -> float | None:

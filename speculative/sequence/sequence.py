@@ -1,9 +1,9 @@
 """The text of one request as it grows: what was drafted, what the main model makes of it, where it ends.
 
-    while not text.ended:
+    while not text.is_finished:
         while text.can_draft and ...:
-            text.draft(source.propose(text.so_far, text.distribution, text.random))
-        step = text.verify(main.logits(text.so_far, last=text.rows))
+            text.draft(source.propose(text.token_ids, text.distribution, text.random))
+        step = text.verify(main.logits(text.token_ids, last=text.num_logits))
 
 Which models, how many texts at a time and how long a draft should be are the caller's business.
 """
@@ -16,14 +16,14 @@ from openvino_genai import GenerationConfig, Tokenizer
 
 from speculative.drafting.proposers import Proposal
 from speculative.sampling.distribution import Distribution, check_supported
-from speculative.sampling.rejection_sampling import Certain, verify
+from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 
 UNSET = GenerationConfig().max_new_tokens
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What is the same for all texts of a model."""
 
     width: int  # tokens it knows
@@ -32,14 +32,14 @@ class Limits:
     subtract_penalties: bool = False  # as `Distribution` has it
 
 
-class GrowingText:
+class Sequence:
     """A prompt (token ids int64 [n]) and what is generated behind it, as `config` says, with its own random numbers.
 
     Raises ValueError for a prompt that is empty or too long and for a config that asks for what speculative decoding of
     one text cannot do.
     """
 
-    def __init__(self, prompt: np.ndarray, config: GenerationConfig, limits: Limits, random: np.random.Generator):
+    def __init__(self, prompt: np.ndarray, config: GenerationConfig, limits: ModelLimits, random: np.random.Generator):
         check_supported(config)
         if not len(prompt):
             raise ValueError("the prompt has no tokens: give some text to go on from")
@@ -61,20 +61,20 @@ class GrowingText:
             )
         self.random = random
         self.stops = stop_ids(config, limits.stop_token_ids)
-        self.n_prompt = self.n = len(prompt)  # n: of prompt and generated tokens, without drafted ones
+        self.num_prompt_tokens = self.n = len(prompt)  # n: of prompt and generated tokens, without drafted ones
         self._tokens = np.empty(self.n + min(asked, room), np.int64)  # prompt, generated, drafted
         self._tokens[: self.n] = prompt
         self._transform = Distribution(config, limits.stop_token_ids, limits.subtract_penalties)
-        self._q: list[np.ndarray | Certain] = []  # what the drafted tokens were drawn from
-        self.ended = False
+        self._q: list[np.ndarray | OneHot] = []  # what the drafted tokens were drawn from
+        self.is_finished = False
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest text this can become."""
         return len(self._tokens)
 
     @property
-    def so_far(self) -> np.ndarray:
+    def token_ids(self) -> np.ndarray:
         """Prompt, generated and drafted tokens."""
         return self._tokens[: self.n + len(self._q)]
 
@@ -84,25 +84,25 @@ class GrowingText:
         return len(self._q)
 
     @property
-    def rows(self) -> int:
+    def num_logits(self) -> int:
         """Logits that `verify` needs: after the text, and after each drafted token."""
         return len(self._q) + 1
 
     @property
-    def is_new(self) -> bool:
+    def is_prefill(self) -> bool:
         """Nothing generated yet. The prompt's inference comes alone, so that the first token is soon there."""
-        return self.n == self.n_prompt
+        return self.n == self.num_prompt_tokens
 
     @property
     def can_draft(self) -> bool:
         """Whether one more draft token could be of use: not behind the last but one, nor behind an end."""
-        if self.is_new or len(self.so_far) >= self.longest - 1:
+        if self.is_prefill or len(self.token_ids) >= self.max_length - 1:
             return False
-        return not (self._q and int(self.so_far[-1]) in self.stops)
+        return not (self._q and int(self.token_ids[-1]) in self.stops)
 
-    def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | Certain:
+    def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | OneHot:
         """What follows `tokens`, a beginning of this text: `logits` float32 [V] as the config has them."""
-        return self._transform(logits, tokens[: self.n_prompt], tokens[self.n_prompt :])
+        return self._transform(logits, tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :])
 
     def draft(self, proposal: Proposal) -> None:
         """Put a draft token behind the text. It has to be verified, or the text is no longer the main model's."""
@@ -114,7 +114,7 @@ class GrowingText:
         self._q.clear()
 
     def verify(self, logits: np.ndarray) -> Step:
-        """Take what the main model accepts, and its own token behind; `logits` are its last `rows` ones."""
+        """Take what the main model accepts, and its own token behind; `logits` are its last `num_logits` ones."""
         drafted = self._tokens[self.n : self.n + len(self._q)].tolist()
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
@@ -126,7 +126,7 @@ class GrowingText:
             gained = gained[: end + 1]
         self._tokens[self.n : self.n + len(gained)] = gained
         self.n += len(gained)
-        self.ended = end is not None or self.n == self.longest
+        self.is_finished = end is not None or self.n == self.max_length
         return Step(gained, accepted, len(drafted))
 
 

@@ -17,7 +17,7 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
-from speculative.models.block_pool import NoRoom
+from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, request_body
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
 from speculative.serving.limits import Limits
@@ -26,9 +26,9 @@ from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
     Answer,
     ApiError,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    BaseRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
     described,
     model_card,
     usage,
@@ -118,17 +118,17 @@ class Endpoint:
         self._check_model(name)
         return model_card(self.name, self._created)
 
-    async def chat(self, asked: ChatAsked, request: Request) -> Response:
+    async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
         if not self.engine.decoder.tokenizer.chat_template:
             raise ApiError(400, f"The model {self.name} has no chat template: ask at /v1/completions.")
         return await self._answer(asked, request)
 
-    async def complete(self, asked: CompletionAsked, request: Request) -> Response:
+    async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         return await self._answer(asked, request)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, asked: Asked, request: Request) -> Response:
+    async def _answer(self, asked: BaseRequest, request: Request) -> Response:
         self._check_open()
         self._check_model(asked.model)
         if self.engine.error:
@@ -146,7 +146,7 @@ class Endpoint:
             generation = await job.end()
             return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
 
-    async def _submit(self, asked: Asked, salt: bytes) -> Job:
+    async def _submit(self, asked: BaseRequest, salt: bytes) -> Job:
         """The job that answers. Where there is no place for it, nothing is encoded."""
         try:
             self.engine.check_queue(self._coming)
@@ -159,7 +159,7 @@ class Endpoint:
         except (QueueFull, EngineFailed, Stopped) as error:
             raise self._as_answer(error) from error
 
-    async def _encoded(self, asked: Asked) -> np.ndarray:
+    async def _encoded(self, asked: BaseRequest) -> np.ndarray:
         self._coming += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
@@ -211,7 +211,7 @@ class Endpoint:
         if isinstance(error, Expired):
             message = f"The request took longer than the {self.limits.timeout:g} s a request may take here."
             return ApiError(504, message, "timeout")
-        if isinstance(error, ValueError | NoRoom):
+        if isinstance(error, ValueError | OutOfBlocks):
             return ApiError(400, f"The request cannot be decoded: {one_line(error)}", "invalid_request")
         return ApiError(500, f"Decoding failed: {one_line(error)}", "decoding_failed")
 
@@ -226,17 +226,17 @@ class Endpoint:
             message = f"There is no model {name!r} here, only {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _encode(self, asked: Asked) -> np.ndarray:
+    def _encode(self, asked: BaseRequest) -> np.ndarray:
         try:
             return self.engine.decoder.encode(asked.prompt, asked.config(1))
         except (ValueError, RuntimeError, OverflowError) as error:
             message = f"The prompt cannot be encoded: {one_line(error)}"
             raise ApiError(400, message, "invalid_prompt") from None
 
-    def _room(self, asked: Asked, prompt: int) -> int:
+    def _room(self, asked: BaseRequest, prompt: int) -> int:
         """Tokens that may follow a prompt of so many: as many as are asked for, or else as many as the limits allow."""
         limits, context = self.limits, self.engine.decoder.main.context
-        where = "messages" if isinstance(asked, ChatAsked) else "prompt"
+        where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
         if prompt > self.longest_prompt:
             message = f"The prompt has {prompt} tokens, and may have {self.longest_prompt} here."
             raise ApiError(400, message, "context_length_exceeded", where)
@@ -254,7 +254,7 @@ class Endpoint:
             raise ApiError(400, message, "context_length_exceeded", where)
         return wanted
 
-    def _set_draft_length(self, config: GenerationConfig, asked: Asked) -> None:
+    def _set_draft_length(self, config: GenerationConfig, asked: BaseRequest) -> None:
         length = self.draft_length
         if not length and config.do_sample and asked.seed is not None:
             length = FIXED_DRAFT
@@ -275,7 +275,9 @@ class Endpoint:
 
     async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place, problem = described({**first, "loc": first["loc"][1:]}, ChatAsked.off | CompletionAsked.off)
+        place, problem = described(
+            {**first, "loc": first["loc"][1:]}, ChatCompletionRequest.off | CompletionRequest.off
+        )
         message = f"{place or 'The body'}: {problem}."
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))
 

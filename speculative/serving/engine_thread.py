@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 from openvino_genai import GenerationConfig
 
-from speculative.batch_decoder import BatchDecoder, Gain, Request
-from speculative.sequence.result import Generation
+from speculative.batch_decoder import BatchDecoder, Request, RequestOutput
+from speculative.sequence.result import GenerationResult
 
 SENT_TOGETHER = 0.04  # seconds of text in a piece after the first: what a piece costs on its way is paid less often
 
@@ -64,7 +64,7 @@ class Job:
         self._told: asyncio.TimerHandle | None = None  # when the reader will be
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> GenerationResult:
         return self.request.generation
 
     async def pieces(self) -> AsyncIterator[str]:
@@ -80,7 +80,7 @@ class Job:
         if self.error:
             raise self.error
 
-    async def end(self) -> Generation:
+    async def end(self) -> GenerationResult:
         """The whole of it. Raises what ended it before its time."""
         await self._end.wait()
         if self.error:
@@ -230,7 +230,7 @@ class Engine:
                 refused.append((job, "", True, error))
         return refused
 
-    def _count(self, gain: Gain) -> None:
+    def _count(self, gain: RequestOutput) -> None:
         tokens, accepted, proposed = gain.step
         self.generated += len(tokens)
         if tokens and gain.request.generation.gained:  # not the prompt's inference

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from speculative.sequence.result import Generation
+from speculative.sequence.result import GenerationResult
 
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as the API has it
 SEED_BITS = 2**64 - 1  # seeds may be negative there, and are not here
@@ -168,7 +168,7 @@ def all_tokens(top_k: Any) -> Any:
     return None if top_k in (0, -1) else top_k
 
 
-class Asked(Given):
+class BaseRequest(Given):
     """What both kinds of completions may ask for."""
 
     off = {
@@ -217,7 +217,7 @@ class Asked(Given):
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
-    def options_of_a_stream(self) -> "Asked":
+    def options_of_a_stream(self) -> "BaseRequest":
         if self.stream_options and not self.stream:
             raise ValueError("stream_options go with stream=true only")
         return self
@@ -251,8 +251,8 @@ class Asked(Given):
         return None if self.seed is None else self.seed & SEED_BITS
 
 
-class ChatAsked(Asked):
-    off = Asked.off | {
+class ChatCompletionRequest(BaseRequest):
+    off = BaseRequest.off | {
         "add_special_tokens": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -290,8 +290,8 @@ def one_prompt(prompt: Any) -> str | list[int]:
     return prompt
 
 
-class CompletionAsked(Asked):
-    off = Asked.off | {"add_special_tokens": (True,), "suffix": ("",)}
+class CompletionRequest(BaseRequest):
+    off = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[Any, BeforeValidator(one_prompt), WithJsonSchema(TEXT_OR_IDS)]
 
@@ -321,8 +321,8 @@ def _not_served(name: str, off: dict[str, tuple]) -> str:
 class Answer:
     """The answer to one request, whole or in chunks."""
 
-    def __init__(self, asked: Asked, model: str):
-        self._chat = isinstance(asked, ChatAsked)
+    def __init__(self, asked: BaseRequest, model: str):
+        self._chat = isinstance(asked, ChatCompletionRequest)
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -330,7 +330,7 @@ class Answer:
             "model": model,
         }
 
-    def whole(self, generation: Generation, usage: dict) -> dict:
+    def whole(self, generation: GenerationResult, usage: dict) -> dict:
         choice = {"index": 0, "logprobs": None, "finish_reason": generation.finish_reason}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
@@ -371,7 +371,7 @@ class Answer:
         return b"data: " + text.encode() + b"\n\n"
 
 
-def usage(prompt_tokens: int, generation: Generation, cached_tokens: int) -> dict:
+def usage(prompt_tokens: int, generation: GenerationResult, cached_tokens: int) -> dict:
     """Token counts; `cached_tokens` of the prompt were not computed again.
 
     Draft tokens that were rejected are not part of the text, nor of `completion_tokens`.

@@ -26,7 +26,7 @@ TOKEN = "If it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, on eve
 EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
 ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
 STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray gives its processes 30 s to start, too few on a busy machine
-AS_GIVEN = dict(os.environ)  # Ray adds to it
+ORIGINAL_ENV = dict(os.environ)  # Ray adds to it
 OBJECT_STORE = 128 << 20  # bytes; what goes between processes here is small
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
@@ -85,7 +85,7 @@ def wait_until_lost() -> NoReturn:
     known, missed = None, 0
     while missed < MISSES:
         try:
-            _knock(address)
+            _ping(address)
             cluster = GcsClient(address=address).cluster_id
             known = known or cluster
             if cluster != known:
@@ -104,7 +104,7 @@ def _join(address: str) -> None:
 
     while True:
         try:
-            _knock(address)
+            _ping(address)
             ray.init(address, log_to_driver=False, logging_level="ERROR")
             return
         except (OSError, RuntimeError) as error:  # of OSErrors, ConnectionError is Ray's own
@@ -113,7 +113,7 @@ def _join(address: str) -> None:
             time.sleep(EVERY)
 
 
-def _knock(address: str) -> None:
+def _ping(address: str) -> None:
     """Raises OSError where nobody listens: Ray itself would take a minute to say so."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():  # not "auto"
@@ -146,7 +146,7 @@ def _begin_anew(folder: str | None, environment: dict[str, str]) -> NoReturn:
     psutil.wait_procs(children, timeout=10)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**AS_GIVEN, **environment})
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**ORIGINAL_ENV, **environment})
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:

@@ -48,8 +48,8 @@ BROKEN = {  # a line of Python that breaks this project's engine, and what smoke
         "this engine: the text after 'def read_notes(path):' differs from the main model's own at new token",
     ),
     "loses what it streams": (
-        "import speculative.sequence.output as r; take = r.Recording.take; "
-        "r.Recording.take = lambda self, step: (take(self, step)[0], '')",
+        "import speculative.sequence.output as r; take = r.OutputProcessor.take; "
+        "r.OutputProcessor.take = lambda self, step: (take(self, step)[0], '')",
         "this engine: the text streamed after 'def read_notes(path):' is not the text returned",
     ),
     "does not load": (
@@ -226,7 +226,7 @@ def test_no_prompt_is_answered_from_a_cache():
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
         one = genai_way("GenAI", genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", keep_caches=keep), 4, 8)
-        seconds[keep] = min([one.decode(ids).seconds_to_first for _ in range(4)][1:])
+        seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 
 

@@ -404,14 +404,14 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
 CRASHES = """
 import os, signal, sys
 from speculative.bench.tuning import worker as tune_worker
-decode = tune_worker.Bench.decode
+decode = tune_worker.TuningWorker.decode
 
 def crash(self, setting, *arguments):
     if setting.draft_length == "adaptive":
         os.kill(os.getpid(), signal.SIGSEGV)
     return decode(self, setting, *arguments)
 
-tune_worker.Bench.decode = crash
+tune_worker.TuningWorker.decode = crash
 tune_worker.main()
 """
 

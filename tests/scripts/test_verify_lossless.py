@@ -15,11 +15,11 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import PromptLookup
+from speculative.drafting.proposers import NgramProposer
 from speculative.models import cached_model
 from speculative.sampling import lossless_check
 from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_joint
-from speculative.sequence.sequence import GrowingText
+from speculative.sequence.sequence import Sequence
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until_loaded
 
@@ -220,7 +220,7 @@ ACCEPT_ALL = (
 )
 CRASH = (
     "import speculative.drafting.proposers as d; "
-    "d.ModelDraft.propose = lambda *_: (_ for _ in ()).throw(RuntimeError('the planted crash'))"
+    "d.DraftModelProposer.propose = lambda *_: (_ for _ in ()).throw(RuntimeError('the planted crash'))"
 )
 
 
@@ -260,21 +260,21 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     next_token = lossless_check.main_alone(main, prompt, config)
     cells, first = exact_joint(next_token, 2), next_token(())
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
-    decoder = Decoder(main, PromptLookup(main.width, 3))
+    decoder = Decoder(main, NgramProposer(main.width, 3))
     assert compare(draws_of(decoder, prompt, config, draws, 1), cells).p_value > alpha
 
     often = int(np.flatnonzero(first == first[first <= 0.5].max())[0])
     share = 1.25 * stated / (1 - first[often])
     assert share < 1
-    verify = GrowingText.verify
+    verify = Sequence.verify
 
     def wrong(self, logits):
-        if self.is_new and self.random.random() < share:
+        if self.is_prefill and self.random.random() < share:
             logits = np.full_like(logits, -1e4)
             logits[0, often] = 0
         return verify(self, logits)
 
-    monkeypatch.setattr(GrowingText, "verify", wrong)
+    monkeypatch.setattr(Sequence, "verify", wrong)
     found = compare(draws_of(decoder, prompt, config, draws, 1), cells)
     assert found.p_value < alpha
     assert found.total_variation == pytest.approx(1.25 * stated, abs=0.1)  # no gross bug

@@ -9,10 +9,10 @@ from openvino_genai import GenerationConfig, Tokenizer
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
-from speculative.models.block_pool import NoRoom
+from speculative.models.block_pool import OutOfBlocks
 from speculative.serving.engine_thread import Engine, EngineFailed
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
@@ -28,7 +28,7 @@ def main(tmp_path_factory):
 
 @pytest.fixture
 def decoder(main):
-    rule = BatchDraftLength(CostCurve({1: 1.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+    rule = BatchDraftLength(LatencyCurve({1: 1.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
     return BatchDecoder(BatchModel(main, 128), None, rule, Tokenizer(str(MAIN)))
 
 
@@ -104,9 +104,9 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
 def test_a_job_that_never_has_room_is_refused(main):
     small = BatchModel(main, 128)
     small.pool.promise(200)
-    decoder = BatchDecoder(small, None, BatchDraftLength(*(CostCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
+    decoder = BatchDecoder(small, None, BatchDraftLength(*(LatencyCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
     found, error = outcomes(decoder, lambda engine: [submit(engine, 100), submit(engine)])
-    assert isinstance(found[0], NoRoom) and len(found[1].tokens) == 5 and error is None
+    assert isinstance(found[0], OutOfBlocks) and len(found[1].tokens) == 5 and error is None
 
 
 @pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])

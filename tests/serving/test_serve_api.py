@@ -16,14 +16,14 @@ from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from speculative import batch_decoder
-from speculative.drafting.latency_curve import CostCurve
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.latency_curve import LatencyCurve
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
-from speculative.models.block_pool import NoRoom
+from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import application, arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
 from speculative.serving.middleware import digest
-from speculative.serving.protocol import Answer, ApiError, ChatAsked, CompletionAsked
+from speculative.serving.protocol import Answer, ApiError, ChatCompletionRequest, CompletionRequest
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -174,7 +174,7 @@ def test_a_prompts_error_names_the_prompt(api):
 def test_streams_have_no_line_ends_of_unicode():
     """Clients that split lines as Unicode does would make several of one event."""
     ends = "a\u2028b\u2029c\u0085d"
-    answer = Answer(CompletionAsked.model_validate({**ONE, "stream": True}), "embedded")
+    answer = Answer(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
     (line,) = filter(None, answer.piece(ends).decode().splitlines())
     assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == ends
 
@@ -232,7 +232,7 @@ def bodies(size):
 
 def errors_of(body, tokens):
     """As FastAPI goes about it: how many errors are made."""
-    model = ChatAsked if b"messages" in body else CompletionAsked
+    model = ChatCompletionRequest if b"messages" in body else CompletionRequest
     try:
         model.model_validate(request_body.parsed(body, tokens))
     except ApiError as error:
@@ -450,7 +450,7 @@ def planted(*_):
     ("error", "status", "code"),
     [
         (ValueError("logits that are no numbers"), 400, "invalid_request"),
-        (NoRoom("a text of up to 9 tokens needs more"), 400, "invalid_request"),
+        (OutOfBlocks("a text of up to 9 tokens needs more"), 400, "invalid_request"),
         (EngineFailed(RuntimeError("x")), 503, "engine_failed"),
         (RuntimeError("x"), 500, "decoding_failed"),
     ],
@@ -466,7 +466,7 @@ def test_a_step_is_as_long_as_its_model_is_large(api, decoder, monkeypatch):
     monkeypatch.setattr(api.engine, "stepping_since", time.monotonic() - 3600)
     hanging = get_health(api)
     assert hanging.status_code == 503 and "takes longer than 120 s" in hanging.json()["error"]["message"]
-    monkeypatch.setattr(decoder.draft_length, "main", CostCurve({1: 60.0, 64: 180.0}))
+    monkeypatch.setattr(decoder.draft_length, "main", LatencyCurve({1: 60.0, 64: 180.0}))
     assert get_health(api).status_code == 200
     assert health.longest_step(api.engine) > 3600
 
@@ -510,7 +510,7 @@ def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder
         True,
         False,
     ]
-    draft = ModelDraft(cached_model.load(DRAFT, "CPU"), decoder.main.width + 9)
+    draft = DraftModelProposer(cached_model.load(DRAFT, "CPU"), decoder.main.width + 9)
     assert draft.propose(np.array([5, draft.model.width]), None, None) is None
 
 

@@ -19,15 +19,15 @@ from speculative import batch_decoder
 from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import FixedDraftLength
-from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
-from speculative.models.block_pool import BlockPool, NoRoom
-from speculative.models.paged_model import PagedModel, Run, rounded_up
+from speculative.models.block_pool import BlockPool, OutOfBlocks
+from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
 from speculative.sequence import sequence
 from tests.support import pooled_draws
@@ -45,7 +45,9 @@ RULES = ({"num_assistant_tokens": 1}, {"num_assistant_tokens": 7}, {"assistant_c
 
 def costs():
     """At which most drafts pay."""
-    return BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2, 64: 0.4}), CostCurve({1: 0.1, 64: 0.2}))
+    return BatchDraftLength(
+        LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2, 64: 0.4}), LatencyCurve({1: 0.1, 64: 0.2})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def make(models, tokenizer):
     def make(source="model", context=None):
         chosen = {
             "model": lambda: BatchModel(draft, context),
-            "lookup": lambda: PromptLookup(main.width),
+            "lookup": lambda: NgramProposer(main.width),
             None: lambda: None,
         }
         return BatchDecoder(BatchModel(main, context), chosen[source](), costs(), tokenizer, frozenset({0}))
@@ -111,7 +113,7 @@ def blocks_are_back(decoder):
 @pytest.mark.parametrize("source", ["model", "lookup", None])
 def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
     """Requests with different lengths and draft length rules join when there is room, and some leave early."""
-    monkeypatch.setattr(batch_decoder, "CHUNK", 24)  # so that prompts come in pieces
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)  # so that prompts come in pieces
     random = np.random.default_rng(0)
     decoder = make(source)
     wanted = [(prompt, int(random.integers(1, 60)), RULES[i % 4]) for i, prompt in enumerate(PROMPTS[:12])]
@@ -141,7 +143,9 @@ def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeyp
 
 def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, tokenizer):
     config = greedy(40, num_assistant_tokens=3)
-    one = Decoder(cached_model.load(MAIN, "CPU", EXACT), ModelDraft(models[1], models[0].width), None, tokenizer)
+    one = Decoder(
+        cached_model.load(MAIN, "CPU", EXACT), DraftModelProposer(models[1], models[0].width), None, tokenizer
+    )
     expected = one.generate(PROMPTS[0], config)
     models[1].forget()
     decoder = make()
@@ -151,7 +155,7 @@ def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, to
     for name in ("tokens", "from_draft", "text", "finish_reason", "proposed", "accepted", "gained", "draft_length"):
         assert getattr(got, name) == getattr(expected, name)
     assert list(itertools.chain(*(gain.step.tokens for gain in gains))) == expected.tokens
-    assert 0 < got.seconds_to_first < got.seconds
+    assert 0 < got.ttft < got.seconds
 
 
 def test_texts_end_where_they_would_alone(make, models, tokenizer):
@@ -160,12 +164,12 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
     whole = decoder.add(PROMPTS[0], greedy(60))
     finish(decoder)
     text, tokens = whole.generation.text, whole.generation.tokens
-    n_prompt = len(decoder.encode(PROMPTS[0]))
+    num_prompt_tokens = len(decoder.encode(PROMPTS[0]))
     configs = {
         "token": GenerationConfig(max_new_tokens=60, stop_token_ids={tokens[9]}),
         "string": greedy(60, stop_strings={text[33:40], "never said"}),
         "inside": greedy(60, stop_strings={text[50]}, include_stop_str_in_output=True),
-        "length": GenerationConfig(max_length=n_prompt + 20, ignore_eos=True),
+        "length": GenerationConfig(max_length=num_prompt_tokens + 20, ignore_eos=True),
         "whole": greedy(60),
     }
     requests = {name: decoder.add(PROMPTS[0], config, stream=True) for name, config in configs.items()}
@@ -190,7 +194,7 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
 
 
 def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alone, monkeypatch):
-    monkeypatch.setattr(batch_decoder, "CHUNK", 32)
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
     running = decoder.add(PROMPTS[0], greedy(100, num_assistant_tokens=1))
     while not running.generation.tokens:
@@ -231,7 +235,7 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
     first = decoder.add(list(range(1, 41)), config)
     assert not decoder.has_room(1)
     with pytest.raises(
-        NoRoom, match=r"^a text of up to 6 tokens needs 1 blocks of 32 tokens of the cache, and 0 of 20 "
+        OutOfBlocks, match=r"^a text of up to 6 tokens needs 1 blocks of 32 tokens of the cache, and 0 of 20 "
     ):
         decoder.add([5], greedy(5))
     decoder.step()
@@ -324,7 +328,7 @@ def test_blocks_are_taken_as_texts_grow_and_never_twice():
                 )
         taken = [block for lease in leases for block in lease._blocks[: lease._taken].tolist()]
         assert len(set(taken)) == len(taken) == pool.blocks - pool.free <= pool.promised <= pool.blocks
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfBlocks):
         pool.promise(4 * 50 + 1)
 
 
@@ -444,7 +448,7 @@ def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_c
 def one_at_a_time(folders):
     """Requests of all kinds, and what the decoder of one text makes of each."""
     main, draft = (cached_model.load(folder, "CPU", TINY, capacity=64) for folder in folders)
-    decoder, random = Decoder(main, ModelDraft(draft, main.width)), np.random.default_rng(2)
+    decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(2)
     requests = []
     for seed in range(60):
         rule = RULES[seed % 3]  # what the batch's own rule drafts depends on the batch
@@ -543,17 +547,17 @@ def draft_tokens_of_another_text(patch):
 
 def one_stream_of_random_numbers_for_all(patch):
     one = np.random.default_rng(0)
-    patch.setattr(sequence.GrowingText, "random", property(lambda self: one, lambda self, own: None), raising=False)
+    patch.setattr(sequence.Sequence, "random", property(lambda self: one, lambda self, own: None), raising=False)
 
 
 def draft_distribution_of_the_text_before(patch):
-    draft, last = sequence.GrowingText.draft, []
+    draft, last = sequence.Sequence.draft, []
 
     def wrong(self, proposal):
         last.append(proposal.q)
         draft(self, proposal._replace(q=last[-2] if last[-2:-1] and last[-2][proposal.token] > 0 else proposal.q))
 
-    patch.setattr(sequence.GrowingText, "draft", wrong)
+    patch.setattr(sequence.Sequence, "draft", wrong)
 
 
 BUGS = {  # and whether the distribution of a few hundred draws shows them
@@ -596,7 +600,7 @@ def test_padding_changes_nothing(models, tokens):
     text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].width
     last = backend.blocks - 1
     ends = [np.arange(first, first + 4, dtype=np.int32) for first in (0, last - 3)]
-    one, other = (Run(blocks, 0, text, tokens) for blocks in ends)
+    one, other = (SequenceInput(blocks, 0, text, tokens) for blocks in ends)
     alone = backend.run_together([one]).copy()
     backend.run_together([other._replace(tokens=text[::-1])])  # at the table's end, beside the padding
     both = backend.run_together([run._replace(start=tokens - 3, tokens=text[-3:], last=3) for run in (one, other)])
@@ -657,11 +661,11 @@ FAILURES = (
 @pytest.mark.parametrize("crowd", ["alone", "with others", "with a prompt being read"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, crowd, make, alone, monkeypatch):
-    monkeypatch.setattr(batch_decoder, "CHUNK", 32)
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
     bad = decoder.add(PROMPTS[1], greedy(8, num_assistant_tokens=3), stream=True)
     others = [decoder.add(PROMPTS[i], greedy(20)) for i in (0, 2)] if crowd == "with others" else []
-    while bad.text.is_new:
+    while bad.text.is_prefill:
         decoder.step()
     if crowd == "with a prompt being read":
         others = [decoder.add((np.arange(100) * 7 + 3) % 4096, greedy(5))]
@@ -703,7 +707,7 @@ def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(
 def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(make, alone, monkeypatch):
     decoder = make()
     good, bad = (decoder.add(prompt, greedy(20, num_assistant_tokens=2)) for prompt in PROMPTS[:2])
-    while good.text.is_new or bad.text.is_new:
+    while good.text.is_prefill or bad.text.is_prefill:
         decoder.step()
     fails_while_drafting(bad, monkeypatch)
     with monkeypatch.context() as patch:
@@ -721,7 +725,7 @@ def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
     """With no rule named, and costs that change from one batch to the next."""
 
     def text(draft, others):
-        rule = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: draft}), CostCurve({1: draft}))
+        rule = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: draft}), LatencyCurve({1: draft}))
         decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
         config = greedy(40, do_sample=True)
         if named == "rng_seed":
@@ -765,7 +769,7 @@ def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):
     requests = {known: decoder.add(prompt, greedy(4, num_assistant_tokens=3)) for known, prompt in prompts.items()}
     finish(decoder)
     assert [bool(sum(requests[known].generation.proposed)) for known in (True, False)] == [True, False]
-    one = ModelDraft(narrow, tiny[0].width)
+    one = DraftModelProposer(narrow, tiny[0].width)
     proposals = [one.propose(np.array(prompts[known]), lambda logits, _: softmax(logits), np.random.default_rng(0))
                  for known in (True, False)]  # fmt: skip
     assert proposals[0].q[6:].tolist() == [0, 0] and proposals[1] is None

@@ -18,7 +18,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.decoder import Decoder
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.models import cached_model
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
@@ -51,8 +51,8 @@ def make(models, tokenizer):
 
     def make(rule=None, source="model"):
         draft_source = {
-            "model": lambda: ModelDraft(draft, main.width),
-            "lookup": lambda: PromptLookup(main.width),
+            "model": lambda: DraftModelProposer(draft, main.width),
+            "lookup": lambda: NgramProposer(main.width),
             None: lambda: None,
         }[source]()
         return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
@@ -100,7 +100,9 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
 
 
 def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
-    one = Decoder(models[0], ModelDraft(cached_model.load(MAIN, "CPU", EXACT), models[0].width), FixedDraftLength(3))
+    one = Decoder(
+        models[0], DraftModelProposer(cached_model.load(MAIN, "CPU", EXACT), models[0].width), FixedDraftLength(3)
+    )
     result = one.generate(list(range(100, 120)), greedy(17))
     assert result.from_draft == [False] + [True, True, True, False] * 4
     assert result.acceptance_rate == 1 and result.block_efficiency == 4 and result.position_acceptance == [1, 1, 1]
@@ -310,7 +312,7 @@ def test_the_context_ends_the_text(make):
 
 def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
     short = cached_model.load(DRAFT, "CPU", EXACT, capacity=60)
-    one = Decoder(models[0], ModelDraft(short, models[0].width), FixedDraftLength(4), tokenizer)
+    one = Decoder(models[0], DraftModelProposer(short, models[0].width), FixedDraftLength(4), tokenizer)
     result = one.generate(PROMPTS[0], greedy(100))
     assert result.tokens == plain(PROMPTS[0], 100)
     assert result.proposed[0] == 4 and result.proposed[-2] == 0

@@ -17,11 +17,11 @@ from openvino_genai import GenerationConfig
 from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.latency_curve import CostCurve
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model
-from speculative.models.batch_model import BatchModel, Part, Slot
-from speculative.models.block_pool import BlockPool, Lease, NoRoom
+from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
+from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
 from tests.support.tiny_llama import tiny_llama
 
 BLOCKS, BLOCK = 12, 4  # of the pool alone
@@ -61,7 +61,7 @@ class Pool(RuleBasedStateMachine):
         room = self.pool.has_room(len(text))
         assert room == (self.pool.needed(len(text)) <= self.pool.blocks - self.pool.promised)
         if not room:
-            with pytest.raises(NoRoom):
+            with pytest.raises(OutOfBlocks):
                 self.pool.promise(len(text))
             return
         lease = self.pool.promise(len(text))
@@ -110,7 +110,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask_for_too_much(self, data):
         lease = self.one(data)
-        with pytest.raises(NoRoom, match="was promised"):
+        with pytest.raises(OutOfBlocks, match="was promised"):
             lease.blocks(self.pool.needed(len(self.texts[lease][0])) * BLOCK + 1)
 
     @invariant()
@@ -139,7 +139,7 @@ class Engine(RuleBasedStateMachine):
 
     def __init__(self, main, draft, alone):
         super().__init__()
-        length = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+        length = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
         self.decoder = BatchDecoder(BatchModel(main, CONTEXT), BatchModel(draft, CONTEXT), length)
         self.alone = alone
         self.requests = {}  # and what was asked: prompt, number of tokens, whether greedy
@@ -164,7 +164,7 @@ class Engine(RuleBasedStateMachine):
         config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=sampled, **length)
         try:
             request = self.decoder.add(prompt, config, seed=len(self.requests))
-        except NoRoom:
+        except OutOfBlocks:
             assert not self.decoder.has_room(len(prompt) + tokens)
         else:
             self.requests[request] = prompt, tokens, not sampled
@@ -208,13 +208,13 @@ class Engine(RuleBasedStateMachine):
         """What the cache holds of one text, in the main and the draft model."""
         request = data.draw(st.sampled_from(self.decoder._requests))
         request.text.drop_draft()
-        text = request.text.so_far
+        text = request.text.token_ids
         for model, slot in ((self.decoder.main, request.slot), (self.decoder.draft, request.draft_slot)):
             fresh = model.slot(len(text)) if model.has_room(len(text)) else None
             if fresh:
-                (rows,) = model.logits([Part(slot, text, 1)])
+                (rows,) = model.logits([ScheduledTokens(slot, text, 1)])
                 rows = rows.copy()
-                (expected,) = model.logits([Part(fresh, text, 1)])
+                (expected,) = model.logits([ScheduledTokens(fresh, text, 1)])
                 np.testing.assert_allclose(rows, expected, rtol=1e-3, atol=1e-3)
                 fresh.give_back()
 
@@ -296,13 +296,13 @@ def test_the_engine_of_many_texts(engine, request):
 
 
 def what_is_promised_and_not_taken_is_kept(patch):
-    give_back = Lease.give_back
+    give_back = BlockTable.give_back
 
     def wrong(self):
         self._pool._owed += self._most > self._taken
         give_back(self)
 
-    patch.setattr(Lease, "give_back", wrong)
+    patch.setattr(BlockTable, "give_back", wrong)
 
 
 def shared_blocks_are_taken_while_one_has_them(patch):
@@ -315,8 +315,8 @@ def shared_blocks_are_taken_while_one_has_them(patch):
 
 
 def tokens_alone_name_a_block(patch):
-    own = Lease._next
-    patch.setattr(Lease, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+    own = BlockTable._next
+    patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
 def failed_requests_keep_their_blocks(patch):

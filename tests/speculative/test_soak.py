@@ -12,7 +12,7 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from tests.support.paths import DRAFT, MAIN
 
@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 def test_long_use_leaves_memory_flat_and_the_cache_right(stateful, request):
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
     main, draft = (cached_model.load(folder, "CPU", exact, stateful=stateful) for folder in (MAIN, DRAFT))
-    one = Decoder(main, ModelDraft(draft, main.width))
+    one = Decoder(main, DraftModelProposer(draft, main.width))
     one.reset(seed=0)
     random = np.random.default_rng(1)
     wanted = (20_000 if request.config.getoption("--long") else 3_000) // 2

@@ -20,9 +20,9 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.harness import OtherLoad, Way, interleave, precision, row
+from speculative.bench.harness import BackgroundLoad, Way, interleave, precision, row
 from speculative.cli.processes import utf8_output
-from speculative.decoder import Decoder, Generation
+from speculative.decoder import Decoder, GenerationResult
 from speculative.models import cached_model
 from speculative.pair import devices as device_facts
 
@@ -68,7 +68,7 @@ def measure(job: dict) -> dict:
     ways = (_genai_ways if job["engine"] == "genai" else _own_ways)(job)
     load_seconds = time.perf_counter() - begin
     prompts = [np.array(ids, np.int64) for ids in job["prompts"]]
-    with OtherLoad() as load:
+    with BackgroundLoad() as load:
         interleave(ways, prompts, job["rounds"])
     rows = [row(way, ways[0]) for way in ways]
     if job["engine"] == "genai" and "NPU" in (job["main_device"], job["draft_device"]):
@@ -124,7 +124,7 @@ def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
         config.num_assistant_tokens = k
     one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
 
-    def decode(ids: np.ndarray) -> Generation:
+    def decode(ids: np.ndarray) -> GenerationResult:
         one.main.forget()  # the way before has just read this prompt
         if one.draft:
             one.draft.forget()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import openvino_genai
 
-from speculative.bench.harness import OtherLoad
+from speculative.bench.harness import BackgroundLoad
 from speculative.bench.quality import NEAR_TIE
 from speculative.pair.devices import VIRTUAL
 
@@ -260,7 +260,7 @@ def summary(cells: list[Cell]) -> list[str]:
     if len(kinds) > 1:
         told = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
         lines.append(f"Measured on different machines, whose tokens/s cannot be compared (speedups can): {told}.")
-    load = OtherLoad()
+    load = BackgroundLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
     return [*lines, *([f"{load.sentence} With --fresh it is measured anew."] if load.sentence else [])]
 

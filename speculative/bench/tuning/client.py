@@ -9,7 +9,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 WORKER = "speculative.bench.tuning.worker"
 
 
-class Bench:
+class TuningClient:
     """The models on a machine, in a process of their own: tuning/worker.py's, whose methods are called by name."""
 
     def __init__(self, place: Place):

@@ -13,9 +13,9 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
-from speculative.decoder import Decoder, Generation
+from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength, Costs
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices
@@ -193,7 +193,7 @@ class Models:
         else:
             self._pipeline(setting)
 
-    def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | Generation:
+    def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | GenerationResult:
         """Greedy, past any end of text."""
         if setting.engine == "GenAI":
             k = setting.draft_length if setting.draft else None
@@ -208,7 +208,7 @@ class Models:
             config.assistant_confidence_threshold = setting.draft_length
         elif isinstance(setting.draft_length, int):
             config.num_assistant_tokens = setting.draft_length
-        return Decoder(main, ModelDraft(draft, main.width) if draft else None, rule).generate(ids, config)
+        return Decoder(main, DraftModelProposer(draft, main.width) if draft else None, rule).generate(ids, config)
 
     def groups(self, always: list, settings: list) -> list[list]:
         """`settings` in as few groups as fit in memory, each with those of `always`. Settings or property sets."""

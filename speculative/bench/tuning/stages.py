@@ -26,7 +26,7 @@ from speculative.bench.cluster.worker_process import RAISED
 from speculative.bench.harness import Way
 from speculative.bench.quality import Quality
 from speculative.bench.tuning import verdict as tune_verdict
-from speculative.bench.tuning.client import Bench
+from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.settings import (
     EXACT,
     SCHEDULERS,
@@ -125,7 +125,7 @@ class Tuning:
         self.arguments = arguments
         self.prompts = prompts
         self.place = places[0]  # the others are equal
-        self.benches = [Bench(place) for place in places]  # those that were not lost
+        self.benches = [TuningClient(place) for place in places]  # those that were not lost
         self.machines = [place.name for place in places if place.machine]
         self.drafts: list[Path] = arguments.drafts
         self.costs: dict[tuple[PropertySet, Path], Costs] = {}
@@ -161,7 +161,7 @@ class Tuning:
 
     # ---- what is tried, on which machine
 
-    def share(self, items: list, work: Callable[[list, Bench], None]) -> None:
+    def share(self, items: list, work: Callable[[list, TuningClient], None]) -> None:
         """`work` on parts of `items`, one for each machine, all at once. The part of a lost machine goes to another."""
         if len(self.benches) == 1 and not self.benches[0].machine:
             work(items, self.benches[0])
@@ -172,7 +172,7 @@ class Tuning:
         if left:
             raise Ended(f"no machine is left: {left[0][1]}")
 
-    def on_one(self, work: Callable[[Bench], object]) -> object:
+    def on_one(self, work: Callable[[TuningClient], object]) -> object:
         """What `work` returns, on one machine."""
         found = []
         self.share([None], lambda _, bench: found.append(work(bench)))
@@ -188,7 +188,7 @@ class Tuning:
         if not self.benches:
             raise Ended("all machines were lost")
 
-    def tried(self, bench: Bench, setting: Setting | PropertySet, name: str, *arguments) -> object:
+    def tried(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments) -> object:
         """What a call for a candidate returns. None: it failed, or crashed the process, and is kept as failed, with the
         reason; what it is compared with is tried once more, as without that nothing goes on."""
         while True:
@@ -205,23 +205,23 @@ class Tuning:
                 raise Ended(f"what all is compared with failed twice ({setting}): {reason}")
             self._shaken.add(str(setting))
 
-    def loads(self, bench: Bench, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
+    def loads(self, bench: TuningClient, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
         """Load a candidate's models."""
         wanted = [] if isinstance(setting, Setting) else (drafts or self.drafts)
         return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
 
-    def decode(self, bench: Bench, setting: Setting, ids: np.ndarray, tokens: int):
+    def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int):
         """A run, or None where that failed."""
         adaptive = setting.draft_length == "adaptive"
         known = self.costs.get((setting.models, setting.draft)) if adaptive else None
         return self.tried(bench, setting, "decode", setting, ids, tokens, known)
 
-    def warm(self, bench: Bench, settings: list[Setting]) -> list[Setting]:
+    def warm(self, bench: TuningClient, settings: list[Setting]) -> list[Setting]:
         """Load them, and decode a little: shapes are compiled when they first occur. Those that ran."""
         loaded = [one for one in settings if self.loads(bench, one)]
         return [one for one in loaded if self.decode(bench, one, self.prompts[0], 8)]
 
-    def judge(self, bench: Bench, models: PropertySet) -> None:
+    def judge(self, bench: TuningClient, models: PropertySet) -> None:
         """What these properties do to the text: once, as draft and draft length change none of it."""
         if models not in self.quality and self.references:
             main = (models.device, models.properties)
@@ -242,7 +242,7 @@ class Tuning:
         self.on_one(self.references_on)
         self.remember("take_references", self.references)
 
-    def references_on(self, bench: Bench) -> None:
+    def references_on(self, bench: TuningClient) -> None:
         self.references.clear()
         exact = self.default.with_properties(EXACT)
         tokens = min(64, self.arguments.max_new_tokens)
@@ -267,7 +267,7 @@ class Tuning:
         best = self.predicted(self.default, self.drafts[0])
         self.k = max(best, key=best.__getitem__)
 
-    def try_drafts_on(self, bench: Bench) -> None:
+    def try_drafts_on(self, bench: TuningClient) -> None:
         for draft in list(self.drafts):
             setting, runs = Setting(self.default, "ours", draft, 4), []
             for ids in self.prompts[:4]:
@@ -282,7 +282,7 @@ class Tuning:
             gained = [n for run in runs for n in run.gained]
             self.alpha[draft] = metrics.per_token_acceptance(proposed, gained) or 0.0
 
-    def measure_costs(self, bench: Bench, models: PropertySet, draft: Path) -> bool:
+    def measure_costs(self, bench: TuningClient, models: PropertySet, draft: Path) -> bool:
         if (models, draft) not in self.costs:
             found = self.tried(bench, Setting(models, "ours", draft, 1), "measure_costs", models, draft)
             if not found:
@@ -379,7 +379,9 @@ class Tuning:
         others = [one for one in sets if one != self.default]
         self.share(others, lambda part, bench: self.time_part(bench, part, most_time, repeats))
 
-    def time_part(self, bench: Bench, sets: list[PropertySet], most_time: list[PropertySet], repeats: int) -> None:
+    def time_part(
+        self, bench: TuningClient, sets: list[PropertySet], most_time: list[PropertySet], repeats: int
+    ) -> None:
         draft = self.drafts[0]
         for group in bench.ask("groups", [self.default], sets):
             bench.ask("keep", group, [draft])
@@ -400,7 +402,7 @@ class Tuning:
                 one.alone, one.speedup = plain / alone, iteration / drafting
 
     def time_iterations(
-        self, bench: Bench, sets: list[PropertySet], draft: Path, repeats: int
+        self, bench: TuningClient, sets: list[PropertySet], draft: Path, repeats: int
     ) -> dict[PropertySet, tuple[float, float]]:
         """Seconds of a plain step and of an iteration with K draft tokens, medians of runs in turns; none of what
         failed."""
@@ -514,7 +516,7 @@ class Tuning:
         return list(dict.fromkeys(ran))
 
     def decode_part(
-        self, bench: Bench, settings: list[Setting], tokens: int, start: int, seconds: float
+        self, bench: TuningClient, settings: list[Setting], tokens: int, start: int, seconds: float
     ) -> list[Setting]:
         ran = []
         groups = bench.ask("groups", [self.baseline], settings)
@@ -541,7 +543,7 @@ class Tuning:
             ran += here
         return ran
 
-    def in_turns(self, bench: Bench, settings: list[Setting], ids: np.ndarray, tokens: int):
+    def in_turns(self, bench: TuningClient, settings: list[Setting], ids: np.ndarray, tokens: int):
         """Yields each setting with its run. Behind one that failed the others are warmed up again."""
         for number, one in enumerate(settings):
             run = self.decode(bench, one, ids, tokens)
@@ -584,7 +586,7 @@ class Tuning:
             if not contest.ways:
                 raise
 
-    def compare_on(self, bench: Bench, contest: Contest, number: int, machines: int) -> None:
+    def compare_on(self, bench: TuningClient, contest: Contest, number: int, machines: int) -> None:
         if contest.ways and self.clock.until(contest.by) < 0:  # the share of a machine that was lost
             return
         settings = contest.settings
@@ -608,7 +610,9 @@ class Tuning:
         if bench.machine:
             self.other_load = max(self.other_load, bench.ask("other_load"))
 
-    def decode_all(self, bench: Bench, settings: list[Setting], prompts: list[np.ndarray]) -> dict[Setting, list]:
+    def decode_all(
+        self, bench: TuningClient, settings: list[Setting], prompts: list[np.ndarray]
+    ) -> dict[Setting, list]:
         runs: dict[Setting, list] = {one: [] for one in settings}
         for ids in prompts:
             here = [one for one in settings if str(one) not in self.failed]

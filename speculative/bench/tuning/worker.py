@@ -1,7 +1,8 @@
 """What tune.py does with models, in a process of its own: a driver that crashes costs what was just tried, no more.
 
-One process holds all models that are compared, so that they take turns in it. tune.py calls the methods of `Bench` by
-their names, over speculative/bench/cluster/worker_process.py; on a cluster each machine has such a process.
+One process holds all models that are compared, so that they take turns in it. tune.py calls the methods of
+`TuningWorker` by their names, over speculative/bench/cluster/worker_process.py; on a cluster each machine has such a
+process.
 """
 
 import time
@@ -13,21 +14,21 @@ import openvino as ov
 from speculative.bench import genai
 from speculative.bench import quality as text_quality
 from speculative.bench.cluster import worker_process
-from speculative.bench.harness import OtherLoad
+from speculative.bench.harness import BackgroundLoad
 from speculative.bench.quality import Quality, ReferenceText
 from speculative.bench.tuning.settings import Models, Properties, PropertySet, Setting, property_values
-from speculative.decoder import Generation
+from speculative.decoder import GenerationResult
 from speculative.drafting import cost_model as costs
 from speculative.drafting.policy import Costs
 
 
-class Bench:
+class TuningWorker:
     """The models, and what is measured of them."""
 
     def __init__(self, main: Path, capacity: int):
         self.models = Models(main, capacity)
         self.references: list[ReferenceText] = []
-        self.load = OtherLoad()
+        self.load = BackgroundLoad()
         self.load.__enter__()
 
     def load_models(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
@@ -69,7 +70,9 @@ class Bench:
         main.forget()
         return quality
 
-    def decode(self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None) -> genai.Run | Generation:
+    def decode(
+        self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None
+    ) -> genai.Run | GenerationResult:
         if costs:  # of the adaptive length
             self.models.costs[setting.models, setting.draft] = costs
         return self.models.decode(setting, ids, tokens)
@@ -106,11 +109,11 @@ class Bench:
 
 
 def main() -> None:
-    bench: list[Bench] = []
+    bench: list[TuningWorker] = []
 
     def function(name: str):
         if name == "open":
-            return lambda main, capacity: bench.append(Bench(main, capacity))
+            return lambda main, capacity: bench.append(TuningWorker(main, capacity))
         return getattr(bench[0], name)
 
     worker_process.serve(function)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.latency_curve import KNOTS, CostCurve
+from speculative.drafting.latency_curve import KNOTS, LatencyCurve
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 
 
@@ -26,7 +26,7 @@ def small(n):
 
 
 def curve(cost):
-    return CostCurve({int(n): float(cost(n)) for n in KNOTS})
+    return LatencyCurve({int(n): float(cost(n)) for n in KNOTS})
 
 
 def rule_of(first=small, further=None):
@@ -207,7 +207,7 @@ def test_a_draft_thought_too_slow_is_asked_again():
 
 
 def test_the_costs_of_tokens_never_seen_are_a_straight_line():
-    costs = CostCurve({1: 10.0, 2: 11.0, 4: 13.0})
+    costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
     assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
     for _ in range(100):

@@ -12,7 +12,7 @@ from packaging.version import parse
 
 from speculative.decoder import Decoder
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, FixedDraftLength
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from tests.support.tiny_checkpoints import ARCHITECTURES
 
@@ -47,7 +47,7 @@ def test_our_engine_says_the_same(architecture, tiny_pair):
     for stateful in (False, True):
         main = cached_model.load(pair / "main", "CPU", EXACT, stateful=stateful)
         for folder in ("draft", "main"):
-            draft = ModelDraft(cached_model.load(pair / folder, "CPU", EXACT, stateful=stateful), main.width)
+            draft = DraftModelProposer(cached_model.load(pair / folder, "CPU", EXACT, stateful=stateful), main.width)
             for rule in (FixedDraftLength(4), AdaptiveDraftLength(Costs(0.1, {1: 1.0, 17: 2.0}))):
                 result = Decoder(main, draft, rule).generate(prompt, config)
                 assert result.tokens == expected

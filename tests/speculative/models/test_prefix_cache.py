@@ -15,12 +15,12 @@ from openvino_genai import GenerationConfig
 from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.latency_curve import CostCurve
-from speculative.drafting.proposers import ModelDraft
+from speculative.drafting.latency_curve import LatencyCurve
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
-from speculative.models.block_pool import BlockPool, Lease, NoRoom
+from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
 from tests.support.paths import DRAFT, MAIN
 from tests.support.tiny_llama import tiny_llama
 
@@ -33,7 +33,7 @@ RULES = ({"num_assistant_tokens": 3}, {"assistant_confidence_threshold": 0.5}, {
 
 
 def decoder_of(main, draft, share=True):
-    costs = BatchDraftLength(CostCurve({1: 1.0, 64: 3.0}), CostCurve({1: 0.2}), CostCurve({1: 0.1}))
+    costs = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
     return BatchDecoder(BatchModel(main, CONTEXT, share), BatchModel(draft, CONTEXT, share), costs)
 
 
@@ -75,7 +75,7 @@ def tiny(folders):
 def conversations(folders):
     """Requests that begin alike, first turns and second ones, and what the decoder of one text makes of each."""
     main, draft = (cached_model.load(folder, "CPU", F32, CONTEXT) for folder in folders)
-    decoder, random = Decoder(main, ModelDraft(draft, main.width)), np.random.default_rng(3)
+    decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(3)
     system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
     requests, texts = [], []
     for seed in range(36):
@@ -243,7 +243,7 @@ def test_what_was_computed_once_is_not_computed_again(tiny):
 
 
 def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch):
-    monkeypatch.setattr("speculative.batch_decoder.CHUNK", 64)
+    monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 64)
     decoder = decoder_of(*tiny)
     beginning = np.random.default_rng(5).integers(0, 8, 130)
     requests = [decoder.add(np.append(beginning, i), greedy(4), seed=i) for i in range(4)]
@@ -335,7 +335,7 @@ def test_blocks_are_shared_by_what_they_hold_and_never_lost():
         for known in pool._shared.values():
             assert known.before is None or known.before in pool._shared.values()
     assert found > 200
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfBlocks):
         pool.promise(4 * 40 + 1)
     for lease in leases:
         lease.give_back()
@@ -347,8 +347,8 @@ def test_blocks_are_shared_by_what_they_hold_and_never_lost():
 
 def tokens_alone_name_a_block(patch):
     """Whatever is before them."""
-    own = Lease._next
-    patch.setattr(Lease, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
+    own = BlockTable._next
+    patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
 def drafted_tokens_are_shared(patch):

@@ -21,7 +21,7 @@ from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.drafting.proposers import ModelDraft, PromptLookup
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
@@ -175,7 +175,9 @@ def load(folders):
         return models[name, backend]
 
     def load(draft, backend="paged"):
-        source = PromptLookup(VOCABULARY) if draft == "lookup" else ModelDraft(model(draft, backend), VOCABULARY)
+        source = (
+            NgramProposer(VOCABULARY) if draft == "lookup" else DraftModelProposer(model(draft, backend), VOCABULARY)
+        )
         return Decoder(model("main", backend), source)
 
     return load
@@ -341,23 +343,23 @@ def stale_cache(patch):
 
 
 def unsure_draft_tokens_taken_back(patch):
-    propose = ModelDraft.propose
+    propose = DraftModelProposer.propose
 
     def sure_only(self, tokens, transform, random):
         proposal = propose(self, tokens, transform, random)
         return proposal if proposal.q[proposal.token] >= 0.3 else None
 
-    patch.setattr(ModelDraft, "propose", sure_only)
+    patch.setattr(DraftModelProposer, "propose", sure_only)
 
 
 def draft_probabilities_of_another_temperature(patch):
-    propose = ModelDraft.propose
+    propose = DraftModelProposer.propose
 
     def sharpened(self, tokens, transform, random):
         proposal = propose(self, tokens, transform, random)
         return proposal._replace(q=proposal.q**2 / (proposal.q**2).sum())
 
-    patch.setattr(ModelDraft, "propose", sharpened)
+    patch.setattr(DraftModelProposer, "propose", sharpened)
 
 
 def penalties_that_forget_the_last_token(patch):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.sampling import rejection_sampling
-from speculative.sampling.rejection_sampling import Certain, Verdict, draw, residual, speculative_decoding, verify
+from speculative.sampling.rejection_sampling import Acceptance, OneHot, draw, residual, speculative_decoding, verify
 
 UNITS = 6
 POINTS = sorted({Fraction(a, b) for b in range(1, UNITS + 1) for a in range(b + 1)})
@@ -118,7 +118,7 @@ def drafts(pair, token, K, goes_on=always, keeps=always):
 
 
 def verdicts(pair, token, drafted, verify=verify):
-    """Return {Verdict: exact probability} of `drafted` behind `token`."""
+    """Return {Acceptance: exact probability} of `drafted` behind `token`."""
 
     def iteration(random, seen):
         def p(i):
@@ -222,8 +222,8 @@ def accepting(accepts, replaces=lambda p, q, i, random: draw(residual(p(i), q[i]
     def verify(drafted, q, p, random):
         for i, x in enumerate(drafted):
             if not accepts(p(i)[x], q[i][x], random):
-                return Verdict(i, replaces(p, q, i, random))
-        return Verdict(len(drafted), draw(p(bonus(len(drafted))), random))
+                return Acceptance(i, replaces(p, q, i, random))
+        return Acceptance(len(drafted), draw(p(bonus(len(drafted))), random))
 
     return verify
 
@@ -265,8 +265,8 @@ def match(drafted, q, p, random):
     for i, x in enumerate(drafted):
         token = draw(p(i), random)
         if token != x:
-            return Verdict(i, token)
-    return Verdict(len(drafted), draw(p(len(drafted)), random))
+            return Acceptance(i, token)
+    return Acceptance(len(drafted), draw(p(len(drafted)), random))
 
 
 def test_what_is_no_bug_is_not_found():
@@ -424,10 +424,10 @@ def test_greedy_text_is_the_main_models_whatever_the_draft():
     assert [token for gained, _ in steps for token in gained] == expected[1:]
 
 
-@pytest.mark.parametrize("p", [Certain(2, 4), np.array([0.5, 0.2, 0.2, 0.1])], ids=["p certain", "p"])
-@pytest.mark.parametrize("q", [Certain(1, 4), Certain(2, 4), np.array([0.1, 0.2, 0.3, 0.4])], ids=["q 1", "q 2", "q"])
+@pytest.mark.parametrize("p", [OneHot(2, 4), np.array([0.5, 0.2, 0.2, 0.1])], ids=["p certain", "p"])
+@pytest.mark.parametrize("q", [OneHot(1, 4), OneHot(2, 4), np.array([0.1, 0.2, 0.3, 0.4])], ids=["q 1", "q 2", "q"])
 def test_certain_is_its_array(p, q):
-    assert np.asarray(Certain(2, 4)).tolist() == [0, 0, 1, 0] and len(Certain(2, 4)) == 4
+    assert np.asarray(OneHot(2, 4)).tolist() == [0, 0, 1, 0] and len(OneHot(2, 4)) == 4
     arrays = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for x in np.flatnonzero(arrays[1]):
         if arrays[0][x] < arrays[1][x]:  # may be rejected

@@ -6,7 +6,7 @@ import sys
 import openvino_genai
 import pytest
 
-from speculative.sequence.detokenizer import TextStream
+from speculative.sequence.detokenizer import IncrementalDetokenizer
 from tests.support.paths import MAIN
 
 LENGTH = 6
@@ -32,15 +32,15 @@ def check(pieces, stops, include, pushed):
     found = [(text.index(stop), stop) for stop in stops if stop in text]
     at, first = min(found, default=(len(text), ""))
     expected = text[: at + len(first) * include]
-    stream, said, used = TextStream(lambda ids: "".join(pieces[i] for i in ids), stops, include), "", 0
+    stream, said, used = IncrementalDetokenizer(lambda ids: "".join(pieces[i] for i in ids), stops, include), "", 0
     for begin in range(0, len(pieces), pushed):
         tokens = list(range(begin, min(begin + pushed, len(pieces))))
         piece, taken = stream.push(tokens)
         said, used = said + piece, used + taken
         if stream.stopped:
             break
-        so_far = "".join(pieces[: tokens[-1] + 1])
-        assert taken == len(tokens) and len(said) == len(so_far) - could_begin(so_far, stops)
+        token_ids = "".join(pieces[: tokens[-1] + 1])
+        assert taken == len(tokens) and len(said) == len(token_ids) - could_begin(token_ids, stops)
         assert expected.startswith(said)
     said += stream.end()
     assert said == stream.text == expected and stream.stopped == bool(found)
@@ -73,7 +73,7 @@ def test_a_stop_string_of_two_real_tokens():
     assert len(stops) > 10 and all(stops)
     for stop in stops:
         for pushed in (1, 2, 3):
-            stream, said = TextStream(tokenizer.decode, [stop]), ""
+            stream, said = IncrementalDetokenizer(tokenizer.decode, [stop]), ""
             for begin in range(0, len(tokens), pushed):
                 said += stream.push(tokens[begin : begin + pushed])[0]
                 assert text[: text.index(stop)].startswith(said)
@@ -106,7 +106,7 @@ def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
 
     def steps(length):
         stops = [stop.format(pattern * length) for pattern in ("a", "ca", "da", "ea")]
-        stream = TextStream(lambda ids: "a" * len(ids), [f"{stop}b" for stop in stops])
+        stream = IncrementalDetokenizer(lambda ids: "a" * len(ids), [f"{stop}b" for stop in stops])
         return steps_of_python(lambda: [stream.push([0]) for _ in range(1500)])
 
     assert steps(1000) < 2 * steps(10)
