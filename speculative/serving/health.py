@@ -6,7 +6,7 @@ does in milliseconds. So it is judged by what inferences have cost here so far.
 
 import time
 
-from speculative.batch_decoder import CHUNK
+from speculative.batch_decoder import PREFILL_CHUNK
 from speculative.drafting.policy import LONGEST
 from speculative.serving.engine_thread import Engine
 
@@ -27,6 +27,6 @@ def trouble(engine: Engine) -> str | None:
 def longest_step(engine: Engine) -> float:
     """Seconds that an iteration may take before it is thought to hang."""
     costs = engine.decoder.draft_length
-    drafting = LONGEST * float(costs.draft(CHUNK + engine.max_running))
-    checking = float(costs.main(CHUNK + engine.max_running * (LONGEST + 1)))
+    drafting = LONGEST * float(costs.draft(PREFILL_CHUNK + engine.max_running))
+    checking = float(costs.main(PREFILL_CHUNK + engine.max_running * (LONGEST + 1)))
     return max(LEAST, TIMES * (drafting + checking))
