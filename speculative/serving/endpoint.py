@@ -34,11 +34,6 @@ from speculative.serving.protocol import (
     usage,
 )
 
-FIXED_DRAFT = (
-    4  # tokens drafted for a sampled request with a seed: what pays changes with the clock, and the text would
-)
-
-
 RETRY = 10  # seconds in which a broken replica may be replaced
 
 
@@ -154,7 +149,7 @@ class Endpoint:
             if self.stopped:
                 raise Stopped
             config = asked.config(self._room(asked, len(prompt)))
-            self._set_draft_length(config, asked)
+            self._set_draft_length(config)
             return self.engine.submit(prompt, config, asked.random_seed, self.limits.timeout, salt)
         except (QueueFull, EngineFailed, Stopped) as error:
             raise self._as_answer(error) from error
@@ -254,14 +249,11 @@ class Endpoint:
             raise ApiError(400, message, "context_length_exceeded", where)
         return wanted
 
-    def _set_draft_length(self, config: GenerationConfig, asked: BaseRequest) -> None:
-        length = self.draft_length
-        if not length and config.do_sample and asked.seed is not None:
-            length = FIXED_DRAFT
-        if isinstance(length, float):
-            config.assistant_confidence_threshold = length
+    def _set_draft_length(self, config: GenerationConfig) -> None:
+        if isinstance(self.draft_length, float):
+            config.assistant_confidence_threshold = self.draft_length
         else:
-            config.num_assistant_tokens = length
+            config.num_assistant_tokens = self.draft_length
 
     # ---- errors -----------------------------------------------------------------------------------------------------
 

@@ -80,9 +80,10 @@ class Given(BaseModel):
         """Of fields that are not served one is left, to be named in the error: however many there are, it is one."""
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if name in cls.model_fields and value is not None}
+        fields = cls.model_fields  # a property that computes: looked up once
+        given = {name: value for name, value in data.items() if name in fields and value is not None}
         for name, value in data.items():
-            if name not in cls.model_fields and value is not None and not _is_off(cls.off.get(name), value):
+            if value is not None and name not in fields and not _is_off(cls.off.get(name), value):
                 return given | {name: value}
         return given
 

@@ -4,6 +4,7 @@ limits, errors, tenants."""
 import contextlib
 import json
 import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -230,6 +233,47 @@ def bodies(size):
     return {**found, "fields that are none": unknown_fields(size)}
 
 
+FULL = {  # by the objects and lists, and the commas, of an element
+    "messages": (1, 2, CHAT + b"[", b'{"role":"user","content":""},', b'{"role":"user","content":""}]}'),
+    "messages of which the last is wrong": (1, 2, CHAT + b"[", b'{"role":"user","content":""},', b"0]}"),
+    "empty answers": (2, 4, CHAT + b"[", b'{"role":"assistant","refusal":null,"audio":null,"tool_calls":[]},',
+                      b'{"role":"user","content":"Hi"}]}'),
+    "parts": (1, 2, CHAT + b'[{"role": "user", "content": [', b'{"type":"text","text":""},',
+              b'{"type":"text","text":"a"}]}]}'),
+    "tokens": (0, 1, COMPLETION + b'"prompt": [', b"5,", b"5]}"),
+    "texts": (0, 1, COMPLETION + b'"prompt": [', b'"ab",', b'"a"]}'),
+    "a label": (1, 1, CHAT + HELLO + b'"metadata": [', b"{},", b"{}]}"),
+    "a label of commas and brackets": (0, 1, CHAT + HELLO + b'"metadata": [', b'"{[,\\"\\\\",', b"{}]}"),
+}  # fmt: skip
+
+
+def full_bodies(tokens):
+    """Bodies of as many elements as are read."""
+    values = request_body.VALUES_BESIDE + tokens - 50  # without what is beside the elements
+    for name, (objects, commas, *shape) in FULL.items():
+        most = values // (objects + commas)
+        if objects:
+            most = min(most, (request_body.MOST_OBJECTS - 10) // objects)
+        beginning, element, end = shape
+        yield name, beginning + element * most + end
+
+
+def calls_of(function, *arguments):
+    """How many functions are called in it, Python's and C's."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def errors_of(body, tokens):
     """As FastAPI goes about it: how many errors are made."""
     model = ChatCompletionRequest if b"messages" in body else CompletionRequest
@@ -246,12 +290,49 @@ def errors_of(body, tokens):
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
 def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
     """Of errors there are one or two, however many elements are wrong; thus time, too, is that of reading it."""
-    for name, body in bodies(request_body.most_bytes(tokens)).items():
+    for name, body in [*bodies(request_body.most_bytes(tokens)).items(), *full_bodies(tokens)]:
         tracemalloc.start()
         errors = errors_of(body, tokens)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert errors <= 2 and peak < 20e6, (name, errors, peak)
+
+
+@pytest.mark.parametrize("tokens", [1_023, 32_768])
+def test_a_body_up_to_the_limit_takes_few_calls_whatever_is_in_it(tokens):
+    """Which is its time, counted: for each message or part a few; for other values none, nor for what is refused."""
+    for name, body in full_bodies(tokens):
+        assert request_body.fits(body, request_body.VALUES_BESIDE + tokens), name
+        assert (calls := calls_of(errors_of, body, tokens)) < 80_000, (name, calls)
+    for name, body in bodies(request_body.most_bytes(tokens)).items():
+        assert (calls := calls_of(errors_of, body, tokens)) < 500, (name, calls)
+
+
+marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a string
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    st.dictionaries(
+        marks,
+        st.recursive(
+            st.integers(0, 9) | marks,
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(marks, inner, max_size=3),
+            max_leaves=6,
+        ),
+        max_size=5,
+    )
+)
+def test_brackets_and_commas_are_counted_outside_of_strings(data):
+    def size(data):
+        """Objects and lists in it, and commas between what is in them."""
+        if not isinstance(data, list | dict):
+            return 0
+        inner = data if isinstance(data, list) else data.values()
+        return 1 + max(len(data) - 1, 0) + sum(map(size, inner))
+
+    body = json.dumps(data).encode()
+    assert request_body.fits(body, size(data)) and not request_body.fits(body, size(data) - 1)
 
 
 def test_a_body_up_to_the_limit_is_answered_whatever_is_in_it(api):
@@ -500,6 +581,7 @@ def test_each_of_several_keys_opens(decoder):
 
 def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder, monkeypatch):
     """The draft's table of embeddings ends before it."""
+    monkeypatch.setattr(api.endpoint, "draft_length", 4)  # on a busy machine it may not be worth its time
     body = {**ONE, "prompt": [5, 100, 5], "max_tokens": 20, "ignore_eos": True}
     usual = post(api, body).json()
     monkeypatch.setattr(decoder.draft, "width", 100)
@@ -545,10 +627,10 @@ def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys
 def test_a_key_that_no_client_can_send_is_refused(monkeypatch, capsys, tmp_path, key):
     file = tmp_path / "key"
     file.write_text(key, encoding="utf-8")
-    for given, environment in ((("--api-key-file", file), ""), ((), key)):
+    for asked, environment in ((("--api-key-file", file), ""), ((), key)):
         monkeypatch.setenv(arguments.KEY, environment)
         with pytest.raises(SystemExit) as end:
-            parsed_arguments(monkeypatch, *given)
+            parsed_arguments(monkeypatch, *asked)
         assert end.value.code == 2 and "ASCII" in capsys.readouterr().err
 
 
