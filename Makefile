@@ -6,7 +6,7 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 TESTS ?=# some files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
-.PHONY: demo test test-fast test-fresh test-samples smoke lint figures clean
+.PHONY: demo test test-fast test-fresh test-samples smoke lint figures docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run-installed
@@ -34,6 +34,10 @@ lint: .venv/all-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(BIN)/lint-imports
+
+# The documentation as a site, in build/site.
+docs: .venv/all-installed
+	$(PY) -m mkdocs build --quiet
 
 figures: .venv/all-installed
 	$(PY) scripts/figures.py $(FIGURES)
