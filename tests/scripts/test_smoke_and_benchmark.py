@@ -44,7 +44,7 @@ def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run):
 BROKEN = {  # a line of Python that breaks this project's engine, and what smoke.py says of it
     "accepts everything": (
         "import speculative.sequence.sequence as g, speculative.sampling.rejection_sampling as r; "
-        "g.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))",
+        "g.verify = lambda drafted, q, p, random: r.Acceptance(len(drafted), r.draw(p(len(drafted)), random))",
         "this engine: the text after 'def read_notes(path):' differs from the main model's own at new token",
     ),
     "loses what it streams": (
@@ -61,7 +61,7 @@ BROKEN = {  # a line of Python that breaks this project's engine, and what smoke
 
 @pytest.mark.parametrize(("plant", "problem"), BROKEN.values(), ids=BROKEN)
 def test_smoke_fails_with_a_broken_engine_whatever_genai_does(plant, problem):
-    start = f"import runpy, sys; sys.path[:0] = ['.', 'scripts']; {plant}; "
+    start = f"import runpy; {plant}; "
     start += "runpy.run_path('scripts/smoke.py', run_name='__main__')"
     command = [sys.executable, "-c", start, str(MAIN), str(DRAFT), "--prompt", "def read_notes(path):"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)

@@ -216,7 +216,7 @@ def run_with(patch, *arguments):
 
 ACCEPT_ALL = (
     "import speculative.sequence.sequence as d, speculative.sampling.rejection_sampling as r; "
-    "d.verify = lambda drafted, q, p, random: r.Verdict(len(drafted), r.draw(p(len(drafted)), random))"
+    "d.verify = lambda drafted, q, p, random: r.Acceptance(len(drafted), r.draw(p(len(drafted)), random))"
 )
 CRASH = (
     "import speculative.drafting.proposers as d; "

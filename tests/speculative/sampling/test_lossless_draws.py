@@ -30,7 +30,7 @@ from speculative.models.paged_model import PagedModel
 from speculative.sampling import rejection_sampling
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.lossless_check import compare, exact_joint
-from speculative.sampling.rejection_sampling import Verdict, draw, residual
+from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
 from tests.support import pooled_draws
@@ -293,8 +293,8 @@ def verify_with(accepts=lambda p, q: p / q, replacement_row=0, bonus_row=0):
     def verify(drafted, q, p, random):
         for i, x in enumerate(drafted):
             if random.random() >= accepts(p(i)[x], q[i][x]):
-                return Verdict(i, draw(residual(p(i + replacement_row), q[i]), random))
-        return Verdict(len(drafted), draw(p(max(len(drafted) + bonus_row, 0)), random))
+                return Acceptance(i, draw(residual(p(i + replacement_row), q[i]), random))
+        return Acceptance(len(drafted), draw(p(max(len(drafted) + bonus_row, 0)), random))
 
     return verify
 
