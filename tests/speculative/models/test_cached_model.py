@@ -90,9 +90,10 @@ def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, ti
 
 @STATEFUL
 def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(stateful):
-    """Weights in int8, as released models have them."""
+    """Weights in int8, as released models have them. Ten layers round more than the tiny models' two, by the processor:
+    below 1e-4 on an AMD EPYC, 1.1e-4 on an Intel Xeon with AMX; one token too many or too few is 100 times that."""
     model = cached_model.load(MAIN, "CPU", EXACT, stateful=stateful)
-    assert worst_difference(model, Reference(MAIN), rounds=10, longest=200) < TOLERANCE
+    assert worst_difference(model, Reference(MAIN), rounds=10, longest=200) < 3 * TOLERANCE
 
 
 @STATEFUL
