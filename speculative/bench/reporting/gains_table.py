@@ -24,18 +24,18 @@ def gains(kept: dict[str, dict]) -> str:
 
 def summary(kept: dict[str, dict]) -> str:
     """Markdown of the README's table: five results of the benchmark pair, each one number and its range."""
+    facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
+    if not facts:
+        return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
     lines = ["| benchmark pair: 1.1 B int8 main model, 34 M draft | speedup (range) |", "|---|---|"]
     for words, figure, cell in SUMMARY:
         lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else ''} |")
-    if facts := next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None):
-        machine = facts["machine"]
-        last = (
-            f"Over the main model alone, decode only, medians and ranges; {machine['cores']} cores of "
-            f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
-            f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
-        )
-    else:
-        last = "Not measured yet: `make figures`."
+    machine = facts["machine"]
+    last = (
+        f"Over the main model alone, decode only, medians and ranges; {machine['cores']} cores of "
+        f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
+        f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
+    )
     return "\n".join([*lines, "", last]) + "\n"
 
 
