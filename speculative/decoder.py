@@ -32,7 +32,8 @@ Prompt = str | ChatHistory | list | np.ndarray
 """A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
-LOOKED_UP = 0.3  # acceptance of tokens looked up in the text, until some are judged
+LOOKUP_ACCEPTANCE = 0.3  # of tokens looked up in the text, until some are judged
+LOOKUP_BUDGET = 1.5  # less than for a draft model: most texts repeat little, and nobody chose a draft for them
 
 
 class Decoder:
@@ -217,6 +218,10 @@ def load(
         )
         key = cost_model.key((main, device, properties), (draft, draft_device, draft_properties))
         measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(properties))
-        rule = AdaptiveDraftLength(measured) if draft_model else AdaptiveDraftLength(measured, LOOKED_UP)
+        rule = (
+            AdaptiveDraftLength(measured)
+            if draft_model
+            else AdaptiveDraftLength(measured, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+        )
     tokenizer = openvino_genai.Tokenizer(str(main))
     return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))

@@ -156,8 +156,9 @@ class BatchDraftLength:
             self._without = self._without_draft(tokens)
         if not histories or (self._is_to_compare() and not self._drafted):
             return []
-        chosen = self._wanted(histories, tokens, anyway)
-        return chosen[: self._affordable(len(chosen), tokens, anyway)]
+        if not self._budget.is_left():
+            return []
+        return self._wanted(histories, tokens, anyway)
 
     def _wanted(self, histories: Sequence[DraftHistory], tokens: int, anyway: int) -> list[int]:
         survival = np.array([history.survival for history in histories])
@@ -199,17 +200,6 @@ class BatchDraftLength:
         """Seconds of an inference on so many tokens, none of them drafted: as measured, but never more than learnt."""
         return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
-    def _affordable(self, n: int, tokens: int, anyway: int) -> int:
-        """Of how many of n more tokens the budget could bear that all are rejected."""
-        cost = self._further if self._drafted else self.draft
-        while n:
-            drafting = cost(anyway + n) - cost(anyway)
-            seconds = self._drafting + drafting + self.main(tokens + n)
-            if self._budget.allows(float(seconds) / self._without - 1):
-                break
-            n -= 1
-        return n
-
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
         """What the iteration lost or saved against plain decoding."""
         if not self._texts or self._forced:
@@ -223,6 +213,8 @@ class BatchDraftLength:
             return
         taken, worth = seconds / self._without, gained / self._texts
         self._totals += (self._texts, gained, worth, taken)
+        hiccup = max(1.0, seconds / (2 * self._seconds))  # the first inference of a size compiles its kernels
+        taken /= hiccup
         self._in_a_row += 1
         self._lately = self._lately * self.FADE + (worth, taken)
         self._budget.learn(taken, worth - taken)

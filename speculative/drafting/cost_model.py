@@ -20,8 +20,11 @@ from speculative.pair import devices
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference, of one text
 MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of several
+FORMAT = 2  # of the kept file; costs kept by an earlier version may be of a busy moment
 CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
 TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
+TRIES = 5  # to measure on a machine that is busy with other things
+DISORDER = 1.2  # an inference that takes so many times as long as one on more tokens was measured at a busy moment
 
 
 class Seconds(NamedTuple):
@@ -34,9 +37,25 @@ class Seconds(NamedTuple):
 
 
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
-    """What the draft length rule of one text has to know (a second or so for a 1 B model)."""
+    """What the draft length rule of one text has to know (a second or so for a 1 B model).
+
+    Measured again, up to `TRIES` times, while the times are in disorder; the shortest of each count.
+    """
     seconds = _clock(main, draft, [(n, 1) for n in MEASURED])
+    for _ in range(TRIES - 1):
+        if not _in_disorder(seconds.main):
+            break
+        again = _clock(main, draft, [(n, 1) for n in MEASURED])
+        seconds = Seconds(
+            *({n: min(of_n, new[n]) for n, of_n in old.items()} for old, new in zip(seconds, again, strict=True))
+        )
     return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0))
+
+
+def _in_disorder(seconds: dict[int, float]) -> bool:
+    """Whether an inference took clearly longer than one on more tokens."""
+    times = [seconds[n] for n in sorted(seconds)]
+    return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
 def measure_together(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
@@ -84,7 +103,7 @@ def key(*models: tuple[Path | None, str, dict]) -> str:
         if folder
     ]
     machine = [platform.node(), devices.usable_cores()]
-    return json.dumps([ov.__version__, *machine, named], sort_keys=True, default=str)
+    return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
 
 
 def folder(properties: dict) -> Path:

@@ -127,9 +127,11 @@ class AdaptiveDraftLength:
     COMPARED = 64  # iterations with a draft in a row after which one without shows what plain decoding takes
     CLEAR_GAIN = 1.5  # times plain decoding, from which on there is nothing to compare
 
-    def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE):
+    def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE, budget: float = DraftBudget.START):
+        """`prior_acceptance` is expected until tokens are judged; `budget` is what the `DraftBudget` starts with."""
         self.costs = costs
         self._prior_acceptance = prior_acceptance
+        self._budget_at_start = budget
         self.forget()
 
     def forget(self, repeatable: bool = False) -> None:
@@ -145,7 +147,7 @@ class AdaptiveDraftLength:
         self._bins: list[int] = []  # of the tokens drafted in this iteration
         self._survival = 1.0  # the chance that all of them are accepted
         self._gains = np.zeros(LONGEST)
-        self._budget = DraftBudget()
+        self._budget = DraftBudget(self._budget_at_start)
         self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learnt from such ones only
         self._plain_seen = 0
         self._in_a_row = 0  # iterations with a draft
@@ -157,11 +159,11 @@ class AdaptiveDraftLength:
             self._bins, self._survival = [], 1.0
             self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
             wanted = self._pays(0) or self._plain >= self._probe_every
-            return wanted and self._may_lose(1) and not self._is_to_compare()
+            return wanted and self._budget.is_left() and not self._is_to_compare()
         bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
         self._bins.append(bin_)
         self._survival *= self._acceptance_of(bin_)
-        return drafted < LONGEST and self._pays(drafted) and self._may_lose(drafted + 1)
+        return drafted < LONGEST and self._pays(drafted)
 
     def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         judged = self._bins[: min(drafted, accepted + 1)]
@@ -188,10 +190,10 @@ class AdaptiveDraftLength:
         elif self._plain:  # this was a probe
             self._plain = self._probe_every if accepted == drafted else 0  # a success is tried again at once
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
-        if self._repeatable:
-            draft_seconds, main_seconds = self._draft_cost[drafted], self._verify_cost[drafted + 1]
-        self._compare_with_plain(drafted, accepted, draft_seconds + main_seconds)
-        self._measured.add(min(drafted, accepted + 1), accepted, draft_seconds + main_seconds)
+        expected = float(self._draft_cost[drafted] + self._verify_cost[drafted + 1])
+        seconds = expected if self._repeatable else draft_seconds + main_seconds
+        self._compare_with_plain(drafted, accepted, expected * (1 + _excess(seconds, expected)))
+        self._measured.add(min(drafted, accepted + 1), accepted, seconds)
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
         """What the iteration lost or saved against plain decoding."""
@@ -211,11 +213,6 @@ class AdaptiveDraftLength:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens takes."""
         return min(self._plain_seconds, float(self._verify_cost[1]))
 
-    def _may_lose(self, drafted: int) -> bool:
-        """Whether the budget allows for an iteration of which all `drafted` tokens are rejected."""
-        seconds = self._draft_cost[drafted] + self._verify_cost[drafted + 1]
-        return self._budget.allows(seconds / self._plain_cost() - 1)
-
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
         tokens, seconds = self._lately
@@ -228,17 +225,20 @@ class AdaptiveDraftLength:
     def _acceptance_of(self, bin_: int) -> float:
         return (self._accepted[bin_] + self.PRIOR * self.acceptance()) / (self._judged[bin_] + self.PRIOR)
 
-    def _rate(self) -> float:
-        """Tokens a second to beat: what was reached lately, and plain decoding at least."""
+    def _rate(self, drafted: int) -> float:
+        """Tokens a second to beat: for a first token, plain decoding; then what was reached lately, if that is more.
+
+        What was reached in an easier text says nothing against a first token: decoding plainly does not reach it.
+        """
         plain = 1 / self._verify_cost[1]
-        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+        return max(plain, self._tokens / self._seconds) if drafted and self._seconds else plain
 
     def _pays(self, drafted: int) -> bool:
         """Whether one more token, or any number more, gains more than its time is worth."""
         left = LONGEST - drafted
         verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
         seconds = verify + self._draft_cost[drafted + 1 :] - self._draft_cost[drafted]
-        return bool((self._survival * self._gains[:left] > self._rate() * seconds).any())
+        return bool((self._survival * self._gains[:left] > self._rate(drafted) * seconds).any())
 
     def why(self) -> str:
         tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])

@@ -17,6 +17,7 @@ from openvino_genai import GenerationConfig, StreamingStatus
 from speculative import decoder
 from speculative.bench import genai
 from speculative.decoder import Decoder
+from speculative.drafting import cost_model
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.models import cached_model
@@ -331,6 +332,22 @@ def test_load_measures_costs_once_and_keeps_them(tmp_path):
     decoder.load(MAIN, "CPU", DRAFT, properties=properties)
     assert 0 < json.loads(kept[0].read_text(encoding="utf-8"))["main"]["1"] < other["main"]["1"]
     assert list(tmp_path.glob("costs-*")) == kept
+
+
+def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
+    """Kept for good, they would choose the wrong draft lengths for as long as the models stay the same."""
+    quiet = {n: 0.003 + 0.0003 * n for n in cost_model.MEASURED}
+    busy = [{**quiet, 1: 0.027, 5: 0.030}, {**quiet, 2: 0.023, 17: 0.035}, {**quiet, 3: 0.050}]
+    measured = iter([*busy, {n: seconds * 2 for n, seconds in quiet.items()}])
+    times = []
+
+    def clock(main, draft, counts):
+        times.append(next(measured))
+        return cost_model.Seconds(times[-1], {1: 0.001 / len(times)}, {1: 0.0005})
+
+    monkeypatch.setattr(cost_model, "_clock", clock)
+    costs = cost_model.measure(None, None)
+    assert len(times) == 2 and costs.main == quiet and costs.draft == 0.0005
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core, or a system that does not tell")
