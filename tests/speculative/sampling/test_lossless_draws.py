@@ -417,7 +417,8 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_same_check_finds_a_planted_bug(bug, load, exact_logits, monkeypatch):
-    assert p_value_with(bug, load, exact_logits, monkeypatch) < FALSE_ALARM
+    draws = 5000 if bug is penalties_that_forget_the_last_token else 2000  # which changes few texts
+    assert p_value_with(bug, load, exact_logits, monkeypatch, draws) < FALSE_ALARM
 
 
 def test_the_check_passes_where_no_bug_is_planted(load, exact_logits, monkeypatch):
