@@ -125,6 +125,7 @@ class BatchDraftLength:
         self._forced = False  # in this iteration, texts with a rule of their own draft, too: nothing to judge this by
         self._without: float | None = None  # seconds that this iteration would take without a draft
         self._drafting = 0.0  # seconds of drafting in this iteration, by the clock
+        self._plain_seen = 0  # iterations without a draft
         self._plain_change = 1.0  # iterations without a draft: seconds taken / as measured at the start
         self._in_a_row = 0  # iterations with a draft
         self._lately = np.zeros(2)  # tokens gained by iterations with a draft, and those that plain decoding had gained
@@ -156,7 +157,7 @@ class BatchDraftLength:
             self._without = self._without_draft(tokens)
         if not histories or (self._is_to_compare() and not self._drafted):
             return []
-        if not self._budget.is_left():
+        if self._budget.left(self._plain_change) <= 0:
             return []
         return self._wanted(histories, tokens, anyway)
 
@@ -206,10 +207,12 @@ class BatchDraftLength:
             return
         if not self._drafted:
             self._in_a_row = 0
+            self._plain_seen += 1
             ratio = seconds / (self._plain_change * self.main.measured(tokens))
-            self._plain_change *= 1 + AdaptiveDraftLength.CLOCK * (min(max(ratio, 0.5), 2.0) - 1)
+            weight = max(AdaptiveDraftLength.CLOCK, 1 / (self._plain_seen + 1))
+            self._plain_change *= 1 + weight * (min(max(ratio, 0.5), 2.0) - 1)
             self._totals += (self._texts, gained, 1, 1)
-            self._budget.learn(1.0)
+            self._budget.learn(self._plain_change, self._plain_change)
             return
         taken, worth = seconds / self._without, gained / self._texts
         self._totals += (self._texts, gained, worth, taken)
@@ -217,11 +220,16 @@ class BatchDraftLength:
         taken /= hiccup
         self._in_a_row += 1
         self._lately = self._lately * self.FADE + (worth, taken)
-        self._budget.learn(taken, worth - taken)
+        self._budget.learn(self._plain_change, taken * self._plain_change, worth)
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
         worth, taken = self._lately
+        if (
+            self._plain_seen < AdaptiveDraftLength.SURE
+            and self._budget.left(self._plain_change) < DraftBudget.START / 2
+        ):
+            return True
         return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:

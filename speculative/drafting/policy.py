@@ -125,6 +125,7 @@ class AdaptiveDraftLength:
     CLOCK = 0.1  # weight of the newest time; load, heat and longer contexts change what things cost
     CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
     COMPARED = 64  # iterations with a draft in a row after which one without shows what plain decoding takes
+    SURE = 4  # plain iterations seen, from which on losses are believed
     CLEAR_GAIN = 1.5  # times plain decoding, from which on there is nothing to compare
 
     def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE, budget: float = DraftBudget.START):
@@ -159,7 +160,7 @@ class AdaptiveDraftLength:
             self._bins, self._survival = [], 1.0
             self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
             wanted = self._pays(0) or self._plain >= self._probe_every
-            return wanted and self._budget.is_left() and not self._is_to_compare()
+            return wanted and self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
         bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
         self._bins.append(bin_)
         self._survival *= self._acceptance_of(bin_)
@@ -200,22 +201,24 @@ class AdaptiveDraftLength:
         if not drafted:
             self._plain_seen += 1
             self._in_a_row = 0
-            weight = max(self.CLOCK, 1 / (self._plain_seen + 2))
+            weight = max(self.CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * _excess(seconds, self._plain_seconds)
+                self._verify_cost[1] = self._plain_cost()
         else:
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
-        taken = seconds / self._plain_cost()
-        self._budget.learn(taken, accepted + 1 - taken if drafted else 0.0)
+        self._budget.learn(self._plain_cost(), seconds, accepted + 1 if drafted else None)
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens takes."""
-        return min(self._plain_seconds, float(self._verify_cost[1]))
+        return min(self._plain_seconds, float(self._verify_cost[2]))
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
         tokens, seconds = self._lately
+        if self._plain_seen < self.SURE and self._budget.left(self._plain_cost()) < self._budget_at_start / 2:
+            return True
         return self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
 
     def acceptance(self) -> float:

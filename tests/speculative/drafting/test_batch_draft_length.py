@@ -36,7 +36,7 @@ def rule_of(first=small, further=None):
 def deaf(rule):
     """It learns nothing from the clock about drafting, nor what drafting loses."""
     rule.draft.learn = rule.draft_further.learn = lambda *told: None
-    rule._budget.is_left = lambda: True
+    rule._budget.left = lambda plain: 1.0
     return rule
 
 

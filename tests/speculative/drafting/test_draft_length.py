@@ -132,6 +132,20 @@ def test_a_plain_inference_measured_as_too_slow_is_corrected():
     assert decode(rule, [0.1], 2000, random, draft=0.0, main=true)[0] * SECONDS[1] > 0.985
 
 
+@pytest.mark.parametrize("chances", [[0.75], [0.5, 0.95]], ids=str)
+def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_fast(chances):
+    """On a quiet machine, and the machine is busy now: every iteration with a draft seems to lose."""
+    true = Costs(draft=4.0, draft_further=3.4, main={1: 105, 2: 140, 3: 155, 4: 165, 5: 180, 6: 182, 8: 190, 17: 220})
+    quiet = Costs(draft=4.0, draft_further=3.4, main={1: 60, 2: 66, 3: 70, 4: 73, 5: 75, 6: 77, 8: 82, 17: 110})
+    K = np.arange(LONGEST + 1)
+    best = (np.cumsum(np.mean(chances) ** K) / (true.verify()[1:] + true.drafting())).max()
+    speeds = [
+        decode(AdaptiveDraftLength(quiet), chances, 1000, np.random.default_rng(seed), 3.4, 0.1, 0.6, true.verify())[0]
+        for seed in range(8)
+    ]
+    assert np.mean(speeds) > 0.95 * best
+
+
 @pytest.mark.parametrize("draft", [0.0, 2.0])
 def test_a_text_that_becomes_useful_to_draft_is_noticed(draft):
     random = np.random.default_rng(8)
