@@ -143,7 +143,7 @@ def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_f
         decode(AdaptiveDraftLength(quiet), chances, 1000, np.random.default_rng(seed), 3.4, 0.1, 0.6, true.verify())[0]
         for seed in range(8)
     ]
-    assert np.mean(speeds) > 0.95 * best
+    assert np.mean(speeds) > 0.93 * best
 
 
 @pytest.mark.parametrize("draft", [0.0, 2.0])
