@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from speculative.models.block_pool import OutOfBlocks
-from speculative.serving import health, request_body
+from speculative.serving import health, openapi, request_body
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
 from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
@@ -31,6 +31,7 @@ from speculative.serving.protocol import (
     CompletionRequest,
     described,
     model_card,
+    shown,
     usage,
 )
 
@@ -87,11 +88,16 @@ class Endpoint:
             (Exception, self._fail),
         ):
             app.add_exception_handler(kind, answer)
-        app.get("/health")(self.health)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
-        app.post("/v1/chat/completions")(self.chat)
-        app.post("/v1/completions")(self.complete)
+        for method, path, handle in (
+            ("GET", "/health", self.health),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.complete),
+        ):
+            answers = openapi.answers(path, bool(keys))
+            app.add_api_route(path, handle, methods=[method], response_model=None, responses=answers)
+        openapi.describe(app)
         return app
 
     # ---- paths ------------------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class Endpoint:
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            message = f"There is no model {name!r} here, only {self.name!r}."
+            message = f"There is no model {shown(repr(name))} here, only {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
     def _encode(self, asked: BaseRequest) -> np.ndarray:
@@ -260,7 +266,7 @@ class Endpoint:
     async def _refuse(self, request: Request, error: HTTPException) -> Response:
         if not isinstance(error, ApiError):
             headers = error.headers
-            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+            error = ApiError(error.status_code, f"{shown(f'{request.method} {request.url.path}')}: {error.detail}.")
             error.headers = headers
         self.metrics.refused(error.status_code)
         return error.response()

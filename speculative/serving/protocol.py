@@ -28,6 +28,7 @@ from pydantic import (
 from speculative.sequence.result import GenerationResult
 
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as the API has it
+SHOWN = 100  # characters of what a client sent, in an error message
 SEED_BITS = 2**64 - 1  # seeds may be negative there, and are not here
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # to clients that split lines as Unicode does
@@ -60,6 +61,11 @@ class ApiError(HTTPException):
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
+def shown(text: str) -> str:
+    """A client's name or value, as an error repeats it: not at any length."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
 def _type(status: int) -> str:
     if status >= 500:
         return "server_error"
@@ -83,13 +89,12 @@ class Given(BaseModel):
         fields = cls.model_fields  # a property that computes: looked up once
         given = {name: value for name, value in data.items() if name in fields and value is not None}
         for name, value in data.items():
-            if value is not None and name not in fields and not _is_off(cls.off.get(name), value):
+            if value is None or name in fields:
+                continue
+            off = cls.off.get(name)
+            if off is None or (off != LABEL and value not in off):
                 return given | {name: value}
         return given
-
-
-def _is_off(off: tuple | None, value: Any) -> bool:
-    return off is not None and (off == LABEL or value in off)
 
 
 LABEL = ()  # any value: it labels a request or a message, and changes no text
@@ -303,7 +308,8 @@ class CompletionRequest(BaseRequest):
 
 def described(error: dict, off: dict[str, tuple]) -> tuple[str, str]:
     """Of an error of pydantic: the parameter as the API writes it, `messages[0].content`, and what is wrong with it."""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    place = shown("".join(parts).removeprefix("."))
     if error["type"] == "missing":
         return place, "is required"
     if error["type"] == "extra_forbidden":

@@ -5,6 +5,8 @@ It computes in exact arithmetic, so that a text in a crowd is the text alone.
 
 import contextlib
 import json
+import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +21,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from speculative.serving import connections
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.serving import Server
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 KEY = "a key that only tests know"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
@@ -418,6 +421,32 @@ def alive(process):
     import psutil
 
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_at_an_ipv6_address_it_says_and_asks_a_url_with_brackets():
+    with Server("--host", "::1") as server:
+        ready = next(line for line in server.lines if line.startswith("ready: "))
+        assert ready == f"ready: http://[::1]:{server.port}/v1"
+        server.url = ready.removeprefix("ready: ")
+        assert complete(server.client(), max_tokens=5).usage.completion_tokens == 5
+
+
+def test_rays_proxy_has_as_many_connections_as_it_may(server):
+    def is_refused():
+        try:
+            return not load(server)
+        except httpx.TimeoutException:
+            return False
+        except httpx.TransportError:
+            return True
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * connections.MOST)), hard))
+    with contextlib.ExitStack() as several:
+        for _ in range(connections.MOST):
+            several.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE))
+        wait_until(is_refused, "one more is refused")
+    wait_until(lambda: load(server)["status"] == "ok", "there is room again", passing=(httpx.TransportError,))
 
 
 @pytest.mark.parametrize(

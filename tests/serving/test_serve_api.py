@@ -1,6 +1,7 @@
 """The HTTP side of the server over the real engine, without Ray: what real clients send, bodies of any shape and size,
 limits, errors, tenants."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -25,8 +26,9 @@ from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import application, arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
+from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
-from speculative.serving.protocol import Answer, ApiError, ChatCompletionRequest, CompletionRequest
+from speculative.serving.protocol import Answer, ApiError, ChatCompletionRequest, CompletionRequest, Message
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -168,6 +170,32 @@ def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, sa
     assert error["message"].startswith(f"{param}: ") and said in error["message"]
 
 
+NAME = "x" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", {**ONE, "model": NAME}),
+        ("/completions", {**ONE, "model": "\0" * 5_000}),
+        ("/completions", {**ONE, NAME: 1}),
+        ("/completions", {**ONE, "stream": True, "stream_options": {NAME: True}}),
+        ("/chat/completions", {"model": "embedded", "messages": [{**HI, NAME: 1}]}),
+        ("/chat/completions", {"model": "embedded", "messages": [{"role": NAME, "content": "Hi"}]}),
+        ("/chat/completions", {"model": "embedded", "messages": [{"role": "user", "content": [{NAME: 1}]}]}),
+        (f"/models/{NAME}", None),
+        (f"/{NAME}", None),
+    ],
+    ids=["a model", "a model of nulls", "a field", "an option", "a message's field", "a role", "a part's field",
+         "a model's path", "a path"],
+)  # fmt: skip
+def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
+    answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404) and len(error["param"] or "") <= 100
+    assert error["message"].count("x") + 4 * error["message"].count("\\x") <= 110 and len(error["message"]) < 300
+
+
 def test_a_prompts_error_names_the_prompt(api):
     for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "a text"), ([[True]], "token ids")):
         error = post(api, {**ONE, "prompt": prompt}).json()["error"]
@@ -238,6 +266,10 @@ FULL = {  # by the objects and lists, and the commas, of an element
     "messages of which the last is wrong": (1, 2, CHAT + b"[", b'{"role":"user","content":""},', b"0]}"),
     "empty answers": (2, 4, CHAT + b"[", b'{"role":"assistant","refusal":null,"audio":null,"tool_calls":[]},',
                       b'{"role":"user","content":"Hi"}]}'),
+    "messages with labels": (1, 8, CHAT + b"[",
+                             b'{"role":"assistant","refusal":"","reasoning_content":"","annotations":0,'
+                             b'"provider_specific_fields":1,"function_call":null,"name":null,"content":"a"},',
+                             b'{"role":"user","content":"Hi"}]}'),
     "parts": (1, 2, CHAT + b'[{"role": "user", "content": [', b'{"type":"text","text":""},',
               b'{"type":"text","text":"a"}]}]}'),
     "tokens": (0, 1, COMPLETION + b'"prompt": [', b"5,", b"5]}"),
@@ -256,6 +288,9 @@ def full_bodies(tokens):
             most = min(most, (request_body.MOST_OBJECTS - 10) // objects)
         beginning, element, end = shape
         yield name, beginning + element * most + end
+
+
+MOST_CALLS = 80_000  # for a body that is read
 
 
 def calls_of(function, *arguments):
@@ -303,9 +338,94 @@ def test_a_body_up_to_the_limit_takes_few_calls_whatever_is_in_it(tokens):
     """Which is its time, counted: for each message or part a few; for other values none, nor for what is refused."""
     for name, body in full_bodies(tokens):
         assert request_body.fits(body, request_body.VALUES_BESIDE + tokens), name
-        assert (calls := calls_of(errors_of, body, tokens)) < 80_000, (name, calls)
+        assert (calls := calls_of(errors_of, body, tokens)) < MOST_CALLS, (name, calls)
     for name, body in bodies(request_body.most_bytes(tokens)).items():
         assert (calls := calls_of(errors_of, body, tokens)) < 500, (name, calls)
+
+
+ELEMENTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([10**4000, "\U0001f600", "\0", ',"{[', "x" * 9_000])
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from([*Message.model_fields, *Message.off, "type", "text"]) | st.text(max_size=9),
+                      inner, max_size=9)
+    | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": inner},
+                            optional={name: st.sampled_from(off or (1,)) for name, off in Message.off.items()}),
+    max_leaves=12,
+)  # fmt: skip
+PLACES = [  # of many elements, where they begin and where they end
+    (COMPLETION + b'"prompt": [', b"]}"),
+    (COMPLETION + b'"prompt": [[', b"]]}"),
+    (COMPLETION + b'"prompt": "x", "stop": [', b"]}"),
+    (CHAT + b"[", b"]}"),
+    (CHAT + b'[{"role": "user", "content": [', b"]}]}"),
+    (CHAT + b'[{"role": "user", "content": "x", "tool_calls": [', b"]}]}"),
+    *((CHAT + HELLO + b'"%s": [' % name, b"]}") for name in (b"metadata", b"tools", b"response_format", b"new", b"n")),
+]
+FIELDS_OF = [  # and of many fields of an object
+    (COMPLETION, b"}"),
+    (CHAT + HELLO, b"}"),
+    (CHAT + b"[{", b"}]}"),
+    (CHAT + b'[{"role": "user", "content": [{', b"}]}]}"),
+    (CHAT + HELLO + b'"stream": true, "stream_options": {', b"}}"),
+    *((CHAT + HELLO + b'"%s": {' % name, b"}}") for name in (b"metadata", b"logit_bias", b"new")),
+]
+
+
+@st.composite
+def any_bodies(draw, tokens):
+    """A body of one element again and again, which is as long as the bytes or the values allow, or somewhat longer."""
+    value = draw(ELEMENTS)
+    element = json.dumps(value, ensure_ascii=draw(st.booleans()), separators=draw(SEPARATORS)).encode()
+    depth = draw(st.sampled_from([0, 0, 0, 1, 3, 30, 900]))
+    opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"}"), (b'{"content":[', b"]}")]))
+    element = opening * depth + element + closing * depth + b","
+    element += draw(st.sampled_from([b"", b" ", b"\n" * 100]))
+    fields = draw(st.booleans())
+    beginning, end = draw(st.sampled_from(FIELDS_OF if fields else PLACES))
+    key = draw(st.sampled_from([b'"%09d":', b'"a":'])) if fields else b""
+    element = key + element
+    objects, commas = (max(sum(element.count(mark) for mark in marks), 1) for marks in (b"[{", b","))
+    limits = {
+        "bytes": (request_body.most_bytes(tokens) - 200) // len(element),
+        "objects": (request_body.MOST_OBJECTS - 10) // objects,
+        "values": (request_body.VALUES_BESIDE + tokens - 50) // (objects + commas),
+    }
+    times = min(draw(st.sampled_from([limits["bytes"], min(limits.values()), min(limits.values()) + 99])),
+                limits["bytes"])  # fmt: skip
+    elements = [element.replace(b"%09d", b"%09d" % i, 1) for i in range(times)] if b"%" in key else [element] * times
+    return beginning + b"".join(elements).rstrip(b", \n") + end
+
+
+SEPARATORS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", ":\t")])
+
+
+@pytest.mark.parametrize("tokens", [1_023, 32_768])
+def test_any_body_up_to_the_limit_takes_few_calls_and_little_memory(tokens):
+    """By the objects and values in it, whatever they are and wherever."""
+    read = 0
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(any_bodies(tokens))
+    def check(body):
+        nonlocal read
+        assert len(body) <= request_body.most_bytes(tokens)
+        fits = request_body.fits(body, request_body.VALUES_BESIDE + tokens)
+        read += fits
+        calls = calls_of(errors_of, body, tokens)
+        assert calls < (MOST_CALLS if fits else 500), body[:200]
+        tracemalloc.start()
+        errors = errors_of(body, tokens)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert errors <= 2 and peak < 20e6, (errors, peak, body[:200])
+
+    check()
+    assert read > 50  # and the others are refused
 
 
 marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a string
@@ -644,4 +764,15 @@ def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monk
 
 @pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
 def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
-    assert parsed_arguments(monkeypatch, *given).pair.prefix_cache is prefix_cache
+    """From the command's argument to the engine of the replica that Ray makes."""
+    pair = parsed_arguments(monkeypatch, *given).pair
+
+    async def decoder_of_a_replica():
+        replica = object.__new__(application.Replica.func_or_class.__bases__[0])  # without what Ray wraps around it
+        await replica.__init__(pair, Limits(100, 100, 1, 1, 60.0), None)
+        replica._engine.close()
+        return replica._engine.decoder
+
+    with Api(asyncio.run(decoder_of_a_replica())) as api:
+        cached(api, LONG_PROMPT)
+        assert (cached(api, LONG_PROMPT) > 0) is prefix_cache

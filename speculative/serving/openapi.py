@@ -1,0 +1,207 @@
+"""The OpenAPI document at /openapi.json: what each path answers, with which errors.
+
+The answers are made in protocol.py; the tests compare them with the shapes that stand here.
+"""
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from speculative.serving.middleware import OPEN
+
+REFERENCE = "#/components/schemas/{model}"
+ERRORS = {
+    400: "The request cannot be served as it is",
+    401: "The API key is missing or wrong",
+    404: "There is no such model",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    429: "All places are taken",
+    500: "The server failed at this request",
+    503: "The server shuts down, or its engine is being replaced",
+    504: "The request took longer than it may",
+}
+WAITS = {429, 503}  # with the header retry-after
+SECONDS = {"type": "integer", "minimum": 1}
+RETRY_AFTER = {"retry-after": {"description": "Seconds", "required": True, "schema": SECONDS}}
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorObject(Shape):
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class Error(Shape):
+    error: ErrorObject
+
+
+class Health(Shape):
+    status: Literal["ok"]
+    running: int = Field(ge=0)
+    waiting: int = Field(ge=0)
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokens(Shape):
+    cached_tokens: int = Field(ge=0)
+    audio_tokens: Literal[0]
+
+
+class CompletionTokens(Shape):
+    accepted_prediction_tokens: int = Field(ge=0)
+    rejected_prediction_tokens: int = Field(ge=0)
+    reasoning_tokens: Literal[0]
+    audio_tokens: Literal[0]
+
+
+class Usage(Shape):
+    prompt_tokens: int = Field(ge=1)
+    completion_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens
+
+
+class Choice(Shape):
+    index: Literal[0]
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+
+
+class TextChoice(Choice):
+    text: str
+
+
+class Head(Shape):
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice] = Field(min_length=1, max_length=1)
+    usage: Usage
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[TextChoice] = Field(min_length=1, max_length=1)
+    usage: Usage
+
+
+class ChunkChoice(Choice):
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Delta(Shape):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(ChunkChoice):
+    delta: Delta
+
+
+class TextChunkChoice(ChunkChoice):
+    text: str
+
+
+class ChatCompletionChunk(Head):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice] = Field(max_length=1)
+    usage: Usage | None = None
+
+
+class CompletionChunk(Head):
+    object: Literal["text_completion"]
+    choices: list[TextChunkChoice] = Field(max_length=1)
+    usage: Usage | None = None
+
+
+LOOKED_AT = (413, 429, 500)  # what any path but /health may answer
+READ = (400, 404, 408, *LOOKED_AT, 503, 504)  # and those that read a body
+ANSWERS = {  # by path: the shape of an answer, that of a stream's chunks, the errors
+    "/health": (Health, None, (500, 503)),
+    "/v1/models": (ModelList, None, LOOKED_AT),
+    "/v1/models/{name:path}": (Model, None, (404, *LOOKED_AT)),
+    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, READ),
+    "/v1/completions": (Completion, CompletionChunk, READ),
+}
+
+
+def answers(path: str, keys: bool) -> dict[int, dict[str, Any]]:
+    """A path's, as FastAPI takes them. `keys`: whether an API key is asked for."""
+    whole, chunk, errors = ANSWERS[path]
+    answer: dict[str, Any] = {"model": whole, "description": "The answer"}
+    if chunk:
+        answer["description"] += ", or with stream=true its chunks, and `[DONE]` or an error behind them"
+        answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
+    if keys and path not in OPEN:
+        errors += (401,)
+    return {200: answer} | {status: error(status) for status in sorted(errors)}
+
+
+def error(status: int) -> dict[str, Any]:
+    headers = {"headers": RETRY_AFTER} if status in WAITS else {}
+    return {"model": Error, "description": ERRORS[status], **headers}
+
+
+def event(chunk: type[Shape]) -> dict:
+    """A server-sent event with a chunk or an error, as OpenAPI 3.2 and FastAPI describe it."""
+    shapes = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in (chunk, Error)]
+    content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": shapes}}
+    data = {"anyOf": [{"type": "string", **content}, {"const": "[DONE]"}]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def describe(app: FastAPI) -> None:
+    """Have the document of `app` say what is answered. FastAPI puts a 422 of its own in, and 400 is what comes."""
+    made = app.openapi
+
+    def document() -> dict:
+        if app.openapi_schema:
+            return app.openapi_schema
+        found = made()
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        schemas = found["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        chunks = [(shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk)]
+        schemas |= models_json_schema(chunks, ref_template=REFERENCE)[1]["$defs"]
+        return found
+
+    app.openapi = document

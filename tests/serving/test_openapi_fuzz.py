@@ -1,0 +1,188 @@
+"""Whatever is asked, the answer is one of those in the OpenAPI document: schemathesis against a server."""
+
+import json
+from collections import Counter
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import CHECKS, load_all_checks
+from schemathesis.config import SchemathesisConfig
+
+from speculative import batch_decoder
+from speculative.serving import request_body
+from speculative.serving.middleware import digest
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import Api
+
+load_all_checks()
+CHECKED = [
+    CHECKS.get_one(name)
+    for name in (
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_headers_conformance",
+        "response_schema_conformance",
+    )
+]
+RULES = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+POSTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "def f("},
+}
+
+
+@pytest.fixture(scope="module")
+def api():
+    decoder = batch_decoder.load(MAIN, draft=DRAFT)
+    with Api(decoder, max_output_tokens=10) as api:  # schemathesis reads 20 events of a stream
+        yield api
+
+
+@pytest.fixture(scope="module")
+def document(api):
+    return httpx.get(f"{base(api)}/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def described(document):
+    config = SchemathesisConfig.from_dict({"generation": {"deterministic": True, "database": "none"}})
+    return schemathesis.openapi.from_dict(document, config=config)
+
+
+def base(api):
+    return api.url.removesuffix("/v1")
+
+
+def ask(api, case, document):
+    """The answer to a case of schemathesis, which is as the document says, and no failure of the server."""
+    answer = case.call(base_url=base(api), timeout=60)
+    assert answer.status_code < 500 or answer.status_code == 503, answer.text
+    case.validate_response(answer, checks=CHECKED)
+    content = case.operation.definition.raw["responses"][str(answer.status_code)]["content"]
+    kind = answer.headers["content-type"][0].partition(";")[0]
+    if kind == "text/event-stream":
+        check_events(answer.text, content[kind]["itemSchema"]["properties"]["data"]["anyOf"][0], document)
+    return f"{answer.status_code} {kind}"
+
+
+def check_events(text, data, document):
+    """schemathesis reads JSON in events as text."""
+    *events, last, nothing = text.split("\n\n")
+    assert (last, nothing) == ("data: [DONE]", "")
+    for event in events:
+        chunk = json.loads(event.removeprefix("data: "))
+        jsonschema.validate(chunk, {**data["contentSchema"], "components": document["components"]})
+        assert "error" not in chunk
+
+
+# ---- bodies that the document describes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method_path", ["GET /health", "GET /v1/models", "GET /v1/models/{name}",
+                                         "POST /v1/chat/completions", "POST /v1/completions"])  # fmt: skip
+def test_the_answers_are_as_the_document_says(api, document, described, method_path):
+    method, path = method_path.split()
+    kinds = Counter()
+
+    @RULES
+    @given(described[path][method].as_strategy(), st.booleans(), st.booleans())
+    def check(case, served, valid):
+        """Of the bodies that are drawn many ask for another model, or too much: of half of them that is put right."""
+        if served and path in POSTS and isinstance(case.body, dict):
+            case.body = {**case.body, "model": api.model, "max_tokens": 2, "max_completion_tokens": None}
+            if valid:
+                case.body |= POSTS[path]
+        kinds[ask(api, case, document)] += 1
+
+    check()
+    wanted = {"200 application/json"}
+    if path in POSTS:
+        wanted |= {"200 text/event-stream", "400 application/json", "404 application/json"}
+    if path == "/v1/models/{name}":
+        wanted = {"404 application/json"}
+    assert wanted <= set(kinds), kinds  # all of them were tried
+
+
+def test_no_operation_is_left_out(document):
+    tested = {(path, method) for path, operations in document["paths"].items() for method in operations}
+    assert tested == {("/health", "get"), ("/v1/models", "get"), ("/v1/models/{name}", "get"),
+                      *((path, "post") for path in POSTS)}  # fmt: skip
+
+
+# ---- bodies of any size and depth -----------------------------------------------------------------------------------
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@st.composite
+def bodies(draw, path, fields, most):
+    """A body as bytes: one that is answered, and a field of it that is drawn, deep, or long, up to and beyond the
+    limit."""
+    body = {"model": "embedded", "max_tokens": 1, **POSTS[path]}
+    value = json.dumps(draw(values)).encode()
+    depth = draw(st.sampled_from([0, 0, 1, 10, 100, 900, 1_000, 10_000, 100_000]))
+    opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"}"), (b'[{"content":[', b"]}]")]))
+    times = draw(st.sampled_from([0, 1, 100, 4_000, most // (len(value) + 1), most]))
+    element = draw(st.sampled_from([value, b"0", b'"a"', b"{}", b'{"role":"user","content":"a"}']))
+    repeated = b"[" + b",".join([element] * min(times, 2 * most // (len(element) + 1))) + b"]"
+    inner = draw(st.sampled_from([value, repeated]))
+    field = draw(st.sampled_from(fields) | st.text(max_size=200))
+    content = json.dumps(body).encode()[:-1] + b", " + json.dumps(field).encode() + b": "
+    content += opening * depth + inner + closing * depth + b"}"
+    cut = draw(st.sampled_from([None, None, None, -1, len(content) // 2, 0]))
+    return content[:cut]
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_of_any_size_and_depth_are_answered_as_the_document_says(api, document, described, path):
+    kinds = Counter()
+    model = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    fields = [*document["components"]["schemas"][model.rpartition("/")[2]]["properties"], "user", "tools", "logit_bias"]
+
+    @RULES
+    @given(bodies(path, fields, request_body.most_bytes(api.endpoint.longest_prompt)))
+    def check(body):
+        case = described[path]["POST"].Case(body=body, media_type="application/json")
+        kinds[ask(api, case, document)] += 1
+
+    check()
+    assert {f"{status} application/json" for status in (200, 400, 413)} <= set(kinds), kinds
+
+
+# ---- the document ---------------------------------------------------------------------------------------------------
+
+
+def test_the_document_names_the_errors_that_come(api, document):
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            assert "422" not in responses and "401" not in responses
+            for status, response in responses.items():
+                (kind, *_) = response["content"].values()
+                reference = kind["schema"]["$ref"].rpartition("/")[2]
+                assert (reference == "Error") == (status != "200"), (path, status)
+    names = set(document["components"]["schemas"])
+    assert {"Error", "ChatCompletionChunk", "CompletionChunk"} <= names and "HTTPValidationError" not in names
+
+
+def test_where_there_are_keys_the_document_has_the_answer_without_one(api):
+    application = api.endpoint.application(frozenset([digest("key")])).openapi()
+    found = {path: "401" in operation["responses"] for path, operations in application["paths"].items()
+             for operation in operations.values()}  # fmt: skip
+    assert found == {path: path != "/health" for path in found}
