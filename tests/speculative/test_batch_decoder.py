@@ -33,6 +33,7 @@ from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.pooled_draws import distance, pooled, times_found
+from tests.support.steps import finish
 from tests.support.tiny_llama import save_tiny_llama, tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -96,13 +97,6 @@ def alone(tokenizer):
 
 def greedy(tokens, **options):
     return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
-
-
-def finish(decoder):
-    gains = []
-    while decoder.busy:
-        gains += decoder.step()
-    return gains
 
 
 def blocks_are_back(decoder):
@@ -609,6 +603,24 @@ def test_padding_changes_nothing(models, tokens):
     assert not np.allclose(both[3:], alone[-3:], atol=0.1)
 
 
+def test_an_inference_has_one_of_the_few_sizes(models):
+    """Its tokens, and the rows of its logits."""
+    backend = models[1].backend
+    backend.run_together([SequenceInput(np.arange(2, dtype=np.int32), 0, np.arange(33), 17)])
+    shapes = [backend._request.get_tensor(name).shape[0] for name in ("input_ids", "logits_positions")]
+    assert shapes == [rounded_up(33), rounded_up(17)] == [36, 18]
+
+
+def test_a_sequence_longer_than_its_blocks_is_refused(models):
+    """OpenVINO would go beyond them, into memory that is not the cache's."""
+    backend = models[1].backend
+    one, other = (np.array([block], np.int32) for block in (0, 1))
+    fits = SequenceInput(one, 30, np.arange(2), 1)
+    assert len(backend.run_together([fits, fits._replace(blocks=other)])) == 2
+    with pytest.raises(ValueError, match="a sequence is longer than its blocks"):
+        backend.run_together([fits, SequenceInput(other, 30, np.arange(3), 1)])
+
+
 # ---- a request that fails -------------------------------------------------------------------------------------------
 
 
@@ -742,9 +754,84 @@ def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
 def test_without_a_seed_the_batchs_rule_decides(tiny):
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
     config = greedy(40, do_sample=True)
-    requests = [decoder.add([1, 5], config), decoder.add([1, 5], greedy(40), 7), decoder.add([1, 5], config, 7)]
-    assert [request.follows_batch for request in requests] == [True, True, False]
+    requests = [decoder.add([1, 5], config), decoder.add([1, 5], greedy(40), 7)]
+    requests += [decoder.add([1, 5], config, seed) for seed in (7, 0)]
+    assert [request.follows_batch for request in requests] == [True, True, False, False]
     finish(decoder)
+
+
+@pytest.mark.parametrize("tokens", [23, 24, 25, 48, 49])
+def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
+    request = decoder.add(np.arange(tokens) % 8, greedy(1))
+    finish(decoder, most=-(-tokens // 24))
+    assert len(request.generation.tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "piece"),
+    [({1: 1.0, 2: 100.0}, 8), ({1: 1.0, 101: 10.0}, 22), ({1: 1.0, 501: 2.0}, 32)],
+    ids=["the least", "what fits into three times as long", "the most"],
+)
+def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, piece, tiny, monkeypatch):
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
+    rule = BatchDraftLength(LatencyCurve(seconds), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
+    monkeypatch.setattr(rule.main, "learn", lambda *told: None)  # not from this machine's clock
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), None, rule)
+    decoder.add([1, 5], greedy(30))
+    decoder.step()
+    prompt = np.arange(50) % 8
+    long = decoder.add(prompt, greedy(2))
+    decoder.step()
+    assert long.slot.common_prefix(prompt) == piece
+    finish(decoder)
+
+
+class Told(BatchDraftLength):
+    """Notes what it is asked and told of an iteration."""
+
+    def begin(self, histories, texts):
+        self.begun, self.asked, self.read = (len(histories), texts), [], []
+        super().begin(histories, texts)
+
+    def choose(self, histories, tokens, anyway):
+        self.asked.append((len(histories), tokens, anyway))
+        return super().choose(histories, tokens, anyway)
+
+    def learn_draft(self, tokens, seconds):
+        self.read.append(tokens)
+        super().learn_draft(tokens, seconds)
+
+    def learn_main(self, verified, prompts, gained, seconds):
+        self.verified = verified, prompts, gained
+        super().learn_main(verified, prompts, gained, seconds)
+
+
+def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
+    """One text with a rule of its own, one that the batch's rule serves, one that can draft no more, and a prompt."""
+    dear = LatencyCurve({1: 1.0, 64: 64.0})
+    rule = Told(LatencyCurve({1: 1.0, 64: 640.0}), dear, dear)  # no draft pays
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
+    requests = [decoder.add([1, 5, 2], greedy(n, **own)) for n, own in ((9, RULES[1]), (9, {}), (2, {}))]
+    decoder.step()
+    decoder.add([2, 3, 1, 7, 4], greedy(2))
+    gained = sum(len(gain.step.tokens) for gain in decoder.step() if gain.request in requests)
+    assert rule.begun == (1, 3)
+    assert rule.asked == [(1, 5 + 3 + i, 1) for i in range(7)] + [(1, 5 + 3 + 7, 0)]
+    assert rule.read == [4] + [1] * 6
+    assert rule.verified == (3 + 7, 5, gained)
+    finish(decoder)
+
+
+def test_the_first_error_of_a_request_is_its_error(tiny, monkeypatch):
+    """Ending its text fails, too."""
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
+    request = decoder.add([1, 5], greedy(3))
+    monkeypatch.setattr(request.text, "verify", fail)
+    monkeypatch.setattr(request.recording, "end", lambda: 1 / 0)
+    finish(decoder)
+    assert isinstance(request.error, Broken) and request.generation.finish_reason == "cancelled"
 
 
 @pytest.fixture(scope="module")

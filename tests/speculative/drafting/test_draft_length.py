@@ -1,9 +1,12 @@
 """The draft length rules against a model of the costs: what they decide, not what a machine's clock says."""
 
+import re
+
 import numpy as np
 import pytest
 
 from speculative.decoder import LOOKUP_ACCEPTANCE, LOOKUP_BUDGET
+from speculative.drafting.budget import DraftBudget
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 
 COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 11: 58, 17: 72})  # a 1.1 B model, ms
@@ -164,6 +167,8 @@ def test_why_tells_what_was_measured():
     why = rule.why()
     assert "0.83 of 6 judged draft tokens accepted, 2.67 tokens an inference, 2.25x plain decoding by the clock" in why
     assert "expected" not in why
+    best, cost, tokens = re.fullmatch(r"about (\d+) draft tokens: .* and ([\d.]+) ms for (\d+)", why).groups()
+    assert int(tokens) == int(best) + 1 and cost == f"{rule._verify_cost[int(tokens)] * 1000:.1f}"
 
 
 def test_fewer_tokens_never_cost_more():
@@ -173,7 +178,62 @@ def test_fewer_tokens_never_cost_more():
         rule.learn(0, 0, 0.0, 2 * SECONDS[1])
     assert rule._verify_cost[1] > 1.5 * SECONDS[1]
     rule.learn(4, 2, 8.0, SECONDS[5])
-    assert rule._verify_cost[1] <= rule._verify_cost[5] < 1.5 * SECONDS[5]
+    assert rule._verify_cost[:5].max() <= rule._verify_cost[5] < 1.5 * SECONDS[5]
+
+
+def test_costs_are_by_the_number_of_tokens():
+    costs = Costs(draft=3.0, draft_further=1.0, main={1: 10, 2: 9, 4: 13})  # the machine was busy at the first
+    assert costs.drafting()[:4].tolist() == [0, 3, 4, 5]
+    assert costs.verify()[1:6].tolist() == [9, 9, 11, 13, 13]
+    assert [len(costs.drafting()), len(costs.verify())] == [LONGEST + 1, LONGEST + 2]
+
+
+@pytest.mark.parametrize("drafted", [0, 3, LONGEST])
+def test_a_time_moves_most_what_it_is_the_time_of(drafted):
+    rule = AdaptiveDraftLength(COSTS)
+    draft, verify = rule._draft_cost.copy(), rule._verify_cost.copy()
+    rule.learn(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
+    assert (rule._draft_cost == draft).all() and (rule._verify_cost == verify).all()
+    rule.learn(drafted, 0, draft[drafted], 1.5 * verify[drafted + 1])
+    assert np.argmax(rule._verify_cost[1:] / verify[1:]) == drafted  # the other entry is of no tokens
+
+
+def test_probes_get_rarer_until_one_succeeds():
+    rule = AdaptiveDraftLength(Costs(draft=30.0, main=COSTS.main), prior_acceptance=0.0)
+    rule.forget(repeatable=True)
+
+    def plain_before_a_probe():
+        for plain in range(100):
+            if rule.more(0, None):
+                return plain
+            rule.learn(0, 0, 0.0, 0.0)
+
+    gaps = []
+    for accepted in (0, 0, 0, 0, 0, 1, 0, 0):
+        gaps.append(plain_before_a_probe())
+        rule.learn(1, accepted, 0.0, 0.0)
+    assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]
+
+
+def test_nothing_is_left_of_what_was_forgotten():
+    def iterations(rule):
+        rule.forget(repeatable=True)
+        return decode(rule, [0.4, 0.9], 300, np.random.default_rng(9))[1]
+
+    used = AdaptiveDraftLength(COSTS)
+    decode(used, [0.0], 500, np.random.default_rng(10))
+    assert iterations(used) == iterations(AdaptiveDraftLength(COSTS))
+
+
+def test_a_budget_is_spent_refilled_and_never_above_its_most():
+    budget = DraftBudget(2.0)
+    budget.learn(taken=0.0, saved=-2.0)
+    assert not budget.is_left()
+    budget.learn(taken=1.0)
+    assert budget.is_left()
+    budget.learn(taken=0.0, saved=1000.0)
+    budget.learn(taken=0.0, saved=-DraftBudget.MOST)
+    assert not budget.is_left()
 
 
 def test_repeatable_decisions_do_not_look_at_the_clock():
@@ -207,3 +267,12 @@ def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as
         return [*rule._draft_cost, *rule._verify_cost]
 
     assert after(seen) == after(counts_as) != after(1.0)
+
+
+def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
+    def left(times):
+        rule = AdaptiveDraftLength(COSTS)
+        rule.learn(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
+        return rule._budget._left
+
+    assert left(100) == left(9) > 0

@@ -22,6 +22,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
 from tests.support.paths import DRAFT, MAIN
+from tests.support.steps import finish
 from tests.support.tiny_llama import tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -39,11 +40,6 @@ def decoder_of(main, draft, share=True):
 
 def greedy(tokens, **options):
     return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
-
-
-def finish(decoder):
-    while decoder.busy:
-        decoder.step()
 
 
 def models_of(decoder):

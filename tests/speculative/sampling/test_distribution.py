@@ -326,6 +326,13 @@ def test_nucleus_is_the_fewest_largest_that_exceed_the_mass(values, mass):
     assert np.flatnonzero(inside).tolist() == sorted(expected)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_nucleus_of_all_but_what_rounding_leaves(seed):
+    """A mass that float32 puts below the sum, and float64 perhaps not."""
+    weights = np.random.default_rng(seed).random(1000, np.float32) + np.float32(1)
+    assert nucleus(weights, np.nextafter(float(weights.sum()), 0)).all()
+
+
 @pytest.mark.parametrize("flatness", [0.0, 0.01, 1.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_filters_in_a_large_vocabulary(flatness, top_p):
@@ -424,8 +431,15 @@ def test_what_genai_refuses_is_refused_in_one_sentence(config, words):
         check_supported(GenerationConfig(**config))
 
 
+def test_what_is_at_the_end_of_its_range_is_accepted():
+    check_supported(GenerationConfig(max_new_tokens=3, min_new_tokens=3, stop_token_ids={0, 5}))
+    check_supported(GenerationConfig(assistant_confidence_threshold=1.0))
+    for penalty in (-2, 2):
+        distribution(dict(do_sample=True, presence_penalty=penalty, frequency_penalty=penalty))
+
+
 def test_stop_tokens_that_the_model_does_not_know_are_no_others():
-    config = GenerationConfig(do_sample=True, min_new_tokens=2, stop_token_ids={2, 99})
+    config = GenerationConfig(do_sample=True, min_new_tokens=2, stop_token_ids={2, 5, 99})
     logits, none = np.zeros(5, np.float32), np.zeros(0, np.int64)
     assert np.allclose(Distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
 

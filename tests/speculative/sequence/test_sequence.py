@@ -1,0 +1,125 @@
+"""A text's limits, drafts and ends, without a model: the logits are made up."""
+
+import numpy as np
+import pytest
+from openvino_genai import GenerationConfig, Tokenizer
+
+from speculative.drafting.proposers import Proposal
+from speculative.sampling.rejection_sampling import OneHot
+from speculative.sequence.result import Step
+from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
+from tests.support.paths import MAIN
+
+WIDTH, CAPACITY = 8, 10
+STOP = 0
+
+
+def text_of(prompt, **config):
+    limits = ModelLimits(WIDTH, CAPACITY, frozenset({STOP}))
+    return Sequence(np.array(prompt, np.int64), GenerationConfig(**config), limits, np.random.default_rng(0))
+
+
+def verify(text, *tokens):
+    """The main model says `tokens`."""
+    return text.verify(np.eye(WIDTH, dtype=np.float32)[list(tokens)])
+
+
+def draft(text, *tokens):
+    for token in tokens:
+        text.draft(Proposal(token, OneHot(token, WIDTH), lambda: 1.0))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "words"),
+    [
+        ([1, WIDTH], {}, "go from 1 to 8, the model knows 0 to 7"),
+        ([-1, 1], {}, "go from -1 to 1"),
+        ([1] * CAPACITY, {}, "10 tokens and the context room for 9"),
+        ([1] * 3, {"max_length": 3}, "max_length is 3"),
+    ],
+    ids=str,
+)
+def test_a_prompt_beyond_the_limits_is_refused(prompt, config, words):
+    with pytest.raises(ValueError, match=words):
+        text_of(prompt, **config)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config", "longest"),
+    [
+        ([0, WIDTH - 1], {}, CAPACITY),
+        ([1] * (CAPACITY - 1), {"max_new_tokens": 5}, CAPACITY),
+        ([1] * 3, {"max_length": 4}, 4),
+        ([1] * 3, {"max_length": 4, "max_new_tokens": 2}, 5),
+    ],
+    ids=str,
+)
+def test_a_prompt_within_the_limits_may_grow_up_to_them(prompt, config, longest):
+    text = text_of(prompt, **config)
+    assert text.max_length == longest
+    while not text.is_finished:
+        verify(text, 1)
+    assert len(text.token_ids) == longest
+
+
+def test_drafts_are_of_use_behind_the_first_token_up_to_the_last_but_one_and_not_behind_an_end():
+    text = text_of([1, 2, STOP], max_new_tokens=4)
+    assert not text.can_draft
+    verify(text, 3)
+    assert text.can_draft and text.num_logits == 1
+    draft(text, 4)
+    assert text.can_draft
+    draft(text, 5)
+    assert not text.can_draft and text.token_ids.tolist() == [1, 2, STOP, 3, 4, 5] and text.num_logits == 3
+    text.drop_draft()
+    draft(text, STOP)
+    assert not text.can_draft
+    text.drop_draft()
+    assert text.can_draft and text.token_ids.tolist() == [1, 2, STOP, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "gained"),
+    [
+        ([4, 5, 6, 7], ([4, 5, 6, 7], 3)),
+        ([4, 6, 1, 1], ([4, 6], 1)),
+        ([7, 5, 6, 1], ([7], 0)),
+        ([4, 5, STOP, 1], ([4, 5, STOP], 2)),
+    ],
+    ids=str,
+)
+def test_what_the_main_model_says_too_is_accepted(said, gained):
+    text = text_of([1, 2], max_new_tokens=8)
+    verify(text, 3)
+    draft(text, 4, 5, 6)
+    tokens, accepted = gained
+    assert verify(text, *said) == Step(tokens, accepted, 3)
+    assert text.token_ids.tolist() == [1, 2, 3, *tokens] and text.is_finished == (STOP in tokens) and not text.drafted
+
+
+def test_a_text_ends_at_the_first_of_its_ends():
+    text = text_of([1], max_new_tokens=8, stop_token_ids={4, 5})
+    verify(text, STOP)  # where the config names others, it is no end
+    draft(text, 4, 5)
+    assert verify(text, 4, 5, 6) == Step([4], 2, 2) and text.is_finished
+
+
+def test_penalties_are_for_what_was_generated():
+    text = text_of([1, 1, 2], do_sample=True, presence_penalty=1.0)
+    p = text.distribution(np.zeros(WIDTH, np.float32), np.array([1, 1, 2, 3, 4]))
+    assert np.flatnonzero(p < p.max()).tolist() == [3, 4]
+
+
+def test_the_tokens_that_end_a_text():
+    usual = frozenset({5})
+    assert stop_ids(GenerationConfig(), usual) == {5}
+    assert stop_ids(GenerationConfig(eos_token_id=0), usual) == {0}
+    assert stop_ids(GenerationConfig(stop_token_ids={3}), usual) == {3}
+    assert stop_ids(GenerationConfig(ignore_eos=True, stop_token_ids={3}), usual) == set()
+
+
+def test_the_tokens_that_end_a_models_texts(tmp_path):
+    tokenizer = Tokenizer(str(MAIN))
+    assert stop_ids_of(tmp_path, tokenizer) == {tokenizer.get_eos_token_id()}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}', encoding="utf-8")
+    assert stop_ids_of(tmp_path, tokenizer) == {6, 7}
