@@ -174,6 +174,15 @@ def test_where_all_draws_fall_into_one_cell_nothing_is_compared():
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
+def test_without_draws_given_a_small_difference_of_the_engine_is_found(kept_signals, monkeypatch):
+    from scripts import verify_lossless
+
+    monkeypatch.setattr("sys.argv", [SCRIPT, str(MAIN), str(DRAFT)])
+    usual = verify_lossless.parse_arguments().draws
+    cells = {(i,): 1 / 8 for i in range(8)}
+    assert lossless_check.detectable_total_variation(cells, usual, verify_lossless.ALPHA) < 0.06
+
+
 def by_path(process):
     document = json.loads(process.stdout.splitlines()[-1])
     return document, *({row["path"]: row for row in document[mode]} for mode in ("greedy", "sampled"))
