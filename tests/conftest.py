@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import in_process
 from tests.support.paths import CORES, DRAFT, ROOT
 
 
@@ -116,6 +117,12 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture
+def run_here():
+    """The same in this process (tests/support/in_process.py), where it matters what a program says, not how it ends."""
+    return in_process.run_here
 
 
 @pytest.fixture

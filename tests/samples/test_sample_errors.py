@@ -40,106 +40,108 @@ def test_a_missing_folder(run, tmp_path):
     assert_one_sentence(done, 2, tmp_path / "nowhere", "not a folder")
 
 
-def test_a_folder_without_a_model(run, tmp_path):
-    assert_one_sentence(run(SPECULATIVE, MAIN, tmp_path, PROMPT), 2, tmp_path, "no openvino_model.xml", "draft")
+def test_a_folder_without_a_model(run_here, tmp_path):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, tmp_path, PROMPT), 2, tmp_path, "no openvino_model.xml", "draft")
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
-def test_a_hugging_face_checkpoint_names_the_command_that_converts_it(run, tmp_path, weights):
+def test_a_hugging_face_checkpoint_names_the_command_that_converts_it(run_here, tmp_path, weights):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / weights).touch()
-    done = run(SPECULATIVE, tmp_path, DRAFT, PROMPT)
+    done = run_here(SPECULATIVE, tmp_path, DRAFT, PROMPT)
     assert_one_sentence(done, 2, tmp_path, "Hugging Face", "python convert/export_pair.py MAIN DRAFT OUT_DIR")
     assert (ROOT / "convert/export_pair.py").exists()
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "detokenizer"])
-def test_a_model_without_tokenizer_ir(run, broken, part):
+def test_a_model_without_tokenizer_ir(run_here, broken, part):
     (broken / f"openvino_{part}.xml").unlink()
-    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 2, f"no openvino_{part}.xml", "convert_tokenizer")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 2, f"no openvino_{part}.xml", "convert_tokenizer")
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer", "detokenizer"])
 @pytest.mark.parametrize("size", [0, 1000, -1], ids=["empty", "start only", "one byte short"])
-def test_truncated_weights(run, broken, part, size):
+def test_truncated_weights(run_here, broken, part, size):
     weights = broken / f"openvino_{part}.bin"
     whole = weights.stat().st_size
     os.truncate(weights, size if size >= 0 else whole + size)
-    assert_one_sentence(run(SPECULATIVE, MAIN, broken, PROMPT), 1, weights, f"of {whole} bytes", "again")
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, broken, PROMPT), 1, weights, f"of {whole} bytes", "again")
 
 
-def test_missing_weights(run, broken):
+def test_missing_weights(run_here, broken):
     (broken / "openvino_model.bin").unlink()
-    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / "openvino_model.bin", "has 0 of")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / "openvino_model.bin", "has 0 of")
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
-def test_a_truncated_xml(run, broken, part):
+def test_a_truncated_xml(run_here, broken, part):
     xml = broken / f"openvino_{part}.xml"
     os.truncate(xml, 5000)
-    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, xml, "corrupt", "again")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, xml, "corrupt", "again")
 
 
-def test_an_xml_that_is_no_model(run, broken):
+def test_an_xml_that_is_no_model(run_here, broken):
     (broken / "openvino_model.xml").write_text("<html>404 not found</html>", encoding="utf-8")
-    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, "openvino_model.xml", "corrupt", "<html>")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, "openvino_model.xml", "corrupt", "<html>")
 
 
 # ---- the pair -------------------------------------------------------------------------------------------------------
 
 
-def test_a_swapped_pair_is_a_warning(run):
-    done = run(SPECULATIVE, DRAFT, MAIN, PROMPT, "--max-new-tokens", 4)
+def test_a_swapped_pair_is_a_warning(run_here):
+    done = run_here(SPECULATIVE, DRAFT, MAIN, PROMPT, "--max-new-tokens", 4)
     assert done.returncode == 0, done.stderr
     assert f"warning: the draft {MAIN} is larger than the main model {DRAFT}: are they swapped?" in done.stderr
 
 
-def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_differ(run, broken, other_tokenizer):
+def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_differ(run_here, broken, other_tokenizer):
     for file in other_tokenizer.iterdir():
         shutil.copy(file, broken)
-    done = run(SPECULATIVE, MAIN, broken, PROMPT)
+    done = run_here(SPECULATIVE, MAIN, broken, PROMPT)
     assert_one_sentence(done, 2, MAIN, broken, "differ", "' = ", "same tokenizer")
 
 
-def test_a_draft_without_detokenizer_is_compared_by_encoding(run, broken, other_tokenizer):
+def test_a_draft_without_detokenizer_is_compared_by_encoding(run_here, broken, other_tokenizer):
     for file in broken.glob("openvino_detokenizer.*"):
         file.unlink()
-    assert run(SPECULATIVE, MAIN, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
+    assert run_here(SPECULATIVE, MAIN, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
     for file in other_tokenizer.glob("openvino_tokenizer.*"):
         shutil.copy(file, broken)
-    assert_one_sentence(run(SPECULATIVE, MAIN, broken, PROMPT), 2, MAIN, broken, "encode", "' = ", "same tokenizer")
+    assert_one_sentence(
+        run_here(SPECULATIVE, MAIN, broken, PROMPT), 2, MAIN, broken, "encode", "' = ", "same tokenizer"
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_corrupt_config(run, broken, name):
+def test_a_corrupt_config(run_here, broken, name):
     (broken / name).write_text('{"eos_token_id": ', encoding="utf-8")
-    assert_one_sentence(run(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / name, "corrupt")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / name, "corrupt")
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", ["0", "-1", "65", "1000000000000", "four", "2.5", ""])
-def test_a_bad_draft_length(run, k):
-    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--num-assistant-tokens={k}")
+def test_a_bad_draft_length(run_here, k):
+    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--num-assistant-tokens={k}")
     assert_one_sentence(done, 2, repr(k), "from 1 to 64")
 
 
-def test_a_draft_length_that_an_npu_cannot_check(run):
+def test_a_draft_length_that_an_npu_cannot_check(run_here):
     npu = ("--device", "NPU", "--property", "NPUW_DEVICES=CPU")
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, "-k", 8, *npu), 2, "-k 8", "NPU", "1 to 7")
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "-k", 8, *npu), 2, "-k 8", "NPU", "1 to 7")
 
 
 @pytest.mark.parametrize("count", ["0", "-5", "many", "99999999999"])
-def test_a_bad_number_of_new_tokens(run, count):
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--max-new-tokens={count}"), 2, repr(count))
+def test_a_bad_number_of_new_tokens(run_here, count):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--max-new-tokens={count}"), 2, repr(count))
 
 
 @pytest.mark.parametrize("stdin", ["", "\n"])
-def test_an_empty_prompt(run, stdin):
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
+def test_an_empty_prompt(run_here, stdin):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
     if not stdin:
-        assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, ""), 2, "prompt is empty")
+        assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, ""), 2, "prompt is empty")
 
 
 def test_a_prompt_that_is_not_utf_8():
@@ -149,12 +151,12 @@ def test_a_prompt_that_is_not_utf_8():
     assert done.stderr.decode().startswith("error: standard input is not UTF-8 (byte 2)")
 
 
-def test_a_prompt_longer_than_the_context(run):
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+def test_a_prompt_longer_than_the_context(run_here):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
 
 
-def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run):
-    done = run("samples/greedy_causal_lm.py", DRAFT, "-", "--max-new-tokens", 5000, stdin=" the" * 900)
+def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run_here):
+    done = run_here("samples/greedy_causal_lm.py", DRAFT, "-", "--max-new-tokens", 5000, stdin=" the" * 900)
     assert done.returncode == 0, done.stderr
     note = next(line for line in done.stderr.splitlines() if line.startswith("note: "))
     assert "new tokens, not 5000" in note
@@ -162,12 +164,12 @@ def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run):
 
 @pytest.mark.parametrize("option", ["--device", "--draft-device"])
 @pytest.mark.parametrize("device", ["GPX", "cpu", "", "AUTO:GPX,CPU", "HETERO:GPX", "CPU,GPX"])
-def test_an_unknown_device(run, option, device):
+def test_an_unknown_device(run_here, option, device):
     bad = "GPX" if "GPX" in device else device
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device), 2, repr(bad), "CPU")
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device), 2, repr(bad), "CPU")
 
 
-def test_a_device_without_driver(run):
+def test_a_device_without_driver(run_here):
     import openvino
 
     here = {name.partition(".")[0] for name in openvino.Core().available_devices}
@@ -175,16 +177,16 @@ def test_a_device_without_driver(run):
     if not missing:
         pytest.skip("this machine has a GPU and an NPU, with their drivers")
     for device in missing:
-        assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device), 2, device, "driver")
+        assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device), 2, device, "driver")
 
 
 @pytest.mark.parametrize("value", ["INFERENCE_PRECISION_HINT", "=f32", "KEY="])
-def test_a_property_that_is_no_pair(run, value):
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--property={value}"), 2, repr(value), "KEY=VALUE")
+def test_a_property_that_is_no_pair(run_here, value):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--property={value}"), 2, repr(value), "KEY=VALUE")
 
 
-def test_a_property_the_device_does_not_know(run):
-    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+def test_a_property_the_device_does_not_know(run_here):
+    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
     assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
 
 
@@ -209,9 +211,9 @@ def test_too_little_memory():
     assert_one_sentence(done, 1, "not enough memory", "smaller format")
 
 
-def test_a_missing_argument(run):
-    assert_one_sentence(run(SPECULATIVE, MAIN, DRAFT), 2, "prompt", "--help")
+def test_a_missing_argument(run_here):
+    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT), 2, "prompt", "--help")
 
 
-def test_the_chat_checks_its_models_too(run, tmp_path):
-    assert_one_sentence(run("samples/speculative_chat.py", MAIN, tmp_path), 2, tmp_path, "no openvino_model.xml")
+def test_the_chat_checks_its_models_too(run_here, tmp_path):
+    assert_one_sentence(run_here("samples/speculative_chat.py", MAIN, tmp_path), 2, tmp_path, "no openvino_model.xml")

@@ -1,0 +1,94 @@
+"""Programs of this project run in the test's own process: what they do and say, without the second in which a new
+process imports the engine."""
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE", "SIGBREAK") if hasattr(signal, name)]
+
+
+def run_here(program, *arguments, stdin="", env=None) -> subprocess.CompletedProcess:
+    """As `python PROGRAM ARGUMENTS...` in the checkout; whatever libraries write to stdout and stderr is in its output.
+
+    What a process alone can show (signals, pipes, encodings, how it ends) takes a process: the fixture `run`.
+    """
+    command = [str(ROOT / program), *map(str, arguments)]
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.chdir(ROOT)
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "path", [str((ROOT / program).parent), *sys.path])
+        stack.enter_context(_kept_signals())
+        stack.enter_context(_standard_input(stdin))
+        stdout, stderr = stack.enter_context(_output("stdout", 1)), stack.enter_context(_output("stderr", 2))
+        status = _status_of(command[0])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return subprocess.CompletedProcess(command, status, *map(_content, (stdout, stderr)))
+
+
+def _status_of(program):
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # as Python itself ends then
+            print(stop.code, file=sys.stderr)
+            return 1
+        return int(stop.code or 0)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _kept_signals():
+    usual = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if (wakeup := signal.set_wakeup_fd(-1)) != -1:
+            os.close(wakeup)  # ends the thread that listens for Ctrl-C
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _standard_input(text):
+    with io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", stream)
+        yield
+
+
+@contextlib.contextmanager
+def _output(name, descriptor):
+    """Both Python's stream and the file descriptor, which C++ writes to, go to a file."""
+    getattr(sys, name).flush()
+    with tempfile.TemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
+        usual = os.dup(descriptor)
+        os.dup2(file.fileno(), descriptor)
+        stream = io.TextIOWrapper(io.FileIO(descriptor, "w", closefd=False), encoding="utf-8", write_through=True)
+        patch.setattr(sys, name, stream)
+        try:
+            yield file
+        finally:
+            stream.detach()
+            os.dup2(usual, descriptor)
+            os.close(usual)
+
+
+def _content(file):
+    file.seek(0)
+    return io.TextIOWrapper(file, encoding="utf-8", errors="replace").read()  # every end of a line is \n, as in `run`
