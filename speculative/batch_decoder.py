@@ -179,7 +179,7 @@ class BatchDecoder:
         with self._lock:
             self._requests += self._came
             self._came = []
-        there = [request for request in self._requests if not request.cancelled]
+        there = [request for request in self._requests if not request.cancelled and not request.error]
         gains = self._iterate(there) if there else []
         return gains + self._leave()
 
