@@ -227,13 +227,22 @@ def test_nothing_is_left_of_what_was_forgotten():
 
 def test_a_budget_is_spent_refilled_and_never_above_its_most():
     budget = DraftBudget(2.0)
-    budget.learn(taken=0.0, saved=-2.0)
-    assert not budget.is_left()
-    budget.learn(taken=1.0)
-    assert budget.is_left()
-    budget.learn(taken=0.0, saved=1000.0)
-    budget.learn(taken=0.0, saved=-DraftBudget.MOST)
-    assert not budget.is_left()
+    budget.learn(plain=1.0, seconds=3.1, tokens=1)
+    assert budget.left(1.0) == pytest.approx(2 - 2.1 + 3.1 * DraftBudget.SHARE)
+    for _ in range(30):
+        budget.learn(plain=1.0, seconds=1.0)
+    assert budget.left(1.0) == pytest.approx(2 - 2.1 + 33.1 * DraftBudget.SHARE)
+    budget.learn(plain=1.0, seconds=1.0, tokens=1000)
+    assert budget.left(1.0) == DraftBudget.MOST
+    budget.learn(plain=1.0, seconds=DraftBudget.MOST + 1, tokens=1)
+    assert -0.5 < budget.left(1.0) < 0.5
+
+
+def test_what_was_lost_lately_counts_by_what_a_plain_inference_turns_out_to_take():
+    budget = DraftBudget(8.0)
+    for _ in range(3):
+        budget.learn(plain=1.0, seconds=4.0, tokens=3)
+    assert budget.left(1.0) < 6 and budget.left(2.0) > 10
 
 
 def test_repeatable_decisions_do_not_look_at_the_clock():
@@ -273,6 +282,6 @@ def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
     def left(times):
         rule = AdaptiveDraftLength(COSTS)
         rule.learn(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
-        return rule._budget._left
+        return rule._budget.left(rule._plain_cost())
 
     assert left(100) == left(9) > 0
