@@ -1,20 +1,20 @@
-"""Speculative decoding of several texts at once, greedy and sampled: one copy of the weights serves them all, lossless.
+"""Speculative decoder for many requests in one batch, greedy and sampled, lossless, on one copy of the weights.
 
     decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
     request = decoder.add("def read_file(path):", GenerationConfig(max_new_tokens=100, do_sample=True), seed=1)
     while decoder.busy:
-        for gain in decoder.step():
-            ...  # gain.request, gain.step, gain.text
+        for output in decoder.step():
+            ...  # output.request, output.step, output.text
     print(request.generation.text)
 
-Texts join and leave between iterations. Each iteration: rounds of drafting, in which one draft inference proposes one
-token for every text that is to have one more; then one main inference that checks all that was drafted and takes along
-pieces of new prompts; then `rejection_sampling.verify` for each text, with its own random numbers. What a text becomes
-depends on nothing but its own request (Kwon et al. 2023, arXiv 2309.06180, on cache blocks; Yu et al. 2022, "Orca", on
-scheduling by iteration).
+Requests join and leave between iterations (continuous batching: Yu et al. 2022, "Orca"; paged KV cache: Kwon et al.
+2023, arXiv 2309.06180). An iteration has three parts: drafting rounds, each one draft forward pass that proposes a
+token for every request that wants another; one main forward pass that verifies all draft tokens and processes chunks of
+new prompts; and `rejection_sampling.verify` per request, with the request's own random generator. The output of a
+request does not depend on the other requests.
 
-Texts that begin alike (a system prompt, a chat's earlier turns) share that part of the cache, full blocks of verified
-tokens only, even after their requests have ended: what one computed, the others do not.
+Requests with a common prefix (a system prompt, earlier chat turns) share its KV-cache blocks, even after the request
+that computed them has ended. Only full blocks of verified tokens are shared.
 """
 
 import threading
@@ -41,28 +41,28 @@ from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids_of
 
-PREFILL_CHUNK = 256  # tokens of prompts in one inference, at most
-LEAST_PREFILL_CHUNK = 8  # tokens of prompts that an inference takes along in any case
-PREFILL_SLOWDOWN = 3.0  # times as long as without prompts an inference may take
-SEEDED_DRAFT = 4  # tokens drafted for a sampled text with a seed: what pays depends on the clock and on other texts
+PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
+LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
+PREFILL_SLOWDOWN = 3.0  # a forward pass with prompt tokens may take this many times as long as without
+SEEDED_DRAFT = 4  # draft length of seeded sampling: the adaptive one depends on timings and on other requests
 
 
 class Request:
-    """One text under way, made by `BatchDecoder.add`; `generation` grows with every step."""
+    """A request being decoded, created by `BatchDecoder.add`; `generation` grows with every step."""
 
     def __init__(self, text: Sequence, recording: OutputProcessor, rule: DraftLengthPolicy | DraftHistory):
         self.text = text
         self.recording = recording
-        self.rule = rule  # its own, or what the batch's rule has to know of it
+        self.rule = rule  # its own policy, or its acceptance history for the batch's policy
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
         self.source: Proposer | None = None
-        self.confidence: Confidence | None = None  # of the token drafted last
-        self.idle = False  # drafts no more in this iteration
-        self.cached_tokens = 0  # of the prompt: not computed, as another request had done so
+        self.confidence: Confidence | None = None  # in the last draft token
+        self.idle = False  # has finished drafting in this iteration
+        self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
         self.finished = False
-        self.error: Exception | None = None  # what ended it before its time
+        self.error: Exception | None = None  # what made it fail
 
     @property
     def generation(self) -> GenerationResult:
@@ -70,14 +70,14 @@ class Request:
 
     @property
     def follows_batch(self) -> bool:
-        """Whether the batch's rule decides how much to draft."""
+        """Whether the batch's policy decides its draft length."""
         return isinstance(self.rule, DraftHistory)
 
 
 class RequestOutput(NamedTuple):
-    """What an iteration gained for a request, and the piece of its text that is certain now (if it is streamed).
+    """A request's new tokens of one iteration, and the text that is final now (when streaming).
 
-    `request.finished` tells the last one, which has no tokens where the request was cancelled or failed.
+    `request.finished` marks the last output; it has no tokens if the request was cancelled or failed.
     """
 
     request: Request
@@ -86,9 +86,9 @@ class RequestOutput(NamedTuple):
 
 
 class BatchDecoder:
-    """A main model, where its draft tokens come from, how many to draft, and the requests under way.
+    """A main model, a proposer of draft tokens, a draft-length policy and the running requests.
 
-    One thread calls `step`; `add`, `cancel` and `has_room` may be called from others.
+    One thread calls `step`; `add`, `cancel` and `has_room` may be called from other threads.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class BatchDecoder:
         stop_token_ids: frozenset[int] = frozenset(),
         subtract_penalties: bool = False,
     ):
-        """Without `draft`, plain decoding. `draft_length` serves the requests whose GenerationConfig names none.
-        Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` serve where a
-        GenerationConfig names none. `subtract_penalties` is for an API with OpenAI's meaning of them, not GenAI's."""
+        """Without `draft`, decoding is plain. `draft_length` applies to requests whose GenerationConfig sets no draft
+        length. Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` apply when a
+        GenerationConfig sets none. `subtract_penalties` gives penalties OpenAI's meaning instead of GenAI's."""
         self.main = main
         self.draft = draft
         self.draft_length = draft_length
@@ -110,22 +110,22 @@ class BatchDecoder:
         self._limits = ModelLimits(main.width, main.context, stop_token_ids, subtract_penalties)
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
-        self._lock = threading.Lock()  # of what came, and of the blocks that are promised
+        self._lock = threading.Lock()  # guards new requests and block reservations
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do for `step`."""
+        """Whether `step` has anything to do."""
         return bool(self._came or self._requests)
 
     @property
     def cache_bytes(self) -> int:
-        """The memory for the cache of all texts, main and draft."""
+        """Memory in bytes of the KV caches for all requests, main and draft."""
         return self.main.cache_bytes + (self.draft.cache_bytes if isinstance(self.draft, BatchModel) else 0)
 
     encode = Decoder.encode
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a text that may get so many tokens, its prompt's included, would be taken now."""
+        """Whether a request of up to `tokens` tokens, prompt included, would be accepted now."""
         with self._lock:
             return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
 
@@ -137,13 +137,13 @@ class BatchDecoder:
         stream: bool = False,
         salt: bytes = b"",
     ) -> Request:
-        """Take a request; it joins at the next step. Its random numbers start from `seed`, or the config's `rng_seed`:
-        the same seed gives the same text, and so `draft_length` does not serve a sampled request with a seed, which
-        drafts `SEEDED_DRAFT` tokens unless its config names a rule. With `stream` the gains bring the text piece by
-        piece. The request shares cached blocks only with requests of the same `salt`.
+        """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
+        As the same seed must give the same text, a seeded sampled request ignores `draft_length` and drafts
+        `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs carry the text piece by
+        piece. The request shares cached blocks only with requests that have the same `salt`.
 
-        Raises OutOfBlocks where the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and
-        ValueError as `Decoder.stream` does.
+        Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
+        as `Decoder.stream` does.
         """
         config = config or GenerationConfig()
         seed = config.rng_seed or None if seed is None else seed
@@ -166,15 +166,15 @@ class BatchDecoder:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Let a request leave at the next step. One that has finished stays as it is."""
+        """Remove a request at the next step. No effect on a finished one."""
         request.cancelled = True
 
     def step(self) -> list[RequestOutput]:
-        """One iteration: what each request gained. Prompts that are still being read gain nothing.
+        """Run one iteration and return the output of each request, except those still in prefill.
 
-        A request that fails by itself (logits that are no numbers, a text that cannot be decoded) is finished, with its
-        `error`, and its last gain has no tokens; the others go on. What OpenVINO raises goes through: then nothing was
-        gained, and `step` may be called again.
+        A request that fails on its own (NaN logits, text that cannot be decoded) is finished with its `error` set and a
+        last output without tokens; the others continue. Errors from OpenVINO are raised: no request has advanced then,
+        and `step` may be called again.
         """
         with self._lock:
             self._requests += self._came
@@ -215,7 +215,7 @@ class BatchDecoder:
         return [gain for gain in gains if gain]
 
     def _prompts(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
-        """As much of the prompts as the running requests can wait for, in the order they came."""
+        """Schedule as many prompt tokens as the running requests can wait for, first come, first served."""
         for request in requests:
             request.cached_tokens += request.slot.adopt(request.text.token_ids)
         budget = PREFILL_CHUNK
@@ -229,10 +229,10 @@ class BatchDecoder:
         )
 
     def _draft(self, running: list[Request], read: int) -> None:
-        """Rounds of drafting, each a token for every request that is to have one more. `read` tokens of prompts are in
-        the main model's inference too."""
+        """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
+        pass also includes `read` prompt tokens."""
         for request in running:
-            request.text.drop_draft()  # of an iteration that failed
+            request.text.drop_draft()  # left by an iteration that failed
             request.confidence, request.idle = None, False
             if request.follows_batch:
                 request.rule.begin()
@@ -248,10 +248,10 @@ class BatchDecoder:
             self.draft_length.learn_draft(computed, time.perf_counter() - begin)
 
     def _choose(self, running: list[Request], read: int) -> list[Request]:
-        """The requests that draft one more token."""
+        """The requests that draft another token."""
         able = [request for request in running if request.text.can_draft and not request.idle and not request.error]
         own = [request for request in able if not request.follows_batch]
-        for request in own:  # not to be asked again: confidence lasts until the next inference
+        for request in own:  # ask only once: the confidence is overwritten by the next forward pass
             request.idle = not self._try(request, request.rule.more, request.text.drafted, request.confidence)
         own = [request for request in own if not request.idle]
         others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
@@ -260,9 +260,9 @@ class BatchDecoder:
         return own + [others[i] for i in places]
 
     def _read(self, requests: list[Request]) -> int:
-        """Have the draft model read the texts; where too much is missing, only a piece of it in this iteration.
+        """Run the draft model over the requests' missing tokens; long ones are split over several iterations.
 
-        Returns how many tokens it computed.
+        Returns the number of tokens computed.
         """
         asked = {}
         for request in requests:
@@ -291,7 +291,7 @@ class BatchDecoder:
 
     @staticmethod
     def _share(request: Request) -> None:
-        """Let other texts have what the caches hold of this one, now that nothing of it is in doubt."""
+        """Share the request's cached blocks with others, now that their tokens are verified."""
         if not request.error:
             request.slot.share(request.text.token_ids)
             if request.draft_slot:
@@ -314,13 +314,13 @@ class BatchDecoder:
         return rest
 
     def _leave(self) -> list[RequestOutput]:
-        """Give back the blocks of those that are finished, cancelled or failed; the last gains of the latter two."""
+        """Free the blocks of finished, cancelled and failed requests; return the last outputs of the latter two."""
         last = []
         for request in self._requests:
             if (request.cancelled or request.error) and not request.finished:
                 request.generation.finish_reason = "cancelled"
                 last.append(RequestOutput(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
-                request.finished = True  # even if its text could not be ended
+                request.finished = True  # even if its remaining text could not be decoded
             if request.finished:
                 with self._lock:
                     request.slot.give_back()
@@ -337,7 +337,7 @@ class BatchDecoder:
 
     @staticmethod
     def _try(request: Request, act: Callable, *arguments: object) -> object:
-        """What `act` returns, or None: what it raises is the request's own error, and ends it alone."""
+        """Return what `act` returns. An exception ends only this request: it is stored as its error, None returned."""
         try:
             return act(*arguments)
         except Exception as error:
@@ -346,7 +346,7 @@ class BatchDecoder:
 
 
 def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
-    """The first of `parts` that are computed with `budget` tokens; the last perhaps only a piece, without logits."""
+    """The first of `parts` that fit into `budget` tokens; the last one may be truncated and then has no logits."""
     fitting = {}
     for request, part in parts.items():
         if not budget:
@@ -372,12 +372,12 @@ def load(
     prefix_cache: bool = True,
     subtract_penalties: bool = False,
 ) -> BatchDecoder:
-    """A decoder of the IR folders `main` and `draft`, as `decoder.load` makes one for a single text.
+    """Load the IR folders `main` and `draft` into a batch decoder; see `decoder.load` for the common arguments.
 
-    `cache_tokens` is what all texts together may have, prompts included; `BatchDecoder.cache_bytes` tells the memory
-    for it. Without `prefix_cache`, texts that begin alike have nothing in common. `subtract_penalties` is as
-    `BatchDecoder` has it. What things cost is measured now and followed by the clock. Raises ValueError for a model or
-    a device without a paged cache.
+    `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts included;
+    `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks. `subtract_penalties` is
+    passed to `BatchDecoder`. Costs are measured at load and updated while decoding. Raises ValueError for a model or
+    device without paged attention.
     """
     before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}

@@ -1,12 +1,12 @@
-"""Speculative decoding, greedy and sampled, of one text at a time: what `LLMPipeline` does, lossless when sampling too.
+"""Speculative decoder for one request at a time: like `LLMPipeline`, but lossless when sampling, too.
 
     decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
     config = openvino_genai.GenerationConfig(max_new_tokens=100, do_sample=True, temperature=0.8)
     print(decoder.generate("def read_file(path):", config, seed=1).text)
 
-Each iteration: the draft proposes tokens while the draft length rule wants more, the main model checks them in one
-inference, `rejection_sampling.verify` decides. A model's cache needs no care: it holds what it holds, and the next call
-says what the text is.
+Each iteration, the draft proposes tokens until the draft-length policy stops it, the main model verifies them in one
+forward pass, and `rejection_sampling.verify` accepts or rejects them. Callers never manage the KV cache: every call
+passes the whole sequence, and the model reuses the cached prefix.
 """
 
 import threading
@@ -29,17 +29,17 @@ from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
 
 Prompt = str | ChatHistory | list | np.ndarray
-"""A text (through the chat template if there is one), a chat history (list of dict or ChatHistory), or token ids."""
+"""A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
-LOOKUP_ACCEPTANCE = 0.3  # of tokens looked up in the text, until some are judged
-LOOKUP_BUDGET = 1.5  # less than for a draft model: most texts repeat little, and nobody chose a draft for them
+LOOKUP_ACCEPTANCE = 0.3  # prior acceptance rate for prompt lookup
+LOOKUP_BUDGET = 1.5  # less than for a draft model: most texts repeat little, and no draft was chosen for them
 
 
 class Decoder:
-    """A main model, where its draft tokens come from, and how many to draft.
+    """A main model, a proposer of draft tokens and a draft-length policy.
 
-    One text at a time: a second call while one is under way raises RuntimeError, from whichever thread.
+    Decodes one request at a time: a concurrent call, from any thread, raises RuntimeError.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Decoder:
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
     ):
-        """Without `draft`, plain decoding. `draft_length` serves where the GenerationConfig of a call names none;
-        without it that is 5. Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids`
-        serve where a GenerationConfig names none."""
+        """Without `draft`, decoding is plain. `draft_length` applies when a call's GenerationConfig sets no draft
+        length; it defaults to a fixed 5. Without `tokenizer`, prompts are token ids and results have no text.
+        `stop_token_ids` apply when a GenerationConfig sets none."""
         self.main = main
         self.draft = draft
         self.draft_length = draft_length or FixedDraftLength(5)
@@ -63,9 +63,9 @@ class Decoder:
         self._random = np.random.default_rng()
 
     def reset(self, seed: int | None = None) -> None:
-        """Forget the caches and what the draft length rule learnt, and start the random numbers from `seed`.
+        """Clear the caches and what the draft-length policy has learned, and seed the random generator.
 
-        The same calls after a reset with the same seed give the same text on the same machine.
+        After a reset with the same seed, the same calls give the same text on the same machine.
         """
         self.main.forget()
         if self.draft:
@@ -74,11 +74,11 @@ class Decoder:
         self._random = np.random.default_rng(seed)
 
     def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Iterator[Step]:
-        """Yield what each inference of the main model gains, until `max_new_tokens`, an end token or the context's end.
+        """Yield one `Step` per forward pass of the main model, until `max_new_tokens`, a stop token or a full context.
 
-        Stop strings need the text: `generate` looks for them. With `seed` the decoder is reset first. One that is not
-        used to its end keeps the decoder busy until it is closed. Raises ValueError for a prompt that is empty or too
-        long and for a config that asks for what speculative decoding of one text cannot do.
+        Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first. An
+        unfinished iterator keeps the decoder busy until it is closed. Raises ValueError for an empty or too long
+        prompt and for config options that are not supported.
         """
         limits = ModelLimits(self.main.width, self.main.capacity, self.stop_token_ids)
         text = Sequence(self.encode(prompt, config), config, limits, self._random)
@@ -91,20 +91,20 @@ class Decoder:
         streamer: StreamerBase | Callable[[str], object] | None = None,
         seed: int | None = None,
     ) -> GenerationResult:
-        """Generate a whole text; `streamer` gets it as it comes, as in GenAI: a function of a piece of text, or a
-        StreamerBase, which gets tokens. Either may return True or a StreamingStatus to stop.
+        """Generate a whole text. `streamer` receives it piece by piece, as in GenAI: a function receives text, a
+        StreamerBase receives tokens. Either may return True or a StreamingStatus to stop.
 
-        With `seed`, or the config's `rng_seed`, the decoder is reset first. Errors as for `stream`.
+        With `seed`, or the config's `rng_seed`, the decoder is reset first. Raises the same errors as `stream`.
         """
         config = config or GenerationConfig()
         takes_tokens = isinstance(streamer, StreamerBase)
         takes_text = streamer is not None and not takes_tokens
         if takes_text and not self.tokenizer:
-            raise ValueError("a streamer function gets text, and this decoder has no tokenizer: give it one")
+            raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
         stops = stop_ids(config, self.stop_token_ids)
         recording = OutputProcessor(config, stops, self.tokenizer and self._decode, piecewise=takes_text)
         result = recording.result
-        # closing: whatever a streamer raises, the decoder is free again
+        # closing frees the decoder even if a streamer raises
         with closing(self.stream(prompt, config, config.rng_seed or None if seed is None else seed)) as steps:
             for step in steps:
                 tokens, piece = recording.take(step)
@@ -123,10 +123,10 @@ class Decoder:
         return result
 
     def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
-        """The prompt's token ids int64 [n], as `LLMPipeline.generate` makes them."""
+        """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
         if isinstance(prompt, str):
             if not self.tokenizer:
-                raise ValueError("this decoder has no tokenizer: give token ids, not text")
+                raise ValueError("this decoder has no tokenizer: pass token ids, not text")
             if not self.tokenizer.chat_template or (config and not config.apply_chat_template):
                 return self.tokenizer.encode(prompt).input_ids.data[0]
             prompt = [{"role": "user", "content": prompt}]
@@ -135,13 +135,13 @@ class Decoder:
             return self.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
         ids = np.asarray(prompt, None if len(prompt) else np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"a prompt is a text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
+            raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
         return ids.astype(np.int64)
 
     def _alone(self, text: Sequence, rule: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
-        """The steps of `text`, while no other one is under way."""
+        """Yield the steps of `text`, with the decoder locked."""
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this decoder is busy with another text: wait for it, or make a decoder for each text")
+            raise RuntimeError("this decoder is busy with another request: wait for it, or create one decoder each")
         try:
             if seed is not None:
                 self.reset(seed)
@@ -174,7 +174,7 @@ class Decoder:
 
 
 def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
-    """What was found out about the models' caches, "" where nothing."""
+    """What loading found out about the models' caches; "" if nothing."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
 
@@ -190,17 +190,17 @@ def load(
     capacity: int | None = None,
     use_huge_pages: bool = False,
 ) -> Decoder:
-    """A decoder of the IR folders `main` and `draft`, each on its own device with its own OpenVINO properties.
+    """Load the IR folders `main` and `draft` into a decoder, each on its own device with its own OpenVINO properties.
 
-    The draft's device and properties are the main model's unless given. Instead of a draft, `max_ngram_size` looks
-    draft tokens up in the text (prompt lookup). The draft length is adaptive; what it needs to know is measured now,
-    once, and kept (in CACHE_DIR if the properties name one, else in the user's cache folder). `use_huge_pages`, on
-    Linux, is for a process that stays: it loads seconds longer for each gigabyte of weights, and decodes faster.
+    The draft uses the main model's device and properties unless given its own. `max_ngram_size` selects prompt lookup
+    instead of a draft model. The draft length is adaptive; its cost model is measured on the first load and cached (in
+    CACHE_DIR if the properties set one, else in the user's cache folder). `use_huge_pages` (Linux) suits long-running
+    processes: loading takes seconds longer per gigabyte of weights, decoding is faster.
     """
     if draft and max_ngram_size:
-        raise ValueError("draft tokens come from a draft model or, with max_ngram_size, from the text: give only one")
+        raise ValueError("draft and max_ngram_size (prompt lookup) exclude each other: pass only one")
     if max_ngram_size is not None and max_ngram_size < 1:
-        raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be 1 or more (3 is usual)")
+        raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 (3 is typical)")
     before = huge_pages.allocated() if use_huge_pages else []
     properties = properties or {}
     draft_device = draft_device or device
