@@ -1,18 +1,18 @@
-"""From a model's logits to the distribution the next token is drawn from, as OpenVINO GenAI's own sampler does it.
+"""Logits processing: the distribution that the next token is sampled from, with the rules of OpenVINO GenAI's sampler.
 
-The names are those of `openvino_genai.GenerationConfig`, and so is their meaning, which GenAI 2026.4.1 was seen to have
-by its draws (tests/speculative/sampling/test_distribution.py). In this order:
+Settings have the names and the meaning of `openvino_genai.GenerationConfig`; the meaning was verified against samples
+of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply in this order:
 
-1. `min_new_tokens`: until as many are generated, stop tokens have no chance.
-2. `repetition_penalty` divides positive logits of tokens in prompt or text and multiplies negative ones: both sink.
-3. `presence_penalty` (once) and `frequency_penalty` (times their number) move the logits of generated tokens, not the
-   prompt's, towards 0 and past it. So negative ones rise: GenAI "reduces the absolute log prob". OpenAI's API and other
-   tools subtract, and so does `subtract_penalties`.
-4. `top_k` keeps the k largest, then the softmax of logits / `temperature` is taken over what is left.
-5. `min_p` keeps what has at least that share of the largest probability.
-6. `top_p` keeps the fewest most probable tokens that add up to more than top_p of step 4's sum.
+1. `min_new_tokens`: stop tokens have probability 0 until that many tokens are generated.
+2. `repetition_penalty` divides positive logits of tokens in prompt or output and multiplies negative ones: both sink.
+3. `presence_penalty` (once) and `frequency_penalty` (times the count) move the logits of generated tokens, not of
+   prompt tokens, towards 0 and past it. So negative logits rise: GenAI "reduces the absolute log prob". OpenAI's API
+   and other tools subtract, as `subtract_penalties` does.
+4. `top_k` keeps the k largest logits; the softmax of logits / `temperature` is taken over these.
+5. `min_p` keeps tokens with at least that share of the largest probability.
+6. `top_p` keeps the smallest set of most probable tokens whose sum exceeds top_p of the sum in step 4.
 
-Main and draft get the same transform, which is what keeps speculative decoding lossless for the transformed main model.
+Main and draft use the same transform, so speculative decoding is lossless for the transformed main model.
 """
 
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ from openvino_genai import GenerationConfig
 from speculative.sampling.rejection_sampling import OneHot
 
 NEUTRAL = GenerationConfig()
-GREEDY_TEMPERATURE = 1e-6  # at and below it the most probable token is taken
+GREEDY_TEMPERATURE = 1e-6  # decoding is greedy at and below it
 
 
 def check_supported(config: GenerationConfig) -> None:
-    """Raise ValueError, naming the setting, if `config` asks for what a single drawn sequence of tokens is not, or for
-    what makes no sense."""
+    """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
+    invalid."""
     for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
         value, neutral = getattr(config, name), getattr(NEUTRAL, name)
         if value != neutral:
@@ -37,25 +37,25 @@ def check_supported(config: GenerationConfig) -> None:
         if getattr(config, name):
             raise ValueError(f"{name} is not supported here: leave it empty")
     if config.max_new_tokens < 1:
-        raise ValueError("max_new_tokens is 0, but must be 1 or more")
+        raise ValueError("max_new_tokens is 0, but must be at least 1")
     if config.min_new_tokens > config.max_new_tokens:
         raise ValueError(f"min_new_tokens {config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}")
     if config.num_assistant_tokens and config.assistant_confidence_threshold:
-        raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set one of both")
+        raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set only one")
     if not 0 <= config.assistant_confidence_threshold <= 1:
         raise ValueError(
             f"assistant_confidence_threshold is {config.assistant_confidence_threshold:g}, but must be from 0 to 1"
         )
     if min(config.stop_token_ids, default=0) < 0:
-        raise ValueError(f"stop_token_ids has {min(config.stop_token_ids)}, but tokens are numbered from 0 on")
+        raise ValueError(f"stop_token_ids has {min(config.stop_token_ids)}, but token ids start at 0")
 
 
 class Distribution:
-    """Turns logits into probabilities as `config` says; `greedy` tells whether one token has them all.
+    """Maps logits to probabilities according to `config`; `greedy` is True if one token has probability 1.
 
-    `stop_token_ids` are the model's own: `min_new_tokens` is about them where `config` names none. With
-    `subtract_penalties` those of presence and frequency have OpenAI's meaning instead of GenAI's. Raises ValueError for
-    a value out of range.
+    `stop_token_ids` are the model's own; `min_new_tokens` applies to them if `config` sets none. With
+    `subtract_penalties`, presence and frequency penalties have OpenAI's meaning instead of GenAI's. Raises ValueError
+    for a value out of range.
     """
 
     def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = (), subtract_penalties: bool = False):
@@ -85,11 +85,11 @@ class Distribution:
     def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | OneHot:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
-        `logits` float32 [V] are left as they are. Raises ValueError if they are not numbers.
+        `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite.
         """
         logits = self._penalised(logits, prompt, generated)
         best = logits.argmax()
-        if not np.isfinite(logits[best]):  # argmax finds what is not a number
+        if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
             raise ValueError(
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
@@ -100,7 +100,7 @@ class Distribution:
         weights = logits[kept] - logits[best]
         if self.temperature != 1:
             weights *= np.float32(1 / self.temperature)
-        np.exp(weights, out=weights)  # softmax, once divided by its sum; the largest is 1
+        np.exp(weights, out=weights)  # unnormalised softmax; the largest is 1
         total = weights.sum()
         if self.min_p > 0:
             weights *= weights >= self.min_p
@@ -131,9 +131,9 @@ class Distribution:
 
 
 def largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """Return the tokens of the k largest of `logits` [V], largest first; of equal ones the lower tokens. k is below V.
+    """Return the token ids of the k largest of `logits` [V], largest first, ties to the lower id. k must be below V.
 
-    The k-th largest logit cannot be below the k-th largest of the maxima of blocks, so that few need sorting.
+    The k-th largest logit is never below the k-th largest block maximum, so only a few logits need sorting.
     """
     block = max(1, len(logits) // (8 * k))
     maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), block))
@@ -142,11 +142,11 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
-    """Return bool [V]: the fewest largest `weights` that add up to more than `mass`, or all; of equal ones the first.
+    """Return a mask bool [V] of the fewest largest `weights` whose sum exceeds `mass`, or all; ties to the lower id.
 
-    `weights` are float32 and not negative. Holtzman et al. 2020 (arXiv 1904.09751), section 3.1, without sorting the
-    vocabulary: what is below the V-th part of the rest cannot be among them, and of what is left only those within 1 %
-    of the smallest are sorted. They are found by adding up weights that agree in exponent and first 7 bits.
+    `weights` are float32, not negative. Holtzman et al. 2020 (arXiv 1904.09751), section 3.1, without sorting the
+    vocabulary: weights below (sum - mass) / V cannot be in the nucleus, and of the others only those within 1 % of its
+    smallest are sorted. These are found by summing weights that agree in exponent and first 7 mantissa bits.
     """
     rest = weights.sum() - mass
     if rest <= 0:

@@ -1,7 +1,7 @@
-"""Do drawn texts have the main model's distribution? The exact joint distribution of the first tokens, and a test.
+"""Statistical test of losslessness: sampled sequences compared with the exact joint distribution of the main model.
 
-The first token of a text always looks right, as the main model draws it alone; what a wrong sampler does shows in the
-tokens behind it, and in how they go together. So whole sequences are counted and compared with
+The first token is always distributed correctly, because the main model samples it without a draft. A wrong sampler
+shows in the tokens after it and in their dependence. So whole sequences are counted and compared with
 
     P(x1, x2, x3) = p(x1) p(x2 | x1) p(x3 | x1, x2),
 
@@ -20,32 +20,32 @@ from speculative.models.cached_model import CachedModel
 from speculative.sampling.distribution import Distribution
 
 OTHER = -1
-"""Stands for all next tokens that are too rare to be listed one by one."""
+"""Stands for all next tokens that are too rare to be listed individually."""
 
-EXPECTED = 10  # draws in a cell of the chi-square test, at least; rarer cells are put together
-MOST_PREFIXES = 20_000  # whose next token is computed, for the exact distribution
+EXPECTED = 10  # least expected draws in a cell of the chi-square test; rarer cells are merged
+MOST_PREFIXES = 20_000  # most prefixes whose next-token distribution is computed
 
 Cells = dict[tuple[int, ...], float]
-"""Probabilities of sequences that exclude each other and sum to 1. One that ends in OTHER stands for all that begin
-like it and go on with a token that is not listed behind that beginning."""
+"""Probabilities of mutually exclusive sequences, which sum to 1. A sequence that ends in OTHER stands for all with that
+prefix whose next token is not listed after it."""
 
 
 class Comparison(NamedTuple):
-    """How draws compare with an exact distribution."""
+    """Comparison of draws with an exact distribution."""
 
     draws: int
     cells: int
     total_variation: float  # half the sum of |share of the draws - probability|, from 0 to 1
-    noise: float  # what that is on average for as many draws from the exact distribution
+    noise: float  # expected total variation of as many draws from the exact distribution
     impossible: int  # draws that have probability 0
-    p_value: float  # how often draws from the exact distribution look as wrong as these
+    p_value: float  # of a chi-square test against the exact distribution
 
 
 def main_alone(
     main: CachedModel, prompt: np.ndarray, config: GenerationConfig
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """What `exact_joint` asks for: the distribution that `config` makes of the main model's logits behind `prompt`
-    (token ids int64 [n]) and the tokens generated so far, everything computed anew."""
+    """Return the `next_token` for `exact_joint`: the main model's distribution after `prompt` (token ids int64 [n]) and
+    the tokens generated so far, processed as `config` says and computed without a cache."""
     transform = Distribution(config)
 
     def next_token(generated: tuple[int, ...]) -> np.ndarray:
@@ -63,21 +63,21 @@ def exact_joint(
     resolution: float = 0.0,
     stop_token_ids: Collection[int] = (),
 ) -> Cells:
-    """Return the joint distribution of the first `length` tokens, or fewer where a stop token ends them.
+    """Return the joint distribution of the first `length` tokens, or fewer if a stop token ends the sequence.
 
-    `next_token(tokens)` is the distribution [V] after the tokens generated so far. A sequence less probable than
-    `resolution` is not listed but belongs to an OTHER, so that the number of cells, and of calls of `next_token`, does
-    not grow with the vocabulary: there are at most length / resolution sequences listed.
+    `next_token(tokens)` is the distribution [V] after the tokens generated so far. Sequences less probable than
+    `resolution` are merged into an OTHER, so that the number of cells, and of calls to `next_token`, does not grow with
+    the vocabulary: at most length / resolution sequences are listed.
 
-    Raises ValueError where more than 20,000 calls of `next_token` would be needed.
+    Raises ValueError if more than 20,000 calls to `next_token` would be needed.
     """
     cells: Cells = {}
     going_on: Cells = {(): 1.0}
     for _ in range(length):
         if len(going_on) > MOST_PREFIXES:
             raise ValueError(
-                f"{len(going_on)} beginnings would have to be computed, more than {MOST_PREFIXES}: "
-                "take fewer tokens, a smaller top_k or top_p, or a coarser resolution"
+                f"{len(going_on)} prefixes would have to be computed, more than {MOST_PREFIXES}: "
+                "use fewer tokens, a smaller top_k or top_p, or a coarser resolution"
             )
         longer: Cells = {}
         for prefix, probability in going_on.items():
@@ -94,7 +94,7 @@ def exact_joint(
 
 
 def cell_of(tokens: Iterable[int], cells: Cells) -> tuple[int, ...]:
-    """The cell that a drawn sequence belongs to."""
+    """The cell that a sampled sequence belongs to."""
     tokens = tuple(tokens)
     if tokens in cells:
         return tokens
@@ -103,7 +103,7 @@ def cell_of(tokens: Iterable[int], cells: Cells) -> tuple[int, ...]:
 
 
 def compare(drawn: Collection[Iterable[int]], cells: Cells) -> Comparison:
-    """Compare drawn sequences, each as long as the exact distribution's, with it. There must be at least one."""
+    """Compare sampled sequences with the exact distribution, at the same length. There must be at least one."""
     counts = Counter(cell_of(tokens, cells) for tokens in drawn)
     probabilities = np.array(list(cells.values()))
     seen = np.array([counts[cell] for cell in cells])
@@ -120,10 +120,10 @@ def compare(drawn: Collection[Iterable[int]], cells: Cells) -> Comparison:
 
 
 def expected_total_variation(probabilities: np.ndarray, draws: int) -> float:
-    """The mean total-variation distance of `draws` draws to the distribution [n] they come from.
+    """The expected total-variation distance between `draws` draws and the distribution [n] they come from.
 
-    Exact: De Moivre's mean absolute deviation of a binomial count, 2 m (1 - p) C(N, m) p^m (1 - p)^(N - m) with m the
-    whole number above N p (Diaconis and Zabell 1991, "Closed form summation for classical distributions").
+    Exact: De Moivre's mean absolute deviation of a binomial count, 2 m (1 - p) C(N, m) p^m (1 - p)^(N - m) with
+    m = floor(N p) + 1 (Diaconis and Zabell 1991, "Closed form summation for classical distributions").
     """
     total = 0.0
     for p in probabilities[(probabilities > 0) & (probabilities < 1)].tolist():
@@ -135,9 +135,9 @@ def expected_total_variation(probabilities: np.ndarray, draws: int) -> float:
 
 
 def chi_square_p_value(seen: np.ndarray, probabilities: np.ndarray) -> float:
-    """Pearson's test: how often `seen.sum()` draws from `probabilities` [n] are as far from them as `seen` [n].
+    """The p-value of Pearson's chi-square test that the counts `seen` [n] are draws from `probabilities` [n].
 
-    The rarest cells are put together until each holds 10 expected draws, which the chi-square distribution needs.
+    The rarest cells are merged until each has 10 expected draws, which the chi-square approximation needs.
     """
     order, starts = _cells_of_test(probabilities, int(seen.sum()))
     seen, expected = seen[order], probabilities[order] * seen.sum()
@@ -147,9 +147,9 @@ def chi_square_p_value(seen: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def detectable_total_variation(cells: Cells, draws: int, alpha: float, power: float = 0.9) -> float | None:
-    """The total-variation distance from which on the test finds a wrong distribution, whichever it is: `draws` draws
-    then have a p-value below `alpha` with a chance of `power` or more. Between the cells of the test, that is: what
-    differs only within a cell, among the rarest sequences, is not seen. None: there is one cell, nothing is compared.
+    """The smallest total-variation distance at which the test detects any wrong distribution: with `draws` draws, the
+    p-value is below `alpha` with probability `power` or more. The distance is between cells of the test: differences
+    within a cell, among the rarest sequences, go undetected. None if there is only one cell, so nothing to compare.
 
     The test's noncentrality for draws from q is N sum (q - p)^2 / p, for a distance d at least 4 N d^2 (Cauchy-Schwarz;
     as little where |q - p| is proportional to p).
@@ -163,7 +163,7 @@ def detectable_total_variation(cells: Cells, draws: int, alpha: float, power: fl
 
 
 def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """The cells [n] by falling probability, and where each cell of the test begins in that order."""
+    """The cells [n] by descending probability, and where each cell of the test begins in that order."""
     order = np.argsort(-probabilities)
     expected = probabilities[order] * draws
     rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
@@ -172,7 +172,7 @@ def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, n
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
-    """The smallest positive number for which `holds`, which is true from there on."""
+    """The smallest positive number for which `holds` is true; it must be true for all larger ones."""
     low, high = 0.0, 1.0
     while not holds(high):
         low, high = high, 2 * high
@@ -183,8 +183,8 @@ def _smallest(holds: Callable[[float], bool]) -> float:
 
 
 def _chi_square_above(x: float, degrees: int) -> float:
-    """The chance of a chi-square variable of so many degrees of freedom to be `x` or more (Abramowitz and Stegun
-    1964, 26.4.4 and 26.4.5)."""
+    """The probability that a chi-square variable with `degrees` degrees of freedom is at least `x` (Abramowitz and
+    Stegun 1964, 26.4.4 and 26.4.5)."""
     if x <= 0 or degrees == 0:
         return 1.0
     half = x / 2
@@ -198,8 +198,8 @@ def _chi_square_above(x: float, degrees: int) -> float:
 
 
 def _noncentral_chi_square_above(x: float, degrees: int, noncentrality: float) -> float:
-    """The chance of a noncentral chi-square variable to be `x` or more: a Poisson mixture of central ones, of which
-    each follows from the one with two degrees of freedom less (Abramowitz and Stegun 1964, 26.4.25 and 26.4.8)."""
+    """The probability that a noncentral chi-square variable is at least `x`: a Poisson mixture of central ones, each
+    computed from the one with two degrees of freedom less (Abramowitz and Stegun 1964, 26.4.25 and 26.4.8)."""
     half, mean = x / 2, noncentrality / 2
     above, total = _chi_square_above(x, degrees), 0.0
     for j in range(int(mean + 10 * math.sqrt(mean)) + 30):

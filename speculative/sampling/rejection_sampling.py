@@ -1,13 +1,15 @@
-"""Speculative sampling on arrays and functions: Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1, and
-Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, which found it at the same time.
+"""Rejection sampling for speculative decoding, as functions on arrays.
 
-The papers' letters: p is the main model's distribution of the next token, q the draft's, K how many tokens are drafted;
-V is the size of the vocabulary. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 as
-far as its precision goes. Greedy decoding is no special case: its distributions are 1 at one token and 0 elsewhere;
-`OneHot` is such a one without the array.
+Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1, and Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, which was
+found independently.
 
-What comes out is distributed exactly as if every token had been drawn from p, whatever q is (Leviathan et al.,
-appendix A.1): q decides the speed only. Nothing here knows what a model is, keeps a clock, counts or prints.
+Notation of the papers: p is the main model's next-token distribution, q the draft's, K the draft length; V is the
+vocabulary size. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 within its
+precision. Greedy decoding is not a special case: its distributions are 1 at one token and 0 elsewhere; `OneHot`
+represents them without an array.
+
+The output has exactly the distribution p, regardless of q (Leviathan et al., appendix A.1): q only affects the speed.
+There are no models, timings, counters or prints in this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK = 512  # probabilities summed at once when drawing
+BLOCK = 512  # probabilities per block sum in `draw`
 
 
 class OneHot:
-    """A distribution over `size` tokens that is 1 at `token`: greedy decoding, or a draft copied from the text."""
+    """A distribution over `size` tokens that is 1 at `token`: greedy decoding, or prompt lookup."""
 
     __slots__ = ("size", "token")
 
@@ -40,40 +42,40 @@ class OneHot:
 
 
 class Acceptance(NamedTuple):
-    """What one iteration gains: the first `accepted` drafted tokens, and `token`, the main model's own, behind them."""
+    """The result of one iteration: the first `accepted` draft tokens, then `token`, the recovered or bonus token."""
 
     accepted: int
     token: int
 
 
 def draw(probabilities: np.ndarray | OneHot, random: np.random.Generator) -> int:
-    """Draw a token from `probabilities` [V] with one random number; a token of probability 0 is never drawn.
+    """Sample a token from `probabilities` [V] with one random number; a token of probability 0 is never sampled.
 
-    Inverse of the cumulative distribution, in two levels: block sums find the block, and only that block is added up
-    token by token, which costs a tenth of adding up a vocabulary of 150,000.
+    Inverse transform sampling in two levels: block sums select the block, and only that block is summed token by
+    token, at a tenth of the cost of summing a vocabulary of 150,000.
 
-    Raises ValueError if there is nothing to draw: probabilities that are all 0, or not numbers.
+    Raises ValueError if the probabilities are all 0 or contain NaN.
     """
     if isinstance(probabilities, OneHot):
         return probabilities.token
     blocks = np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)).cumsum(dtype=np.float64)
     if not blocks[-1] > 0:
-        raise ValueError(f"there is no token to draw from probabilities that sum to {blocks[-1]}")
+        raise ValueError(f"cannot sample a token from probabilities that sum to {blocks[-1]}")
     position = random.random() * blocks[-1]
     block = int(blocks.searchsorted(position, side="right"))
     before = blocks[block - 1] if block else 0.0
     inside = probabilities[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
-    # A block sum in float32 may exceed what its tokens add up to: then it is the block's last possible token.
+    # A float32 block sum may exceed the sum of its tokens: then take the block's last token of probability above 0.
     token = min(inside.searchsorted(position - before, side="right"), inside.searchsorted(inside[-1], side="left"))
     return block * BLOCK + int(token)
 
 
 def residual(p: np.ndarray | OneHot, q: np.ndarray | OneHot) -> np.ndarray | OneHot:
-    """Return norm(max(0, p - q)) [V], what a rejected token is replaced from.
+    """Return norm(max(0, p - q)) [V], the distribution of the recovered token that replaces a rejected one.
 
-    Where p exceeds q nowhere, which only the rounding of equal distributions brings about, that is p itself.
+    Returns p if p exceeds q nowhere, which happens only when equal distributions differ by rounding.
     """
-    if isinstance(p, OneHot):  # there alone p exceeds q
+    if isinstance(p, OneHot):  # p exceeds q at that token only
         return p
     excess = p - np.asarray(q)
     np.maximum(excess, 0, out=excess)
@@ -87,19 +89,19 @@ def verify(
     p: Callable[[int], np.ndarray | OneHot],
     random: np.random.Generator,
 ) -> Acceptance:
-    """Accept or reject the drafted tokens, one after the other, and draw the main model's own token behind them.
+    """Accept or reject the draft tokens in order, then sample the recovered or bonus token from the main model.
 
-    `q[i]` [V] is what the draft drew `drafted[i]` from. `p(i)` returns the main model's distribution [V] after the
-    first i drafted tokens; it is asked in order, and not beyond the first rejection. How many tokens are drafted may
-    depend on what they are, the last one included, as long as none is taken back: once drawn, a token goes in here.
+    `q[i]` [V] is the distribution that the draft sampled `drafted[i]` from. `p(i)` returns the main model's
+    distribution [V] after the first i draft tokens; it is called in order, up to the first rejection. The number of
+    draft tokens may depend on their values, the last one included, as long as every sampled token is verified here.
 
-    Raises ValueError if the draft could not have drawn a token it is said to have drafted.
+    Raises ValueError if a draft token has probability 0 in the draft's distribution.
     """
     for i, (x, q_i) in enumerate(zip(drafted, q, strict=True)):
         p_i = p(i)
         p_x, q_x = float(p_i[x]), float(q_i[x])
         if not q_x > 0:
-            raise ValueError(f"drafted token {x} at place {i} has the probability {q_x} in the draft's distribution")
+            raise ValueError(f"draft token {x} at index {i} has probability {q_x} in the draft's distribution")
         if random.random() >= min(1.0, p_x / q_x):
             return Acceptance(i, draw(residual(p_i, q_i), random))
     return Acceptance(len(drafted), draw(p(len(drafted)), random))
@@ -113,15 +115,15 @@ def speculative_decoding(
     K: int,
     random: np.random.Generator,
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield what each iteration gains: (tokens, how many of them the draft proposed), `new_tokens` in all.
+    """Yield (new tokens, number accepted from the draft) for each iteration, `new_tokens` tokens in total.
 
-    The whole method in ten lines, over models that are functions from tokens to the distribution [V] of the next one.
-    It computes everything anew; `decoder.py` is the same over models with a cache.
+    The whole method in ten lines, for models that are functions from tokens to the next-token distribution [V]. It
+    recomputes everything each time; `decoder.py` does the same with a KV cache.
     """
     tokens, length = list(tokens), len(tokens) + new_tokens
     while len(tokens) < length:
         drafted, q = [], []
-        for _ in range(min(K, length - len(tokens) - 1)):  # the main model adds one
+        for _ in range(min(K, length - len(tokens) - 1)):  # the main model adds one more
             q.append(draft(tokens + drafted))
             drafted.append(draw(q[-1], random))
 

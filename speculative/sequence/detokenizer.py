@@ -1,15 +1,15 @@
-"""Tokens in, text out, piece by piece: whole characters only, and nothing that may belong to a stop string."""
+"""Incremental detokenizer: streams text in whole characters and holds back what may be part of a stop string."""
 
 from collections.abc import Callable, Collection, Sequence
 
-KEPT = 16  # tokens decoded again for their influence on the next ones (spaces, bytes of one character)
+KEPT = 16  # tokens decoded again as context for the next ones (spaces, bytes of one character)
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens.
+    """Converts a growing list of tokens to text.
 
-    `text` is all of it so far; `stopped` is set once a stop string is complete, and the text ends there, before the
-    string or, with `include_stop`, behind it.
+    `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
+    stop string or, with `include_stop`, after it.
     """
 
     def __init__(
@@ -21,14 +21,14 @@ class IncrementalDetokenizer:
         self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
         self._ids: list[int] = []
-        self._begin = self._done = 0  # of the tokens decoded again, of those whose text is in `text`
+        self._begin = self._done = 0  # first token decoded again, end of the tokens whose text is in `text`
         self._before = ""  # the text of tokens _begin to _done
-        self._said = 0  # characters that were returned
+        self._said = 0  # characters returned so far
         self.text = ""
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Take more tokens; return the text that is certain now and how many of `tokens` belong to the text.
+        """Add tokens; return the text that is final now and how many of `tokens` belong to the text.
 
         That is all of them, or those up to the one that completes a stop string.
         """
@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         return self._say(len(self.text) - self._held_back()), len(tokens)
 
     def end(self) -> str:
-        """Return what was held back: no more tokens come."""
+        """Return the text held back, at the end of the tokens."""
         if not self.stopped:
             self._extend(last=True)
         return self._say(len(self.text))
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
             self.stopped = True
 
     def _held_back(self) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
+        """The length of the longest suffix of the text that is a prefix of a stop string."""
         new = self.text[self._matched :]
         self._matched = len(self.text)
         return max(match.extend(new) for match in self._matches)
@@ -84,18 +84,18 @@ class IncrementalDetokenizer:
 
 
 class _Match:
-    """How many characters of a stop string a growing text ends with (Knuth, Morris and Pratt 1977): the time for a
+    """The longest prefix of a stop string that a growing text ends with (Knuth, Morris and Pratt 1977): the time per
     character of the text does not depend on the length of the stop string."""
 
     def __init__(self, stop: str):
         self._stop = stop
         self._length = 0  # of the match, below that of the stop string
-        self._shorter = [0, 0]  # [n]: of the next shorter match, where the first n characters match
+        self._shorter = [0, 0]  # [n]: length of the next shorter match when the first n characters match
         for character in stop[1:]:
             self._shorter.append(self._next(self._shorter[-1], character))
 
     def extend(self, text: str) -> int:
-        """Return the length of the match once the text goes on with `text`, which does not complete the stop string."""
+        """Return the length of the match after `text` is appended, which must not complete the stop string."""
         for character in text:
             self._length = self._next(self._length, character)
         return self._length

@@ -1,7 +1,8 @@
-"""The metrics of speculative decoding, one definition each (Leviathan et al. 2023, arXiv 2211.17192; Spec-Bench).
+"""Metrics of speculative decoding, one definition each.
 
-A run is described by what each inference of the main model after the prompt's did: `proposed[i]` draft tokens went in,
-`gained[i]` tokens came out, of which all but the last are accepted draft tokens.
+After Leviathan et al. 2023 (arXiv 2211.17192) and Spec-Bench. A run is described by two numbers for each forward pass
+of the main model after the prompt: `proposed[i]` draft tokens, and `gained[i]` new tokens, of which all but the last
+are accepted draft tokens.
 """
 
 from collections.abc import Sequence
@@ -30,21 +31,21 @@ def position_acceptance(proposed: Sequence[int], gained: Sequence[int]) -> list[
 
 
 def block_efficiency(gained: Sequence[int]) -> float | None:
-    """New tokens per inference of the main model after the prompt's: tau, from 1 to K + 1."""
+    """New tokens per forward pass of the main model after the prompt: tau, from 1 to K + 1."""
     return sum(gained) / len(gained) if gained else None
 
 
 def repetition(tokens: Sequence[int], n: int = 4) -> float:
-    """1 - distinct n-grams / n-grams of the output: repeated text inflates acceptance."""
+    """1 - distinct n-grams / n-grams of the output: repetitive text inflates the acceptance rate."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def block_efficiency_at(alpha: float, draft_length: int) -> float:
-    """tau with i.i.d. acceptance: (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)."""
+    """tau for i.i.d. acceptance: (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et al. 2023, equation 1)."""
     return float(sum(alpha**i for i in range(draft_length + 1)))
 
 
 def predicted_speedup(tau: float, draft_length: int, cost_ratio: float, verify_ratio: float) -> float:
-    """tau / (v(K) + K c): Leviathan et al. 2023, theorem 3.8, with a verify that is not free."""
+    """tau / (v(K) + K c): Leviathan et al. 2023, theorem 3.8, with a verification cost v(K)."""
     return tau / (verify_ratio + draft_length * cost_ratio)

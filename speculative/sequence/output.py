@@ -1,4 +1,4 @@
-"""Turns the steps of a sequence into its `GenerationResult` and the text to stream, up to a stop string."""
+"""Output processor: turns the steps of a sequence into its `GenerationResult` and text to stream."""
 
 import time
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from speculative.sequence.result import GenerationResult, Step
 
 
 class OutputProcessor:
-    """`result` grows with each `take`, and is whole after `end`.
+    """Collects steps: `result` grows with each `take` and is complete after `end`.
 
-    `decode` turns token ids into text; None where there is no tokenizer, and then no text. `piecewise`: `take` returns
-    the text as it comes.
+    `decode` turns token ids into text; None without a tokenizer, and then there is no text. With `piecewise`, `take`
+    returns text to stream.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class OutputProcessor:
         piecewise: bool = False,
     ):
         if config.stop_strings and not decode:
-            raise ValueError("stop_strings need the text, and this decoder has no tokenizer: give it one")
+            raise ValueError("stop_strings need text, but this decoder has no tokenizer: pass one")
         self.result = GenerationResult()
         self._stops = stops
         self._decode = decode
@@ -33,8 +33,8 @@ class OutputProcessor:
         self._begin = time.perf_counter()
 
     def take(self, step: Step) -> tuple[list[int], str]:
-        """Take what an inference of the main model gained; return the tokens that belong to the text, up to a stop
-        string's end, and the piece of text that is certain now. Sets `finish_reason` to "stop" at an end."""
+        """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
+        final now. Sets `finish_reason` to "stop" at a stop token or stop string."""
         piece, used = self._text.push(step.tokens) if self._watched else ("", len(step.tokens))
         result, gained = self.result, step.tokens[:used]
         result.tokens += gained
@@ -51,7 +51,7 @@ class OutputProcessor:
         return gained, piece
 
     def end(self) -> str:
-        """Return the rest of the text: no more steps come."""
+        """Complete the result and return the rest of the text."""
         rest = ""
         if self._watched:
             rest = self._text.end()

@@ -1,4 +1,4 @@
-"""What decoding gives: steps while a text is under way, a `GenerationResult` when it is finished."""
+"""Results of decoding: a `Step` per forward pass of the main model, a `GenerationResult` per request."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from speculative.sequence import metrics
 
 
 class Step(NamedTuple):
-    """What one inference of the main model gained: `tokens`, of which the first `accepted` are draft tokens.
+    """The new `tokens` of one forward pass of the main model; the first `accepted` are draft tokens.
 
-    `proposed` tokens were drafted for it. The first step of a text is the prompt's inference; it has no draft.
+    `proposed` tokens were drafted. The first step of a request is the prefill, which has no draft.
     """
 
     tokens: list[int]
@@ -19,23 +19,23 @@ class Step(NamedTuple):
 
 @dataclass
 class GenerationResult:
-    """A finished text and how it came about."""
+    """The generated tokens and text of a request, with its statistics."""
 
     tokens: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)  # for each token
     text: str = ""
     finish_reason: str = "length"  # or "stop", or "cancelled"
-    proposed: list[int] = field(default_factory=list)  # for each inference of the main model after the prompt's
+    proposed: list[int] = field(default_factory=list)  # for each forward pass of the main model after the prompt
     accepted: list[int] = field(default_factory=list)  # likewise
-    gained: list[int] = field(default_factory=list)  # likewise: one more than accepted, but at an end of text
-    ttft: float = 0.0  # from the call to the first token, prompt included
-    seconds: float = 0.0  # the call
-    draft_length: str = ""  # what the draft length rule did last, and why
-    kv_cache: str = ""  # what was found out about the models' caches at load, if it matters
+    gained: list[int] = field(default_factory=list)  # likewise: accepted + 1, except at the end of the text
+    ttft: float = 0.0  # seconds from the call to the first token, prompt processing included
+    seconds: float = 0.0  # of the whole call
+    draft_length: str = ""  # what the draft-length policy did last, and why
+    kv_cache: str = ""  # findings about the models' caches at load, if any
 
     @property
     def decode_seconds(self) -> float:
-        """Time for all tokens but the first."""
+        """Seconds for all tokens after the first."""
         return self.seconds - self.ttft
 
     @property

@@ -79,7 +79,7 @@ def test_a_stop_token_ends_a_text():
 
 def test_too_many_beginnings_are_refused_before_they_are_computed(monkeypatch):
     monkeypatch.setattr(lossless_check, "MOST_PREFIXES", 10)
-    with pytest.raises(ValueError, match="16 beginnings"):
+    with pytest.raises(ValueError, match="16 prefixes"):
         exact_joint(markov_chain(4), 3)
 
 

@@ -338,7 +338,7 @@ def test_accepted_and_replaced_add_up_to_p_in_float32_as_well(seed, vocabulary, 
 @pytest.mark.parametrize("impossible", [0.0, float("nan")])
 def test_a_token_the_draft_cannot_have_drawn_is_refused(impossible):
     q = np.array([impossible, 0.5, 0.5])
-    with pytest.raises(ValueError, match=r"^drafted token 0 at place 0 has the probability (0.0|nan) in the draft's"):
+    with pytest.raises(ValueError, match=r"^draft token 0 at index 0 has probability (0.0|nan) in the draft's"):
         verify([0], [q], lambda i: q, np.random.default_rng(0))
 
 
@@ -379,7 +379,7 @@ def test_certainty_in_a_large_vocabulary(token, number):
 
 @pytest.mark.parametrize("probabilities", [[0.0, 0.0], [float("nan"), 1.0]])
 def test_nothing_to_draw_is_said(probabilities):
-    with pytest.raises(ValueError, match=r"^there is no token to draw from probabilities that sum to (0.0|nan)$"):
+    with pytest.raises(ValueError, match=r"^cannot sample a token from probabilities that sum to (0.0|nan)$"):
         draw(np.array(probabilities), np.random.default_rng(0))
 
 

@@ -32,9 +32,9 @@ def draft(text, *tokens):
 @pytest.mark.parametrize(
     ("prompt", "config", "words"),
     [
-        ([1, WIDTH], {}, "go from 1 to 8, the model knows 0 to 7"),
-        ([-1, 1], {}, "go from -1 to 1"),
-        ([1] * CAPACITY, {}, "10 tokens and the context room for 9"),
+        ([1, WIDTH], {}, "range from 1 to 8, the model's from 0 to 7"),
+        ([-1, 1], {}, "range from -1 to 1"),
+        ([1] * CAPACITY, {}, "10 tokens, but the context only fits 9"),
         ([1] * 3, {"max_length": 3}, "max_length is 3"),
     ],
     ids=str,
