@@ -1,5 +1,7 @@
-"""What draft steps and main inferences cost here: for one text measured once and kept on disk, for several measured at
-every start."""
+"""Cost model: measured latencies of draft steps and main forward passes on this machine.
+
+Costs for one request at a time are measured once and cached on disk, those for batches at every start.
+"""
 
 import hashlib
 import json
@@ -18,18 +20,18 @@ from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices
 
-MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one inference, of one text
-MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of several
-FORMAT = 2  # of the kept file; costs kept by an earlier version may be of a busy moment
-CONTEXT = 64  # tokens in the cache meanwhile, where it has room for them
-TIMES, LEAST_SECONDS = 3, 0.5  # small models are timed more often, for as long
-TRIES = 5  # to measure on a machine that is busy with other things
-DISORDER = 1.2  # an inference that takes so many times as long as one on more tokens was measured at a busy moment
+MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
+MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
+FORMAT = 2  # of the cached file; format 1 may hold costs measured under load
+CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
+TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
+TRIES = 5  # measurements on a busy machine
+DISORDER = 1.2  # a forward pass this many times slower than one over more tokens was disturbed by other load
 
 
 class Seconds(NamedTuple):
-    """Of an inference, by the number of tokens in it: the main model's, the draft's behind one of the main model's, and
-    the draft's behind one of its own, when it is in the processor's caches."""
+    """Seconds of a forward pass by its number of tokens: of the main model, of the draft after the main model, and of
+    the draft after itself, when its weights are in the CPU caches."""
 
     main: dict[int, float]
     draft: dict[int, float]
@@ -37,9 +39,9 @@ class Seconds(NamedTuple):
 
 
 def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
-    """What the draft length rule of one text has to know (a second or so for a 1 B model).
+    """Measure the costs for `AdaptiveDraftLength` (about a second for a 1 B model).
 
-    Measured again, up to `TRIES` times, while the times are in disorder; the shortest of each count.
+    Measures up to `TRIES` times while longer passes seem faster than shorter ones, and keeps the least time of each.
     """
     seconds = _clock(main, draft, [(n, 1) for n in MEASURED])
     for _ in range(TRIES - 1):
@@ -53,20 +55,20 @@ def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
 
 
 def _in_disorder(seconds: dict[int, float]) -> bool:
-    """Whether an inference took clearly longer than one on more tokens."""
+    """Whether a forward pass took clearly longer than one over more tokens."""
     times = [seconds[n] for n in sorted(seconds)]
     return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
 def measure_together(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
-    """What the rule of several texts has to know (a few seconds for a 1 B model): a curve for each of `Seconds`."""
+    """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
     seconds = _clock(main, draft, [(n, n) for n in MEASURED_TOGETHER])
     return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
 
 
 def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]]) -> Seconds:
-    """Time both models on so many tokens each, in turns: a large model leaves nothing in the processor's caches for a
-    small one. Their own caches are empty afterwards."""
+    """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
+    the CPU caches. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
     most = max(n for n, _ in counts)
     context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
@@ -90,13 +92,12 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
                 time_one(draft, n_draft, times.draft_further)
     for model in models:
         model.forget()
-    # The first of a shape is slower. The lower quartile: what other programs take of the machine is none of the costs.
+    # The first pass of a shape is slower. The lower quartile excludes the load of other programs.
     return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
 def key(*models: tuple[Path | None, str, dict]) -> str:
-    """What the costs depend on: the weights, their devices and the properties of both, the machine, and its cores that
-    are ours."""
+    """The cache key of the costs: models (folder, weights' mtime, device, properties), machine and usable cores."""
     named = [
         [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
         for folder, device, properties in models
@@ -107,7 +108,7 @@ def key(*models: tuple[Path | None, str, dict]) -> str:
 
 
 def folder(properties: dict) -> Path:
-    """Where costs are kept: beside the compiled models if there is a CACHE_DIR, else in the user's cache folder."""
+    """Where costs are cached: next to the compiled models if CACHE_DIR is set, else in the user's cache folder."""
     if "CACHE_DIR" in properties:
         return Path(properties["CACHE_DIR"])
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -115,10 +116,10 @@ def folder(properties: dict) -> Path:
 
 
 def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
-    """The costs kept in `folder` under `name`; measured and kept there if there are none.
+    """Load the costs cached in `folder` under `name`, or measure and cache them.
 
-    The same costs every time make the draft lengths, and with a seed the text, the same every time. So they stay even
-    if the machine was busy when they were measured: without a seed, the clock corrects them while decoding.
+    Fixed costs make draft lengths, and with a seed the text, reproducible. So they are kept even if they were measured
+    on a busy machine; without a seed, decoding corrects them by its own timings.
     """
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     if costs := _kept(file):
@@ -128,7 +129,7 @@ def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: 
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps({**asdict(costs), "of": name}), encoding="utf-8")
-        if earlier := _kept(file):  # of a process that measured at the same time
+        if earlier := _kept(file):  # another process has measured at the same time
             partial.unlink()
             return earlier
         partial.replace(file)
@@ -143,4 +144,4 @@ def _kept(file: Path) -> Costs | None:
         main = {int(n): seconds for n, seconds in kept["main"].items()}
         return Costs(kept["draft"], main, kept["draft_further"])
     except (OSError, ValueError, KeyError):
-        return None  # none yet, or a file that was cut off
+        return None  # missing or truncated

@@ -1,4 +1,4 @@
-"""What an inference costs by the number of tokens in it, whosever they are: measured once, then learnt by the clock."""
+"""Latency of a forward pass by its number of tokens: measured once, then updated while decoding."""
 
 from collections.abc import Mapping
 
@@ -8,16 +8,16 @@ KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 3
 
 
 class LatencyCurve:
-    """Seconds of an inference on n tokens. Load, heat and longer contexts change them: `learn` follows."""
+    """Seconds of a forward pass over n tokens; `learn` tracks changes through load, heat and longer contexts."""
 
     CLOCK = 0.1  # weight of the newest time
-    CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
-    FADE = 0.002  # of a slowness that others had and this one has not: so that they are tried again
+    CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
+    FADE = 0.002  # decay of the slowdown of other sizes that this one does not show, so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
-        """`measured`: seconds by tokens, for some numbers from 1 on. Beyond them a straight line.
+        """`measured` maps numbers of tokens, 1 included, to seconds; extrapolated linearly beyond the largest.
 
-        More tokens never cost less: where they seem to, the machine was busy with other things at the fewer ones.
+        More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
         """
         n = sorted(measured)
         seconds = np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
@@ -25,19 +25,19 @@ class LatencyCurve:
         if len(n) > 1:
             slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
             self._measured += slope * np.maximum(KNOTS - n[-1], 0)
-        self._change = np.ones(len(KNOTS))  # as learnt / as measured
+        self._change = np.ones(len(KNOTS))  # learned / measured
         self._of = self._table()
 
     def __call__(self, n: np.ndarray | int) -> np.ndarray:
-        """Seconds of inferences on n tokens; nothing for none."""
+        """Seconds of forward passes over n tokens; 0 for n = 0."""
         return self._of[np.minimum(n, KNOTS[-1])]
 
     def measured(self, n: int) -> float:
-        """Seconds of an inference on n tokens as they were before anything was learnt."""
+        """Seconds of a forward pass over n tokens as measured, before any update."""
         return float(np.interp(n, KNOTS, self._measured))
 
     def learn(self, n: int, seconds: float) -> None:
-        """An inference on n tokens took so long. A hiccup counts as twice as long, not more."""
+        """Record a forward pass over n tokens. Outliers count as at most twice the expected time."""
         expected = self(n)
         if expected > 0:
             self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
@@ -46,9 +46,9 @@ class LatencyCurve:
             self._of = self._table()
 
     def most(self, seconds: float, beside: int) -> int:
-        """How many tokens fit into an inference of so many seconds, beside those that are in it already."""
+        """How many more tokens fit into a forward pass of `seconds` that already has `beside` tokens."""
         return int(np.count_nonzero(self._of[beside + 1 :] <= seconds))
 
     def _table(self) -> np.ndarray:
-        """Seconds of inferences on 0, 1, ... tokens."""
+        """Seconds of forward passes over 0, 1, ... tokens."""
         return np.concatenate(([0.0], np.interp(np.arange(1, KNOTS[-1] + 1), KNOTS, self._measured * self._change)))

@@ -1,7 +1,7 @@
-"""How many tokens to draft before the main model checks them.
+"""Draft-length policies: how many tokens to draft before the main model verifies them.
 
-A rule is asked before each draft token whether to draft one more. It may look at the tokens drafted so far, and a token
-once drafted is always verified: stopping is then a function of the past alone, which leaves the result unbiased.
+A policy is asked before each draft token whether to draft another. It may use the tokens drafted so far, and every
+draft token is verified. Stopping then depends on the past only, which keeps the output lossless.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from openvino_genai import GenerationConfig
 from speculative.drafting.budget import DraftBudget
 
 Confidence = Callable[[], float]
-"""How sure the draft was of its last token, from 0 to 1; computed when called."""
+"""The draft's confidence in its last token, from 0 to 1; computed when called."""
 
-LONGEST = 16  # draft tokens in an iteration, for the rules that choose
+LONGEST = 16  # most draft tokens per iteration, for adaptive policies
 STEPS = np.arange(1, LONGEST + 1)
 
 
 class DraftLengthPolicy(Protocol):
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
-        """Draft one more, behind `drafted` ones of which the last had `confidence`?"""
+        """Whether to draft another token after `drafted` ones, the last of which had `confidence`."""
 
     def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        """Tell the outcome of an iteration."""
+        """Record the outcome of an iteration."""
 
     def forget(self, repeatable: bool = False) -> None:
-        """Start as if new; `repeatable`: from now on no clock may have a say."""
+        """Reset. With `repeatable`, decisions no longer depend on timings."""
 
     def why(self) -> str:
-        """What the rule does now, in one line."""
+        """What the policy does now, in one line."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class FixedDraftLength:
 
 @dataclass
 class ConfidenceDraftLength:
-    """Tokens until the draft is less sure than `threshold` of one (GenAI's `assistant_confidence_threshold`)."""
+    """Drafts until the draft's confidence falls below `threshold` (GenAI's `assistant_confidence_threshold`)."""
 
     threshold: float
     longest: int = LONGEST
@@ -66,13 +66,13 @@ class ConfidenceDraftLength:
     def forget(self, repeatable: bool = False) -> None: ...
 
     def why(self) -> str:
-        return f"up to {self.longest} draft tokens, until the draft is less sure than {self.threshold:g}"
+        return f"up to {self.longest} draft tokens, until the draft's confidence falls below {self.threshold:g}"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of the first draft step of an iteration, of one main inference on n tokens by n (some n from 1
-    on), and of a further draft step, which finds the draft in the processor's caches (without it: as the first)."""
+    """Measured seconds: of an iteration's first draft step, of a main forward pass over n tokens by n (1 included), and
+    of a further draft step, with the draft's weights in the CPU caches (default: the same as the first)."""
 
     draft: float
     main: dict[int, float]
@@ -84,9 +84,9 @@ class Costs:
         return np.concatenate(([0.0], self.draft + further * np.arange(LONGEST)))
 
     def verify(self) -> np.ndarray:
-        """Seconds of one main inference on 0, 1, ..., LONGEST + 1 tokens; between the measured ones, interpolated.
+        """Seconds of a main forward pass over 0, 1, ..., LONGEST + 1 tokens, interpolated between measured ones.
 
-        More tokens never cost less: where they seem to, the machine was busy with other things at the fewer ones.
+        More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
         """
         n = sorted(self.main)
         seconds = np.minimum.accumulate([self.main[i] for i in reversed(n)])[::-1]
@@ -94,7 +94,7 @@ class Costs:
 
 
 def named_by(config: GenerationConfig) -> DraftLengthPolicy | None:
-    """GenAI's names: a number is fixed, a threshold is by confidence; None where the config leaves it open."""
+    """The policy that a GenAI config asks for: a fixed length or a confidence threshold; None if it sets neither."""
     if config.num_assistant_tokens:
         return FixedDraftLength(config.num_assistant_tokens)
     if config.assistant_confidence_threshold:
@@ -103,33 +103,33 @@ def named_by(config: GenerationConfig) -> DraftLengthPolicy | None:
 
 
 class AdaptiveDraftLength:
-    """As many tokens as another one is expected to pay for; none while drafting does not pay.
+    """Keeps drafting while a further token is worth its cost; decodes plainly while drafting is not worth it.
 
-    Speculation is a race of expected tokens against expected time (Leviathan et al. 2023, section 3.3 and theorem 3.8).
-    One more token, or a few more, are drafted while
+    Speculation trades expected tokens for expected time (Leviathan et al. 2023, section 3.3 and theorem 3.8). One more
+    token, or a few more, are drafted while
 
-        tokens they are expected to add  >  best rate so far (tokens a second) x seconds they add to draft and verify
+        expected additional tokens  >  best rate so far (tokens per second) x additional seconds to draft and verify
 
-    which is the stopping rule that maximises tokens per second. The chance that a draft token is accepted is learnt
-    from how sure the draft is of it (as in Mamou et al. 2024, arXiv 2405.04304), old outcomes fading. Where not even a
-    first token pays, decoding is plain, and a token is drafted now and then to see whether that has changed.
+    which is the stopping rule that maximises tokens per second. The acceptance probability of a draft token is learned
+    from the draft's confidence (as in Mamou et al. 2024, arXiv 2405.04304), with exponential decay. If not even a first
+    token is worth its cost, decoding is plain, and a token is drafted periodically to probe whether that has changed.
 
-    However wrong the model of costs and chances is, a `DraftBudget` bounds what drafting loses against plain decoding.
+    A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
 
     BINS = 8  # of the draft's confidence
-    FADE = 0.99  # of what was learnt, with each draft token judged
-    PRIOR = 4.0  # judged tokens that the first guess counts for
+    FADE = 0.99  # decay of the statistics per verified draft token
+    PRIOR = 4.0  # weight of the prior, in draft tokens
     PRIOR_ACCEPTANCE = 0.7
-    PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between two probes; doubled after each that did not pay
-    CLOCK = 0.1  # weight of the newest time; load, heat and longer contexts change what things cost
-    CLOCK_OTHERS = 0.02  # at least, for inferences on other numbers of tokens; more for those near
-    COMPARED = 64  # iterations with a draft in a row after which one without shows what plain decoding takes
-    SURE = 4  # plain iterations seen, from which on losses are believed
-    CLEAR_GAIN = 1.5  # times plain decoding, from which on there is nothing to compare
+    PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between probes; doubled after each unsuccessful one
+    CLOCK = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
+    CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
+    COMPARED = 64  # consecutive iterations with a draft after which one without times plain decoding
+    SURE = 4  # plain iterations after which measured losses are trusted
+    CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
     def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE, budget: float = DraftBudget.START):
-        """`prior_acceptance` is expected until tokens are judged; `budget` is what the `DraftBudget` starts with."""
+        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
         self.costs = costs
         self._prior_acceptance = prior_acceptance
         self._budget_at_start = budget
@@ -142,17 +142,17 @@ class AdaptiveDraftLength:
         self._accepted = np.zeros(self.BINS)
         self._judged = np.zeros(self.BINS)
         self._all_accepted, self._all_judged = self.PRIOR * self._prior_acceptance, self.PRIOR
-        self._tokens = self._seconds = 0.0  # gained and spent, by the model of costs
-        self._plain = 0  # iterations without a draft in a row
+        self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
+        self._plain = 0  # consecutive iterations without a draft
         self._probe_every = self.PROBE_FIRST
-        self._bins: list[int] = []  # of the tokens drafted in this iteration
-        self._survival = 1.0  # the chance that all of them are accepted
+        self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
+        self._survival = 1.0  # probability that all of them are accepted
         self._gains = np.zeros(LONGEST)
         self._budget = DraftBudget(self._budget_at_start)
-        self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learnt from such ones only
+        self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
-        self._in_a_row = 0  # iterations with a draft
-        self._lately = np.zeros(2)  # tokens gained and seconds taken by iterations with a draft, fading
+        self._in_a_row = 0  # consecutive iterations with a draft
+        self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._measured = Measured()
 
     def more(self, drafted: int, confidence: Confidence | None) -> bool:
@@ -179,7 +179,7 @@ class AdaptiveDraftLength:
             distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
             weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
             self._verify_cost *= 1 + weight * _excess(main_seconds, self._verify_cost[drafted + 1])
-            # Fewer tokens never cost more: what was measured at a busy moment, and is not seen again, comes down.
+            # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
             fewer = self._verify_cost[: drafted + 1]
             np.minimum(fewer, self._verify_cost[drafted + 1], out=fewer)
             if drafted:
@@ -189,7 +189,7 @@ class AdaptiveDraftLength:
         if not drafted:
             self._plain += 1
         elif self._plain:  # this was a probe
-            self._plain = self._probe_every if accepted == drafted else 0  # a success is tried again at once
+            self._plain = self._probe_every if accepted == drafted else 0  # after a success, probe again at once
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
         expected = float(self._draft_cost[drafted] + self._verify_cost[drafted + 1])
         seconds = expected if self._repeatable else draft_seconds + main_seconds
@@ -197,7 +197,7 @@ class AdaptiveDraftLength:
         self._measured.add(min(drafted, accepted + 1), accepted, seconds)
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
-        """What the iteration lost or saved against plain decoding."""
+        """Record what the iteration lost or saved against plain decoding."""
         if not drafted:
             self._plain_seen += 1
             self._in_a_row = 0
@@ -211,33 +211,33 @@ class AdaptiveDraftLength:
         self._budget.learn(self._plain_cost(), seconds, accepted + 1 if drafted else None)
 
     def _plain_cost(self) -> float:
-        """Seconds of an iteration without a draft: as measured, but no more than one with more tokens takes."""
+        """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
         return min(self._plain_seconds, float(self._verify_cost[2]))
 
     def _is_to_compare(self) -> bool:
-        """Whether an iteration without a draft is due, to see what that takes: where the gain is not clear."""
+        """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately
         if self._plain_seen < self.SURE and self._budget.left(self._plain_cost()) < self._budget_at_start / 2:
             return True
         return self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
 
     def acceptance(self) -> float:
-        """The chance that the next draft token is accepted if those before it were."""
+        """The probability that the next draft token is accepted, given that those before it were."""
         return self._all_accepted / self._all_judged
 
     def _acceptance_of(self, bin_: int) -> float:
         return (self._accepted[bin_] + self.PRIOR * self.acceptance()) / (self._judged[bin_] + self.PRIOR)
 
     def _rate(self, drafted: int) -> float:
-        """Tokens a second to beat: for a first token, plain decoding; then what was reached lately, if that is more.
+        """Tokens per second to beat: plain decoding for a first draft token, then the recent rate if that is higher.
 
-        What was reached in an easier text says nothing against a first token: decoding plainly does not reach it.
+        The recent rate is not the bar for a first token: not drafting would not reach it either.
         """
         plain = 1 / self._verify_cost[1]
         return max(plain, self._tokens / self._seconds) if drafted and self._seconds else plain
 
     def _pays(self, drafted: int) -> bool:
-        """Whether one more token, or any number more, gains more than its time is worth."""
+        """Whether one more draft token, or several, are worth their time."""
         left = LONGEST - drafted
         verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
         seconds = verify + self._draft_cost[drafted + 1 :] - self._draft_cost[drafted]
@@ -253,15 +253,15 @@ class AdaptiveDraftLength:
         )
         if best:
             costs += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
-        does = f"about {best} draft tokens" if best else "plain decoding, as drafting does not pay"
+        does = f"about {best} draft tokens" if best else "plain decoding, as drafting is not worth its cost"
         return f"{does}: {self._measured.text(one)}; {costs}"
 
 
 @dataclass
 class Measured:
-    """What all iterations since loading came to."""
+    """Totals over all iterations since loading."""
 
-    judged: int = 0  # draft tokens, each up to the first rejected one of an iteration
+    judged: int = 0  # draft tokens up to the first rejected one of each iteration
     accepted: int = 0
     iterations: int = 0
     seconds: float = 0.0
@@ -274,15 +274,15 @@ class Measured:
 
     def text(self, plain_seconds: float) -> str:
         if not self.judged:
-            return "no draft token was judged yet"
+            return "no draft token verified yet"
         tokens = self.iterations + self.accepted
         return (
-            f"{self.accepted / self.judged:.2f} of {self.judged} judged draft tokens accepted, "
-            f"{tokens / self.iterations:.2f} tokens an inference, {tokens * plain_seconds / self.seconds:.2f}x plain "
-            "decoding by the clock"
+            f"per-token acceptance {self.accepted / self.judged:.2f} over {self.judged} draft tokens, "
+            f"{tokens / self.iterations:.2f} tokens per forward pass, "
+            f"speedup {tokens * plain_seconds / self.seconds:.2f}x over plain decoding"
         )
 
 
 def _excess(seen: float, expected: float) -> float:
-    """By which share the seen time exceeds the expected one; a hiccup counts as twice as long, not more."""
+    """By which share the measured time exceeds the expected one; outliers count as at most twice as long."""
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0

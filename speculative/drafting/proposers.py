@@ -1,4 +1,4 @@
-"""Where draft tokens come from: a draft model, or the text itself (prompt lookup)."""
+"""Proposers of draft tokens: a draft model, or n-gram matches in the text (prompt lookup)."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -9,11 +9,11 @@ from speculative.models.cached_model import CachedModel
 from speculative.sampling.rejection_sampling import OneHot, draw
 
 Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | OneHot]
-"""Logits float32 [V] after the given text (int64 [n]) to the distribution float32 [V] that is sampled from."""
+"""Maps the logits float32 [V] after the given tokens (int64 [n]) to the distribution float32 [V] to sample from."""
 
 
 class Proposal(NamedTuple):
-    """A draft token, the distribution float32 [V] it was drawn from, and how sure the draft is of it, from 0 to 1."""
+    """A draft token, the distribution float32 [V] it was sampled from, and the draft's confidence, from 0 to 1."""
 
     token: int
     q: np.ndarray | OneHot
@@ -22,18 +22,18 @@ class Proposal(NamedTuple):
 
 class Proposer(Protocol):
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
-        """One token to follow `tokens` (int64 [n], all so far, draft tokens included); None where there is no idea."""
+        """Propose the token after `tokens` (int64 [n], all so far, draft tokens included), or None."""
 
     def forget(self) -> None:
-        """Start as if new, for results that can be repeated."""
+        """Reset, for reproducible results."""
 
 
 class DraftModelProposer:
-    """Draft tokens of a draft model, drawn through the same transform as the main model's.
+    """Samples draft tokens from a draft model, with the same transform as the main model.
 
-    `width` is the main model's number of logits. Models of one family pad one vocabulary differently: logits beyond
-    it are cut, missing ones get probability 0. The draft proposes nothing beyond its own context, nor for a text with
-    a token it does not know.
+    `width` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra logits
+    are cut, missing ones get probability 0. Proposes nothing beyond the draft's context length, nor after a token that
+    is not in its vocabulary.
     """
 
     def __init__(self, model: CachedModel, width: int):
@@ -41,7 +41,7 @@ class DraftModelProposer:
         self._width = width
 
     def can_read(self, tokens: np.ndarray) -> bool:
-        """Whether the draft model can compute what follows `tokens` (int64 [n]): it may know fewer than the main."""
+        """Whether `tokens` (int64 [n]) fit the draft's context and vocabulary, which may be smaller than main's."""
         return len(tokens) <= self.model.capacity and int(tokens.max()) < self.model.width
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
@@ -64,9 +64,9 @@ def softmax_at(logits: np.ndarray, token: int) -> float:
 
 
 class NgramProposer:
-    """Draft tokens copied from the text: what followed the last occurrence of its last few tokens (n-gram lookup).
+    """Copies draft tokens from the text: the token after the last earlier occurrence of the current n-gram.
 
-    Saxena 2023, "Prompt Lookup Decoding". The draft is certain of its token, and the rejection rule keeps it lossless.
+    Saxena 2023, "Prompt Lookup Decoding". The proposal is one-hot; rejection sampling keeps it lossless.
     """
 
     def __init__(self, width: int, max_ngram_size: int = 3):
@@ -89,4 +89,4 @@ class NgramProposer:
         return Proposal(best, OneHot(best, self._width), lambda: size / (self._max_ngram_size + 1))
 
     def forget(self) -> None:
-        """The text is all it knows."""
+        """Nothing to reset: it keeps no state."""

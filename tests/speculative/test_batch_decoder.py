@@ -301,7 +301,7 @@ def test_load_measures_and_serves():
     finish(decoder)
     assert [len(request.generation.tokens) for request in requests] == [20] * 4
     assert not any(request.draft_slot.rows.size for request in requests)  # logits that nobody needs
-    assert "draft tokens as pay in the batch" in requests[0].generation.draft_length and blocks_are_back(decoder)
+    assert "adaptive draft length for the batch" in requests[0].generation.draft_length and blocks_are_back(decoder)
 
 
 def test_blocks_are_taken_as_texts_grow_and_never_twice():

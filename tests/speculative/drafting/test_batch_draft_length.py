@@ -166,10 +166,10 @@ def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, te
 
 def test_why_tells_what_was_measured():
     rule = rule_of()
-    assert "no draft token was judged yet" in rule.why()
+    assert "no draft token verified yet" in rule.why()
     texts = [Text(rule, [0.9]) for _ in range(2)]
     rate, _ = decode(rule, texts, 400, np.random.default_rng(9))
-    found = re.search(r"([\d.]+) of (\d+) judged .* accepted, ([\d.]+) tokens .* ([\d.]+)x plain", rule.why())
+    found = re.search(r"acceptance ([\d.]+) over (\d+) draft .*, ([\d.]+) tokens .* ([\d.]+)x over plain", rule.why())
     accepted, judged, gained, speedup = map(float, found.groups())
     assert accepted == pytest.approx(0.9, abs=0.03) and judged > 1000 and gained > 2.5
     assert speedup == pytest.approx(rate / (2 / large(2)), rel=0.05)
