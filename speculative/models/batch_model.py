@@ -1,11 +1,11 @@
-"""Several sequences of one model, each with its own text, in one inference: `CachedModel` for many.
+"""Batched model with a paged KV cache: like `CachedModel`, but many sequences in one forward pass.
 
     model = BatchModel(cached_model.load(Path("models/embedded/main"), capacity=8192))
     one, other = model.slot(longest=500), model.slot(longest=200)
     rows = model.logits([ScheduledTokens(one, tokens_of_one, last=3), ScheduledTokens(other, tokens_of_other, last=1)])
 
-As there, every call gives the whole text so far of each, and what the cache holds of it is not computed again. That may
-come from other texts, which began alike: `share` and `adopt` say when.
+As there, every call passes all tokens of each sequence, and the cached prefix is not computed again. The prefix may
+come from other sequences: `share` adds blocks to the prefix cache, `adopt` reuses them.
 """
 
 from collections.abc import Sequence
@@ -17,53 +17,53 @@ from speculative.models.block_pool import BlockPool, BlockTable
 from speculative.models.cached_model import CachedModel
 from speculative.models.paged_model import PagedModel, SequenceInput
 
-TRIED = 24  # tokens to see whether one that was rolled back leaves a trace; all in one block
+TRIED = 24  # tokens to test whether rolled-back tokens leave traces; they fit in one block
 
 
 class Slot:
-    """A text's place in the cache: its blocks, what they hold, and the logits computed last.
+    """A sequence's slot in the KV cache: its block table, the tokens they hold, and the latest logits.
 
-    To `DraftModelProposer` it is the model of one text, whose logits are there already.
+    To `DraftModelProposer` it acts as a model of one sequence whose logits are already computed.
     """
 
     def __init__(self, lease: BlockTable, capacity: int, model: "BatchModel"):
-        self.capacity = capacity  # longest text, in tokens
-        self.rows = np.zeros((0, 0), np.float32)  # [last, V]: the caller's, from what `BatchModel.logits` returned
+        self.capacity = capacity  # longest sequence, in tokens
+        self.rows = np.zeros((0, 0), np.float32)  # [last, V]: set by the caller from the output of `BatchModel.logits`
         self._lease = lease
         self._model = model
         self._held = np.zeros(capacity, np.int64)
         self._length = 0
-        self._written = 0  # tokens that were there at some time, rejected ones too
-        self._pure = capacity  # tokens at the beginning with no trace of a rejected one
+        self._written = 0  # tokens ever written, rejected ones included
+        self._pure = capacity  # leading tokens without traces of a rejected one
 
     @property
     def width(self) -> int:
         return self._model.width
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [1, V] behind `tokens`, the text that was asked for last."""
+        """Logits [1, V] after `tokens`, which must be those of the last `BatchModel.logits`."""
         return self.rows[-1:]
 
     def blocks(self, tokens: int) -> np.ndarray:
-        """The numbers, int32, of the blocks for the first `tokens` tokens."""
+        """The block numbers int32 for the first `tokens` tokens."""
         return self._lease.blocks(tokens)
 
     def give_back(self) -> None:
-        """The blocks, and what else takes memory; the text is gone."""
+        """Free the blocks and all other memory of the sequence."""
         self._lease.give_back()
         self.rows = np.zeros((0, 0), np.float32)
         self._held = np.zeros(0, np.int64)
 
     def common_prefix(self, tokens: np.ndarray) -> int:
-        """How many of `tokens` the cache holds."""
+        """The number of leading `tokens` in the cache."""
         n = min(self._length, len(tokens))
         differ = self._held[:n] != tokens[:n]
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
     def adopt(self, tokens: np.ndarray) -> int:
-        """Have in common with other texts what they shared of the beginning of `tokens`; the last one is left to
-        compute. Returns how many tokens that spares."""
+        """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.
+        Returns the number of tokens saved."""
         held = self.common_prefix(tokens)
         if not self._model.shares or len(tokens) - held <= self._model.pool.block_size:
             return 0
@@ -75,29 +75,29 @@ class Slot:
         return found - held
 
     def share(self, tokens: np.ndarray) -> None:
-        """Share with other texts what the cache holds of `tokens`, which are certain: none of them is ever rejected."""
+        """Share the cached blocks of `tokens`, which must be verified tokens, with other sequences."""
         if self._model.shares:
             certain = min(self._length, self._pure, len(tokens) - 1)
             if certain >= self._lease.shared + self._model.pool.block_size:
                 self._lease.share(tokens[: min(certain, self.common_prefix(tokens))])
 
     def begin(self, start: int, end: int) -> None:
-        """An inference is to compute the tokens from `start` to `end`: should it fail, nothing there is trusted."""
+        """Prepare for a forward pass over the tokens from `start` to `end`; if it fails, they count as not cached."""
         if start < self._lease.shared:
-            raise ValueError(f"{self._lease.shared} tokens are shared with other texts, and not to be computed anew")
+            raise ValueError(f"{self._lease.shared} tokens are shared with other sequences and must not be overwritten")
         if start < self._written and self._model.leaves_traces:
             self._pure = min(self._pure, start - start % self._model.pool.block_size)
         self._length = start
         self._written = max(self._written, end)
 
     def hold(self, start: int, tokens: np.ndarray) -> None:
-        """Note that `tokens` are in the cache, from `start` on, and nothing behind."""
+        """Record that the cache holds `tokens` from `start` on, and nothing after them."""
         self._length = start + len(tokens)
         self._held[start : self._length] = tokens
 
 
 class ScheduledTokens(NamedTuple):
-    """A text's share in an inference: all its `tokens` (int64 [n]) so far; logits are wanted after the `last` ones."""
+    """A sequence in a forward pass: all its `tokens` (int64 [n]) so far, with logits after each of the `last` ones."""
 
     slot: Slot
     tokens: np.ndarray
@@ -105,29 +105,28 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where the inference on it starts: tokens before are in the cache."""
+        """Where its computation starts: the tokens before are in the cache."""
         return min(self.slot.common_prefix(self.tokens), len(self.tokens) - self.last)
 
     @property
     def missing(self) -> int:
-        """How many tokens the inference computes."""
+        """The number of tokens to compute."""
         return len(self.tokens) - self.start
 
 
 class BatchModel:
-    """The texts of one model. Not thread-safe."""
+    """A model that runs many sequences in one forward pass. Not thread-safe."""
 
     def __init__(self, model: CachedModel, context: int | None = None, share: bool = True):
-        """`model` is not to be used otherwise as soon as there are texts; its capacity is that of all texts together.
+        """Takes over `model`, which must not be used directly; its capacity is shared by all sequences.
 
-        `context` is the longest text, in tokens, by default as long as the capacity. Without `share`, texts have
-        nothing in common. Raises ValueError where the cache is not paged: only there several texts fit one inference.
+        `context` is the longest sequence in tokens, by default the whole capacity. Without `share`, sequences share no
+        blocks. Raises ValueError if the cache is not paged, which batching needs.
         """
         if not isinstance(model.backend, PagedModel):
             raise ValueError(
-                f"several texts in one inference need a paged cache, and this model has one of the kind "
-                f"{model.backend.kind!r}: take a model and a device (CPU, GPU) with paged attention, or a decoder for "
-                "each text"
+                f"batching needs a paged cache, but this model has one of kind {model.backend.kind!r}: use a model and "
+                "a device (CPU, GPU) with paged attention, or one decoder per request"
             )
         self.width = model.width
         self.context = min(context or model.capacity, model.capacity)
@@ -138,16 +137,16 @@ class BatchModel:
         self._backend = model.backend
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a text of up to so many tokens would get a slot."""
+        """Whether a slot is available for a sequence of up to `tokens` tokens."""
         return self.pool.has_room(min(tokens, self.context))
 
     def slot(self, tokens: int, salt: bytes = b"") -> Slot:
-        """Room for a text of up to so many tokens, or as many as the context has. Raises OutOfBlocks."""
+        """A slot for a sequence of up to `tokens` tokens, at most the context length. Raises OutOfBlocks."""
         tokens = min(tokens, self.context)
         return Slot(self.pool.promise(tokens, salt), tokens, self)
 
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
-        """Logits float32 [last, V] of each part: views that the next call overwrites."""
+        """Logits float32 [last, V] of each part, as views that the next call overwrites."""
         runs = []
         for slot, tokens, last in parts:
             start = ScheduledTokens(slot, tokens, last).start
@@ -160,8 +159,8 @@ class BatchModel:
 
 
 def _leaves_traces(model: CachedModel) -> bool:
-    """Whether a token that was rolled back changes what is computed behind it. In a cache of 8 or 4 bits it does, where
-    the keys of a block share their scales: the largest key that ever was there set them."""
+    """Whether a rolled-back token changes what is computed after it. It does in 8-bit or 4-bit caches whose keys share
+    scales within a block: the largest key ever written there determines the scale."""
     ids = (np.arange(TRIED, dtype=np.int64) * 7919 + 1) % model.width
     run, text, rest, other = model.backend.run, *np.split(ids, 3)
     run(0, text, 1)

@@ -1,12 +1,12 @@
-"""Whose are the blocks of a paged cache: bounded memory, shared by sequences that come and go.
+"""Block manager of a paged KV cache: allocates blocks to sequences and shares full blocks of common prefixes.
 
-A sequence is promised the blocks of its longest possible text when it starts, so that it never runs out halfway, and
-takes them one by one as it grows.
+A sequence reserves the blocks of its maximum length when it starts, so that it never runs out, and takes them one by
+one as it grows.
 
-Full blocks can be shared: sequences that begin alike have them in common, and what nobody has any more is kept until
-its room is needed, the least recently used first (Kwon et al. 2023, arXiv 2309.06180, section 4.4). A shared block is
-found by its tokens and the shared block before it, thus by every token up to its end; they are compared, not hashed
-alone, so that none is ever taken for another.
+Full blocks can be shared by sequences with a common prefix. Blocks that are no longer in use are kept and evicted least
+recently used first (Kwon et al. 2023, arXiv 2309.06180, section 4.4). A shared block is looked up by its tokens and the
+shared block before it, and so by every token up to its end; tokens are compared, not only hashed, so collisions cannot
+occur.
 """
 
 import threading
@@ -16,17 +16,17 @@ import numpy as np
 
 
 class OutOfBlocks(RuntimeError):
-    """More blocks were asked for than there are to promise."""
+    """More blocks were requested than are available."""
 
 
 @dataclass(eq=False)
 class SharedBlock:
-    """A block that is full and does not change: `tokens` (their bytes) behind those of the block `before`."""
+    """A full, immutable block: `tokens` (their bytes) after those of the block `before`."""
 
     block: int
-    before: "SharedBlock | bytes"  # of the first block: the salt of its sequence
+    before: "SharedBlock | bytes"  # for the first block: the salt of its sequence
     tokens: bytes
-    holders: int = 0  # sequences that have it
+    holders: int = 0  # reference count: sequences that use it
 
 
 class BlockPool:
@@ -36,44 +36,44 @@ class BlockPool:
         self.blocks = blocks
         self.block_size = block_size
         self._empty = list(range(blocks - 1, -1, -1))  # the lowest is taken first
-        self._shared: dict[tuple[SharedBlock | bytes, bytes], SharedBlock] = {}  # by what is before and their tokens
-        self._idle: dict[SharedBlock, None] = {}  # those that nobody has, the least recently used first
-        self._owed = 0  # promised and not taken yet
+        self._shared: dict[tuple[SharedBlock | bytes, bytes], SharedBlock] = {}  # by the block before and the tokens
+        self._idle: dict[SharedBlock, None] = {}  # unused shared blocks, least recently used first
+        self._owed = 0  # reserved and not taken yet
         self._lock = threading.Lock()
 
     @property
     def free(self) -> int:
-        """Blocks that nobody has; some of them may be promised, and some kept for whoever begins alike."""
+        """Blocks that no sequence uses; some may be reserved, some may hold a cached prefix."""
         return len(self._empty) + len(self._idle)
 
     @property
     def promised(self) -> int:
-        """Blocks that sequences have or may still take; one that several have counts once."""
+        """Blocks that sequences use or have reserved; a shared block counts once."""
         return self.blocks - self.free + self._owed
 
     def needed(self, tokens: int) -> int:
-        """Blocks that a sequence of so many tokens takes."""
+        """Number of blocks for a sequence of `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a sequence of up to so many tokens can be promised its blocks now."""
+        """Whether the blocks for a sequence of up to `tokens` tokens can be reserved now."""
         return self.needed(tokens) <= self.blocks - self.promised
 
     def promise(self, tokens: int, salt: bytes = b"") -> "BlockTable":
-        """Room for a sequence of up to `tokens` tokens. It shares blocks only with sequences of the same `salt`.
-        Raises OutOfBlocks."""
+        """Reserve blocks for a sequence of up to `tokens` tokens. It shares blocks only with sequences that have the
+        same `salt`. Raises OutOfBlocks."""
         with self._lock:
             if not self.has_room(tokens):
                 raise OutOfBlocks(
-                    f"a text of up to {tokens} tokens needs {self.needed(tokens)} blocks of {self.block_size} tokens "
-                    f"of the cache, and {self.blocks - self.promised} of {self.blocks} are to be had: wait for other "
-                    "texts to end, ask for fewer tokens, or load the models with a larger cache"
+                    f"a request of up to {tokens} tokens needs {self.needed(tokens)} cache blocks of {self.block_size} "
+                    f"tokens, but only {self.blocks - self.promised} of {self.blocks} are available: wait for other "
+                    "requests to end, request fewer tokens, or load the models with a larger cache"
                 )
             self._owed += self.needed(tokens)
         return BlockTable(self, self.needed(tokens), salt)
 
     def _take(self) -> int:
-        """An empty block, or the one that was shared and used least recently."""
+        """Take an empty block, or evict the least recently used shared one."""
         if self._empty:
             return self._empty.pop()
         oldest = next(iter(self._idle))
@@ -87,7 +87,7 @@ class BlockPool:
 
 
 class BlockTable:
-    """The blocks of one sequence, in the order of its tokens: first shared ones, then its own."""
+    """The blocks of one sequence, in token order: first shared ones, then its own."""
 
     def __init__(self, pool: BlockPool, most: int, salt: bytes = b""):
         self._pool = pool
@@ -99,21 +99,21 @@ class BlockTable:
 
     @property
     def shared(self) -> int:
-        """Tokens in the blocks that are shared, and not to be written to."""
+        """Number of tokens in shared blocks, which must not be written to."""
         return len(self._shared) * self._pool.block_size
 
     def blocks(self, tokens: int) -> np.ndarray:
-        """Block numbers int32 for so many tokens: those taken before and, as far as they do not suffice, new ones."""
+        """Block numbers int32 for `tokens` tokens; takes new blocks as needed."""
         n = self._pool.needed(tokens)
         if n > self._most:
-            raise OutOfBlocks(f"a sequence that was promised {self._most} cache blocks asks for {n}")
+            raise OutOfBlocks(f"a sequence that reserved {self._most} cache blocks requested {n}")
         with self._pool._lock:
             while self._taken < n:
                 self._append(self._pool._take())
         return self._blocks[:n]
 
     def share(self, tokens: np.ndarray) -> None:
-        """Share the blocks that `tokens` (int64 [n]) fill: they hold nothing else, and nobody will change them."""
+        """Share the blocks that `tokens` (int64 [n]) fill; their content must be final."""
         with self._pool._lock:
             while self.shared + self._pool.block_size <= len(tokens):
                 key = self._next(tokens)
@@ -121,9 +121,9 @@ class BlockTable:
                 self._have(self._pool._shared.setdefault(key, own))
 
     def adopt(self, tokens: np.ndarray) -> int:
-        """Have in common with others the shared blocks that `tokens` (int64 [n]) fill, as far as there are any.
+        """Use the shared blocks that match a prefix of `tokens` (int64 [n]) instead of this sequence's own blocks.
 
-        Returns how many tokens they hold. What this sequence had there instead is given up.
+        Returns the number of tokens in shared blocks.
         """
         with self._pool._lock:
             while self.shared + self._pool.block_size <= len(tokens):
@@ -134,9 +134,9 @@ class BlockTable:
         return self.shared
 
     def give_back(self) -> None:
-        """All of them; the sequence is gone."""
+        """Free all blocks of the sequence."""
         with self._pool._lock:
-            for shared in reversed(self._shared):  # so that no block is kept longer than the one before it
+            for shared in reversed(self._shared):  # so that a block is evicted before the one it follows
                 self._pool._release(shared)
             self._pool._empty += self._blocks[len(self._shared) : self._taken].tolist()
             self._pool._owed -= self._most - self._taken
@@ -144,12 +144,12 @@ class BlockTable:
             self._shared = []
 
     def _next(self, tokens: np.ndarray) -> tuple[SharedBlock | bytes, bytes]:
-        """What the next block to be shared is found by."""
+        """The lookup key of the next block to share."""
         before = self._shared[-1] if self._shared else self._salt
         return before, tokens[self.shared : self.shared + self._pool.block_size].tobytes()
 
     def _have(self, shared: SharedBlock) -> None:
-        """Put it behind those that are shared already, in place of a block of our own if there is one."""
+        """Append a shared block to the shared ones, in place of the sequence's own block if it has one there."""
         place = len(self._shared)
         if place == self._taken:
             self._append(shared.block)

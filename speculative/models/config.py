@@ -1,4 +1,4 @@
-"""What a model's config.json says of its context, under the keys of every architecture."""
+"""Reads context length and sliding window from config.json, under the keys of every architecture."""
 
 import json
 from pathlib import Path
@@ -8,23 +8,23 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq
 
 
 def read_config(folder: Path) -> dict:
-    """The content of config.json; nothing where there is none. Raises ValueError where it is no JSON."""
+    """The content of config.json, or {} if there is none. Raises ValueError if it is not JSON."""
     file = Path(folder, "config.json")
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def context_length(config: dict) -> int | None:
-    """The longest sequence in tokens; None where the config does not say."""
+    """The longest sequence in tokens; None if the config does not give it."""
     return next((part[key] for part in (text_config(config), config) for key in CONTEXT_KEYS if part.get(key)), None)
 
 
 def sliding_window(config: dict) -> int:
-    """Tokens that attention looks back, 0 for all."""
+    """The sliding attention window in tokens, 0 without one."""
     known = {**config, **text_config(config)}
     return (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
 
 
 def text_config(config: dict) -> dict:
-    """The language model's own part of a multimodal config."""
+    """The language model's part of a multimodal config."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else {}

@@ -1,7 +1,7 @@
-"""Compute logits only where they are asked for.
+"""Graph transformation that computes logits at selected positions only.
 
-An exported model has logits for every input position: 2.4 GB for a prompt of 4,000 tokens over 150,000 of them. This
-selects the positions before the LM head instead of after it.
+An exported model computes logits for every input position: 2.4 GB for 4,000 prompt tokens and a vocabulary of 150,000.
+This selects the positions before the LM head instead of after it.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ BEHIND_LM_HEAD = {"Result", "Add", "Convert", "Divide", "Multiply", "Tanh", "Res
 
 
 def keep_logits_at(model: ov.Model, axis: int) -> None:
-    """Give `model` an input `logits_positions` int64 [n]: which of the tokens, along `axis` of the hidden states.
+    """Add an input `logits_positions` int64 [n] to `model`: token positions along `axis` of the hidden states.
 
-    Raises ValueError where no LM head is found.
+    Raises ValueError if no LM head is found.
     """
     head = model.get_results()[0]
     while head.get_type_name() in BEHIND_LM_HEAD:

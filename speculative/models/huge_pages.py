@@ -1,8 +1,8 @@
-"""A model's weights in huge pages, which Linux gives to a program that asks for them, and OpenVINO does not ask.
+"""Moves a model's weights into huge pages on Linux, which OpenVINO does not request itself.
 
-A step of a large model reads all its weights once. In pages of 4 KiB a gigabyte is 262,144 of them, and looking up
-where each one lies takes time; huge pages have 2 MiB. Moving costs seconds for a gigabyte: it pays where a model stays.
-Where the kernel cannot (before Linux 6.1, no memory in one piece) nothing happens.
+A step of a large model reads all its weights once. A gigabyte is 262,144 pages of 4 KiB, and translating their
+addresses takes time; huge pages have 2 MiB. Moving takes seconds per gigabyte, so it suits long-running processes. If
+the kernel cannot do it (before Linux 6.1, or fragmented memory), nothing happens.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 SIZE = 2**21  # bytes of a huge page
-MADV_COLLAPSE = 25  # Linux 6.1: move what lies here into huge pages, now (man 2 madvise)
+MADV_COLLAPSE = 25  # Linux 6.1: move this memory into huge pages now (man 2 madvise)
 
 Ranges = list[tuple[int, int]]
-"""Addresses from (included) and to (excluded), ascending."""
+"""Address ranges (start included, end excluded), ascending."""
 
 
 def allocated() -> Ranges:
-    """Where this process has memory of its own that no file is behind."""
+    """The address ranges of this process's anonymous memory."""
     if sys.platform != "linux":
         return []
     lines = (line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
@@ -29,7 +29,7 @@ def allocated() -> Ranges:
 
 
 def in_use() -> int | None:
-    """Bytes of this process in huge pages; None where the system does not tell."""
+    """Bytes of this process in huge pages; None if the system does not report it."""
     if sys.platform != "linux":
         return None
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
@@ -37,7 +37,7 @@ def in_use() -> int | None:
 
 
 def move(before: Ranges) -> None:
-    """Move what was allocated since `before` into huge pages."""
+    """Move memory allocated since `before` into huge pages."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -48,10 +48,10 @@ def move(before: Ranges) -> None:
 
 
 def _mostly_used(begin: int, end: int) -> list[int]:
-    """Addresses of the blocks of SIZE bytes from `begin` to `end` most of whose pages hold something.
+    """Addresses of the blocks of SIZE bytes from `begin` to `end` with more than half of their pages in use.
 
-    A huge page takes all its memory at once, so a block with few used pages would make the process larger. All blocks
-    where the system does not tell which pages are used.
+    A huge page allocates all its memory at once, so a block with few used pages would make the process larger. Returns
+    all blocks if the system does not report which pages are used.
     """
     page = mmap.PAGESIZE
     try:
@@ -65,7 +65,7 @@ def _mostly_used(begin: int, end: int) -> list[int]:
 
 
 def _without(ranges: Ranges, others: Ranges) -> Ranges:
-    """`ranges` less what `others` cover."""
+    """`ranges` without the parts that `others` cover."""
     left = []
     for begin, end in ranges:
         for other_begin, other_end in others:

@@ -1,4 +1,4 @@
-"""The KV cache of a model, read from its IR: what it holds for each token, and whether it can be rolled back."""
+"""Layout of a model's KV cache, read from its IR: its size per token, and whether it can be rolled back."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,19 @@ class KvCache(NamedTuple):
     numbers: int  # for each token, over all layers, keys and values
 
     def bytes_per_token(self, precision: ov.Type) -> int:
-        """In `precision`; 8-bit caches keep scales and zero points beside it, up to a quarter more (head size 32)."""
+        """Bytes in `precision`; 8-bit caches also hold scales and zero points, up to a quarter more (head size 32)."""
         return self.numbers * 5 // 4 if precision.size == 1 else self.numbers * precision.size
 
 
 def read(model: ov.Model) -> KvCache:
-    """Raises ValueError where the model has no KV cache, or a state that cannot be cut to fewer tokens.
+    """Read the layout. Raises ValueError if the model has no KV cache, or a state that cannot be cut to fewer tokens.
 
-    A key or value cache has an entry for each token; other states have all tokens in one (linear attention, SSM).
+    A key or value cache has an entry for each token; other states merge all tokens into one (linear attention, SSM).
     """
     states = [variable.get_info() for variable in model.get_variables()]
     if not states:
         raise ValueError(
-            "the model has no KV cache: export it with `optimum-cli export openvino` (it is stateful then)"
+            "the model has no KV cache: export it with `optimum-cli export openvino` (which makes it stateful)"
         )
     for state in states:
         shape = state.data_shape

@@ -1,9 +1,10 @@
-"""A model on an NPU, where every shape is fixed: one network reads prompts, another up to 8 tokens at a time.
+"""NPU backend with static shapes: one network for prompts, another for up to 8 tokens at a time.
 
-OpenVINO's NPUW makes the two from one stateful IR and keeps the KV cache between them, as GenAI has it do. It forgets
-what is behind the first position of a run, but its attention mask keeps the ones of longer runs before: the mask given
-here therefore covers the whole cache, with zeros behind. And the first step behind a prompt must start where that ends,
-or NPUW takes over the wrong entries; what starts earlier is read anew. `NPUW_DEVICES=CPU` runs all this on a CPU.
+OpenVINO's NPUW builds both from one stateful IR and passes the KV cache between them, configured as GenAI does it. A
+run drops all cached positions from its start on, but NPUW's attention mask keeps the ones of earlier, longer runs; so
+the mask here covers the whole cache, padded with zeros. The first step after a prompt must start at the prompt's end,
+or NPUW copies the wrong entries; a step that starts earlier recomputes the prompt. `NPUW_DEVICES=CPU` runs all this on
+a CPU.
 """
 
 from itertools import pairwise
@@ -13,8 +14,8 @@ import openvino as ov
 
 PROMPT = 1024  # GenAI's defaults for MAX_PROMPT_LEN and MIN_RESPONSE_LEN
 RESPONSE = 128
-STEP = 8  # tokens in one inference behind the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN says another number
-FEWER_STEPS = 8  # what would take more of them is read anew as a prompt, where it has room in one
+STEP = 8  # tokens in one forward pass after the prompt, unless NPUW_LLM_MAX_GENERATION_TOKEN_LEN overrides it
+FEWER_STEPS = 8  # a run of more steps is recomputed as a prompt, if it fits
 RENAMED = ("PREFILL_CONFIG", "PREFILL_HINT", "GENERATE_CONFIG", "GENERATE_HINT", "SHARED_HEAD_CONFIG")  # GenAI's names
 
 
@@ -32,18 +33,18 @@ class NpuModel:
         context: int,
         window: int,
     ):
-        """`capacity` is the longest sequence wanted, in tokens, and `context` the longest the model can have.
+        """`capacity` is the wanted longest sequence in tokens, `context` the model's context length.
 
-        MAX_PROMPT_LEN and MIN_RESPONSE_LEN among the properties go before it and mean what they mean in GenAI; a prompt
-        longer than MAX_PROMPT_LEN works, and is slow. Raises ValueError where the cache would be longer than the
-        model's sliding `window` (0 without one): NPUW may keep the window's entries only, which cannot be rolled back.
+        The properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN take precedence and mean the same as in GenAI; a prompt
+        longer than MAX_PROMPT_LEN works, but slowly. Raises ValueError if the cache would be longer than the model's
+        sliding `window` (0 without one): NPUW may keep only the window's entries, which cannot be rolled back.
         """
         properties = dict(properties)
         capacity = min(capacity or PROMPT + RESPONSE, context)
         self._prompt = int(properties.pop("MAX_PROMPT_LEN", min(capacity, PROMPT)))
         response = int(properties.pop("MIN_RESPONSE_LEN", max(capacity - self._prompt, RESPONSE)))
         self.capacity = min(self._prompt + response, context)
-        self.chunk = self.capacity  # a run makes its own
+        self.chunk = self.capacity  # `run` splits into its own chunks
         if 0 < window < self.capacity:
             raise ValueError(
                 f"the model's sliding window of {window} tokens cannot be rolled back on an NPU: use a CPU or GPU, or "
@@ -58,7 +59,7 @@ class NpuModel:
             "NPUW_LLM_BATCH_DIM": 0,
             "NPUW_LLM_SEQ_LEN_DIM": 2,
             "NPUW_LLM_MAX_PROMPT_LEN": self._prompt,
-            "NPUW_LLM_MIN_RESPONSE_LEN": response + self._step,  # what a step adds needs room beside the cache
+            "NPUW_LLM_MIN_RESPONSE_LEN": response + self._step,  # a step needs extra room in the cache
             "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": self._step,
             "NPUW_LLM_GENERATE_PYRAMID": "NO",  # one mask for all lengths
         }
@@ -69,17 +70,17 @@ class NpuModel:
         )
         self.cache_bytes = (self._prompt + self.capacity) * per_token  # each of the two networks has one
         self._text = np.zeros(self.capacity, np.int64)  # the tokens in the cache
-        self._just_read = 0  # length of a prompt with no step behind it yet: that has to be where it ends
+        self._just_read = 0  # length of a prompt without a step yet: the next step must start at its end
         self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
 
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
+        """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
-        Returns logits float32 [last, V] after the last `last` of them: a view that the next run overwrites.
+        Returns logits float32 [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
         """
         end = start + len(tokens)
         self._text[start:end] = tokens
-        read = min(end - max(last - self._step, 0), self._prompt)  # a prompt ends with logits for one step's tokens
+        read = min(end - max(last - self._step, 0), self._prompt)  # a prompt's logits cover at most one step's tokens
         anew = start == 0 or (end - start > FEWER_STEPS * self._step and read > start)
         if anew or start < self._just_read:
             cuts = [0, *range(read, end, self._step), end]
@@ -91,9 +92,9 @@ class NpuModel:
         return np.concatenate(rows)[-last:]
 
     def _infer(self, start: int, end: int) -> np.ndarray:
-        """Logits after the tokens from `start` to `end`, of a prompt for the last of them only; a view."""
+        """Logits after the tokens from `start` to `end` (for a prompt, after its last tokens only), as a view."""
         n = end - start
-        is_prompt = start == 0 and n > 1  # how NPUW knows one
+        is_prompt = start == 0 and n > 1  # how NPUW recognises a prompt
         if is_prompt:
             mask = np.ones((1, n), np.int64)
         else:

@@ -1,8 +1,8 @@
-"""A model with its KV cache in blocks (paged attention: Kwon et al. 2023, arXiv 2309.06180), for CPU and GPU.
+"""Paged-attention backend, with the KV cache in blocks, for CPU and GPU.
 
-The cache is one table of blocks for each layer, allocated once. Where a run starts is an input of the model, so rolling
-back is starting earlier: nothing is copied, and what lies behind is overwritten. So is which blocks a sequence has: one
-inference takes several sequences, each with its own number of tokens.
+Each layer's cache is one array of blocks, allocated once (Kwon et al. 2023, arXiv 2309.06180). The start position of a
+run is an input of the model, so rolling back means starting earlier: nothing is copied, later entries are overwritten.
+The block table is an input too, so one forward pass can hold several sequences, each with its own number of tokens.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from speculative.models.gather_logits import keep_logits_at
 
 
 class SequenceInput(NamedTuple):
-    """What `run` takes, and of which sequence: `tokens` int64 [n] go to positions start, start + 1, ... of the sequence
-    in `blocks` (int32, in the order of its positions, enough of them), and logits are wanted after the last `last`."""
+    """One sequence of `run_together`: `tokens` int64 [n] at positions start, start + 1, ... of the sequence in
+    `blocks` (int32, in position order, enough of them), with logits after each of the last `last` tokens."""
 
     blocks: np.ndarray
     start: int
@@ -26,18 +26,18 @@ class SequenceInput(NamedTuple):
 
 
 class PagedModel:
-    """`run(start, tokens, last)` over an OpenVINO model and its blocks, `run_together(runs)` for several sequences."""
+    """A compiled model and its cache blocks; `run` for one sequence, `run_together` for several."""
 
     kind = "paged attention"
-    chunk = 1024  # tokens of a prompt in one inference: bounds the memory for activations
+    chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
-        """`model` is changed in place. `capacity` is the longest sequence, or of several all together, in tokens."""
+        """Modifies `model` in place. `capacity` is the number of cached tokens, over all sequences."""
         self.capacity = capacity
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
-        if device.startswith("CPU"):  # would write the model at every start and fail to read it (2026.4.1)
+        if device.startswith("CPU"):  # OpenVINO writes the cache at every start and fails to read it (2026.4.1)
             properties = {name: value for name, value in properties.items() if name != "CACHE_DIR"}
         compiled = core.compile_model(model, device, properties)
         self._request = compiled.create_infer_request()
@@ -45,7 +45,7 @@ class PagedModel:
         on_gpu = device.startswith("GPU")
         self.block_size = 16 if on_gpu else 32  # tokens in a block, fixed by the plugin
         self.blocks = -(-capacity // self.block_size)
-        self._nobodys_block = np.array([self.blocks], np.int32)  # one more: for padding
+        self._nobodys_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
         for i, port in enumerate(compiled.inputs):
             if port.any_name.startswith(("key_cache.", "value_cache.")):
@@ -59,13 +59,13 @@ class PagedModel:
         self._shared: dict[str, ov.Tensor] = {}
         self._longest = self._share("max_context_len", np.zeros((), np.int32))
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
-        self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was of several
-        self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was of one alone
+        self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
+        self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
 
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
+        """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
-        Returns logits float32 [last, V] after the last `last` of them: a view that the next run overwrites.
+        Returns logits float32 [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
         """
         n = len(tokens)
         end = start + n
@@ -82,14 +82,14 @@ class PagedModel:
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
     def run_together(self, runs: Sequence[SequenceInput]) -> np.ndarray:
-        """One inference on the tokens of all `runs`; each start as for `run`. Sequences may have blocks in common that
-        end before their start. Tokens and rows are `rounded_up`; what is more goes to a block that no sequence has.
+        """One forward pass over the tokens of all `runs`; `start` works as in `run`. Sequences may share blocks that
+        end before their start. Token and row counts are `rounded_up`; padding goes to a block of its own.
 
-        Returns logits float32 [sum of last, V], one after the other: a view that the next run overwrites. `run` has the
-        first blocks of the table for its sequence: who calls both must not mind.
+        Returns logits float32 [sum of last, V], in order, as a view that the next run overwrites. `run` uses the first
+        blocks of the cache for its sequence, so calling it overwrites sequences in these blocks.
         """
         if any(len(run.blocks) * self.block_size < run.start + len(run.tokens) for run in runs):
-            raise ValueError("a sequence is longer than its blocks")  # OpenVINO would go beyond their memory
+            raise ValueError("a sequence is longer than its blocks")  # OpenVINO would write out of bounds
         tokens = sum(len(run.tokens) for run in runs)
         rows = sum(run.last for run in runs)
         if padding := rounded_up(tokens) - tokens:
@@ -115,12 +115,12 @@ class PagedModel:
         return logits.reshape(-1, logits.shape[-1])[:rows]
 
     def _share(self, name: str, array: np.ndarray) -> np.ndarray:
-        self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # which keeps the array alive
+        self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # keeps the array alive
         self._request.set_input_tensor(self._index[name], tensor)
         return array
 
     def _put(self, name: str, values: np.ndarray) -> None:
-        """Set an input of several sequences, anew where its shape differs from the last run's."""
+        """Set an input of `run_together`; allocates a new array only if the shape changed."""
         array = self._together.get(name)
         if array is not None and array.shape == values.shape:
             array[:] = values
@@ -128,7 +128,7 @@ class PagedModel:
             self._together[name] = self._share(name, values)
 
     def _set_shapes(self, n: int, last: int, blocks: int) -> None:
-        """Set anew the inputs whose shape differs from the last run's."""
+        """Allocate the inputs whose shape differs from the last run's."""
         if self._shape is None:
             self._together.clear()
             self._past = self._share("past_lens", np.zeros(1, np.int32))
@@ -146,8 +146,8 @@ class PagedModel:
 
 
 def rounded_up(n: int) -> int:
-    """The next size that an inference of several sequences may have: 1 to 16, then 8 sizes up to each power of 2, from
-    128 on multiples of 16. OpenVINO compiles kernels for each size, 0.1 to 0.2 MB, and keeps thousands of them."""
+    """The next batch size in tokens to pad to: 1 to 16, then 8 sizes up to each power of 2, from 128 on multiples of
+    16. OpenVINO compiles kernels for each size, 0.1 to 0.2 MB, and caches thousands of them."""
     step = 1 << min(max((n - 1).bit_length() - 4, 0), 4)
     return -(-n // step) * step
 

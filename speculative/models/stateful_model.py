@@ -1,8 +1,8 @@
-"""A model that keeps its KV cache as a state of the infer request, for devices without paged attention.
+"""Stateful backend, with the KV cache as a state of the infer request, for devices without paged attention.
 
-A state only grows. Rolling back therefore leaves the rejected entries where they are and hides them: attention mask 0,
-and every token's position given explicitly. Nothing is copied until they fill a quarter of the cache; then the entries
-in use are copied together once.
+A state only grows. So a rollback leaves rejected entries in place and hides them: their attention mask is 0, and every
+token's position is given explicitly. Nothing is copied until hidden entries fill the spare quarter of the cache; then
+the entries in use are compacted once.
 """
 
 import numpy as np
@@ -10,20 +10,20 @@ import openvino as ov
 
 from speculative.models.gather_logits import keep_logits_at
 
-SPARE = 4  # one entry of room for hidden entries to so many of capacity
+SPARE = 4  # one spare entry, for hidden ones, per this many entries of capacity
 
 
 class StatefulModel:
-    """`run(start, tokens, last)` over an OpenVINO model and its states."""
+    """A compiled model and its states; `run` for one sequence."""
 
     kind = "stateful"
-    chunk = 1024  # tokens of a prompt in one inference: bounds the memory for activations
+    chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, window: int):
-        """`model` is changed in place. `capacity` is the longest sequence, in tokens.
+        """Modifies `model` in place. `capacity` is the longest sequence, in tokens.
 
-        With a sliding `window` shorter than the cache (0 without one) rejected entries are cut off by copying: a window
-        counts entries, hidden ones too.
+        With a sliding `window` shorter than the cache (0 without one), rejected entries are removed by copying, because
+        the window would count hidden entries too.
         """
         self.capacity = capacity
         keep_logits_at(model, axis=1)
@@ -33,17 +33,17 @@ class StatefulModel:
         room = capacity + capacity // SPARE
         self._can_hide = not 0 < window < room and {"attention_mask", "position_ids"} <= self._index.keys()
         self.cache_bytes = room * _bytes_per_token(model, compiled)
-        self._mask = np.zeros((1, room), np.int64)  # of the entries: 1 = in use
-        self._entry = np.zeros(capacity, np.int64)  # which one each position has
+        self._mask = np.zeros((1, room), np.int64)  # per entry: 1 = in use
+        self._entry = np.zeros(capacity, np.int64)  # the entry of each position
         self._length = 0  # positions in use
-        self._used = 0  # entries, hidden ones too
+        self._used = 0  # entries in use or hidden
         self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
         self._set("beam_idx", np.zeros(1, np.int32))
 
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        """Put tokens [n] at positions start, start + 1, ... of the cache and forget what was there and behind.
+        """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
-        Returns logits float32 [last, V] after the last `last` of them: a view that the next run overwrites.
+        Returns logits float32 [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
         """
         n = len(tokens)
         self._roll_back(start, n)
@@ -61,7 +61,7 @@ class StatefulModel:
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
     def _roll_back(self, start: int, n: int) -> None:
-        """Leave the first `start` positions, with room for n more entries."""
+        """Keep the first `start` positions and make room for n more entries."""
         if start == 0:
             self._request.reset_state()
             self._used = 0
@@ -72,7 +72,7 @@ class StatefulModel:
         self._length = start
 
     def _keep(self, entries: np.ndarray) -> None:
-        """Copy what is in use together."""
+        """Compact the states to `entries`."""
         for state in self._request.query_state():
             state.state = ov.Tensor(np.take(state.state.data, entries, axis=2))
         self._used = len(entries)
@@ -86,10 +86,10 @@ class StatefulModel:
 
 
 def _bytes_per_token(model: ov.Model, compiled: ov.CompiledModel) -> int:
-    """Bytes of the cache for each token, in the precision that the device keeps it in."""
+    """Bytes of the cache per token, in the device's cache precision."""
     try:
         precision = compiled.get_property("KV_CACHE_PRECISION")
-    except RuntimeError:  # not every device has a say in it
+    except RuntimeError:  # not every device has this property
         precision = None
     total = 0
     for variable in model.get_variables():

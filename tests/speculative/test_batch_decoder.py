@@ -229,7 +229,7 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
     first = decoder.add(list(range(1, 41)), config)
     assert not decoder.has_room(1)
     with pytest.raises(
-        OutOfBlocks, match=r"^a text of up to 6 tokens needs 1 blocks of 32 tokens of the cache, and 0 of 20 "
+        OutOfBlocks, match=r"^a request of up to 6 tokens needs 1 cache blocks of 32 tokens, but only 0 of 20 "
     ):
         decoder.add([5], greedy(5))
     decoder.step()
@@ -259,7 +259,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, wo
 
 
 def test_a_model_without_a_paged_cache_is_refused():
-    with pytest.raises(ValueError, match="need a paged cache, and this model has one of the kind 'stateful'"):
+    with pytest.raises(ValueError, match="batching needs a paged cache, but this model has one of kind 'stateful'"):
         BatchModel(cached_model.load(DRAFT, "CPU", EXACT, stateful=True))
 
 

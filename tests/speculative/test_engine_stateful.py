@@ -110,7 +110,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask_for_too_much(self, data):
         lease = self.one(data)
-        with pytest.raises(OutOfBlocks, match="was promised"):
+        with pytest.raises(OutOfBlocks, match="that reserved"):
             lease.blocks(self.pool.needed(len(self.texts[lease][0])) * BLOCK + 1)
 
     @invariant()

@@ -125,7 +125,7 @@ def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(state
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(folder, "CPU", EXACT, capacity=40, stateful=stateful)
     text = np.random.default_rng(0).integers(0, model.width, 41)
-    message = "^the text has 41 tokens and the cache room for 40: shorten it or raise the capacity$"
+    message = "^the text has 41 tokens, but the cache only fits 40: shorten it or raise the capacity$"
     full = model.logits(text[:40]).copy()
     with pytest.raises(ValueError, match=message):
         model.logits(text)
@@ -291,7 +291,7 @@ def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, mo
     tiny = "mistral" if wrong is TrimsOneTooMany else "llama"  # a sliding window is trimmed
     for folder in [tiny_pair(tiny) / "main"] + [MAIN, DRAFT] * (base is not NpuModel and wrong is not TrimsOneTooMany):
         with pytest.raises(
-            ValueError, match=r"from a fresh one by [\d.]+ in the next token's distribution.*: this model cannot be ro"
+            ValueError, match=r"distribution differs from that of a fresh cache by [\d.]+ \(.*: this model cannot be ro"
         ):
             cached_model.load(folder, device, properties, stateful=base is StatefulModel)
 
@@ -307,7 +307,7 @@ def test_the_default_precision_passes_the_check(stateful, tiny_pair):
 def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
     model = cached_model.load(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}, capacity=64)
-    assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), as by channel rejected")
+    assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel rejected")
     assert cached_model.load(folder, "CPU", EXACT, capacity=64).note == ""
     assert cached_model.load(MAIN, "CPU", capacity=64).note == ""
 

@@ -255,7 +255,7 @@ def test_one_block_that_several_have_is_promised_once(tiny):
         decoder.add(np.append(beginning, i), greedy(20, num_assistant_tokens=1))
         decoder.step()
     assert decoder.main.pool.promised == 4 + 5
-    with pytest.raises(ValueError, match=r"^128 tokens are shared with other texts"):
+    with pytest.raises(ValueError, match=r"^128 tokens are shared with other sequences"):
         decoder._requests[0].slot.begin(100, 110)
     finish(decoder)
     assert blocks_are_back(decoder)
