@@ -1,4 +1,4 @@
-"""Is this main model with this draft a sound pair? Told token by token, in seconds, before anything is compiled.
+"""Pair check: compares main and draft model token by token, in seconds, without compiling anything.
 
     check = check_pair(Path("models/embedded/main"), Path("models/embedded/draft"))
     for finding in check.findings:
@@ -6,8 +6,8 @@
     if not check.sound:
         ...
 
-Why: the engine itself encodes one sentence and compares the number of tokens and three ids. A draft whose tokenizer
-gives every token another id passes that, and then proposes nonsense.
+Why: GenAI only encodes one sentence and compares the number of tokens and three special ids. A draft whose tokenizer
+gives every token a different id passes that check and then proposes nonsense.
 """
 
 import contextlib
@@ -23,33 +23,33 @@ SHOWN = 3  # first differences shown in a message
 
 
 class Finding(NamedTuple):
-    """One thing looked at. `level` is "ok", "warning" (works, with a limit) or "error" (not a sound pair)."""
+    """The result of one check. `level` is "ok", "warning" (works, with a limit) or "error" (not a sound pair)."""
 
     level: str
     what: str  # files, vocabulary, tokenizer rules, special tokens, encodings, logits width, chat template, ...
-    message: str  # one sentence: what was found, and what to do about it
+    message: str  # one sentence: the finding, and what to do about it
 
 
 class PairCheck(NamedTuple):
-    """The findings, and a fingerprint that two tokenizers share exactly when they are equal (None before exporting)."""
+    """The findings, and a tokenizer fingerprint, equal for equal tokenizers only (None before the export)."""
 
     findings: list[Finding]
     fingerprint: str | None
 
     @property
     def sound(self) -> bool:
-        """Whether the pair may be used: no finding is an error."""
+        """Whether no finding is an error."""
         return all(finding.level != "error" for finding in self.findings)
 
 
 def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
-    """Compare two model folders: OpenVINO IR both, or at least one a Hugging Face checkpoint that is not exported yet.
+    """Compare two model folders, each OpenVINO IR or a Hugging Face checkpoint that is not exported yet.
 
     Args:
         main, draft: the folders.
         npu: the pair is for an NPU, whose stateful backend needs logits of equal width.
 
-    An unusable folder (missing, truncated, corrupt, of another kind) is a finding too, never an exception.
+    An unusable folder (missing, truncated, corrupt, of another kind) is reported as a finding, not raised.
     """
     main, draft = Path(main), Path(draft)
     unexported = any(
@@ -80,9 +80,9 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """SHA-256 over what a tokenizer IR does: tokens, special ids, encodings of a test text and of every token.
+    """SHA-256 of a tokenizer IR's behaviour: tokens, special ids, encodings of a test text and of every token.
 
-    Raises UnusableFolder (a ValueError) when the folder is no whole IR.
+    Raises UnusableFolder (a ValueError) if the folder is not a complete IR.
     """
     return _fingerprint(ir_facts(Path(folder)))
 
@@ -94,9 +94,9 @@ def _fingerprint(main: ModelFacts) -> str:
 
 
 def _texts(main: ModelFacts) -> list[str]:
-    """What both tokenizers are to encode: the test text, and each token of main's that is text by itself.
+    """The texts that both tokenizers encode: the test text, and each token of main that is valid text on its own.
 
-    Encoding a token's own text goes through the merges that make it, whatever kind of tokenizer it is.
+    Encoding a token's own text exercises the merges that produce it, for any kind of tokenizer.
     """
     texts = [*TEST_TEXT]
     for _, token in sorted(main.tokens.items()):
@@ -109,25 +109,25 @@ def _compare_vocabularies(main: ModelFacts, draft: ModelFacts) -> Iterator[Findi
     if not main.tokens or not draft.tokens:
         folder = (draft if main.tokens else main).folder
         if not main.encode:
-            message = f"{folder} has no tokenizer.json, so the vocabularies can be compared only after the export"
+            message = f"{folder} has no tokenizer.json, so the vocabularies can only be compared after the export"
             yield Finding("warning", "vocabulary", message)
         elif not main.tokens:
-            message = f"{folder} has no openvino_detokenizer.xml, so it cannot write text; export it again"
+            message = f"{folder} has no openvino_detokenizer.xml, so it cannot produce text; export it again"
             yield Finding("error", "vocabulary", message)
         else:
-            message = f"{folder} has no detokenizer to list its tokens; each is compared by encoding it, see encodings"
+            message = f"{folder} has no detokenizer to list its tokens; they are compared by encoding, see encodings"
             yield Finding("ok", "vocabulary", message)
         return
     different = [
         i for i in sorted(main.tokens.keys() | draft.tokens.keys()) if main.tokens.get(i) != draft.tokens.get(i)
     ]
     if not different:
-        yield Finding("ok", "vocabulary", f"{len(main.tokens):,} tokens, each with the same id in both")
+        yield Finding("ok", "vocabulary", f"{len(main.tokens):,} tokens with the same ids in both")
         return
     shown = "; ".join(f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:SHOWN])
     message = (
         f"{len(different):,} of {len(main.tokens.keys() | draft.tokens.keys()):,} token ids differ ({shown}); "
-        "choose a draft of the main model's own family, made with the same tokenizer"
+        "choose a draft of the main model's family, trained with the same tokenizer"
     )
     yield Finding("error", "vocabulary", message)
 
@@ -143,16 +143,14 @@ def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
         shown = [" + ".join(map(repr, merges[first])) if first < len(merges) else "none" for merges in (ours, theirs)]
         message = (
             f"the merges differ from number {first + 1} on ({shown[0]} in main, {shown[1]} in draft); "
-            "choose a draft made with the same tokenizer"
+            "choose a draft trained with the same tokenizer"
         )
         yield Finding("error", "merges", message)
     else:
-        yield Finding("ok", "merges", f"{len(ours):,} merges, the same in both")
+        yield Finding("ok", "merges", f"{len(ours):,} identical merges in both")
     for part in ("normalizer", "pre_tokenizer"):
         if main.rules[part] != draft.rules[part]:
-            message = (
-                f"the two tokenizer.json have different settings of {part}; whether it matters, the encodings show"
-            )
+            message = f"the two tokenizer.json have different {part} settings; the encodings show whether it matters"
             yield Finding("warning", part, message)
 
 
@@ -169,8 +167,8 @@ def _compare_special_tokens(main: ModelFacts, draft: ModelFacts) -> Iterator[Fin
         for name in different
     )
     message = (
-        f"{shown}, and the engine refuses such a pair; where the vocabularies are equal, give both "
-        "tokenizer_config.json the same bos_token, eos_token and pad_token and export again"
+        f"{shown}, and GenAI rejects such a pair; if the vocabularies are equal, set the same bos_token, eos_token and "
+        "pad_token in both tokenizer_config.json and export again"
     )
     yield Finding("error", "special tokens", message)
 
@@ -182,7 +180,7 @@ def _compare_encodings(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]
     encoded = zip(texts, main.encode(texts), draft.encode(texts), strict=True)
     different = [(text, ours, theirs) for text, ours, theirs in encoded if ours != theirs]
     if not different:
-        message = f"{len(texts):,} texts (every token, {len(TEST_TEXT)} test lines) encoded alike"
+        message = f"{len(texts):,} texts (every token, {len(TEST_TEXT)} test lines) with the same encoding in both"
         yield Finding("ok", "encodings", message)
         return
     text, ours, theirs = different[0]
@@ -190,31 +188,27 @@ def _compare_encodings(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]
     shown = [_show(facts, ids[at]) if at < len(ids) else "nothing" for facts, ids in ((main, ours), (draft, theirs))]
     message = (
         f"{len(different):,} of {len(texts):,} texts are encoded differently (in {text!r} token {at + 1} is {shown[0]} "
-        f"for main and {shown[1]} for draft); choose a draft made with the same tokenizer"
+        f"for main and {shown[1]} for draft); choose a draft trained with the same tokenizer"
     )
     yield Finding("error", "encodings", message)
 
 
 def _compare_logits_width(main: ModelFacts, draft: ModelFacts, *, npu: bool) -> Iterator[Finding]:
-    """Widths may differ by padding: models of one family pad one vocabulary to different multiples (Qwen2.5, Phi)."""
+    """Widths may differ: models of one family may pad the vocabulary to different multiples (Qwen2.5, Phi)."""
     if not main.logits_width or not draft.logits_width:
         return
     widths = f"main predicts over {main.logits_width:,} ids and draft over {draft.logits_width:,}"
     largest = max(main.tokens, default=-1)
     if largest >= draft.logits_width:
-        message = f"{widths}, but token ids go up to {largest:,}, beyond what the draft can read; choose another draft"
+        message = f"{widths}, but token ids go up to {largest:,}, which the draft does not know; choose another draft"
         yield Finding("error", "logits width", message)
     elif main.logits_width == draft.logits_width:
         yield Finding("ok", "logits width", f"both predict over {main.logits_width:,} ids")
     elif npu:
-        message = (
-            f"{widths}, and with an NPU in the pair both must be equal; choose another draft, or CPU or GPU for both"
-        )
+        message = f"{widths}, and with an NPU they must be equal; choose another draft, or CPU or GPU for both"
         yield Finding("error", "logits width", message)
     else:
-        message = (
-            f"{widths} (padding beyond the tokens they share); this works on CPU and GPU, not with an NPU in the pair"
-        )
+        message = f"{widths} (padding beyond the shared tokens); this works on CPU and GPU, but not on an NPU"
         yield Finding("warning", "logits width", message)
 
 
@@ -222,14 +216,14 @@ def _compare_chat_templates(main: ModelFacts, draft: ModelFacts) -> Iterator[Fin
     if main.chat_template == draft.chat_template:
         yield Finding("ok", "chat template", "the same in both" if main.chat_template else "none in both")
     elif not main.chat_template:
-        message = "only the draft has one, and the main model's is what counts; chat prompts will be sent as plain text"
+        message = "only the draft has one, and only the main model's is used; chat prompts will be sent as plain text"
         yield Finding("warning", "chat template", message)
     elif not draft.chat_template:
-        yield Finding("ok", "chat template", "main's, which is used for both; the draft has none")
+        yield Finding("ok", "chat template", "main's is used for both; the draft has none")
     else:
         message = (
-            "the draft's is another; main's is used for both, which is correct, but a draft tuned on another template "
-            "may be accepted less often: measure"
+            "they differ; main's is used for both, which is correct, but a draft tuned on another template may have a "
+            "lower acceptance rate: measure it"
         )
         yield Finding("warning", "chat template", message)
 
@@ -239,8 +233,8 @@ def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Fi
         return
     if draft.context_length < main.context_length:
         message = (
-            f"the draft's is {draft.context_length:,} tokens and the main model's {main.context_length:,}; keep prompt "
-            f"and answer together below {draft.context_length:,}, or the draft fails or is rejected from there on"
+            f"the draft has {draft.context_length:,} tokens and the main model {main.context_length:,}; keep prompt "
+            f"and answer together below {draft.context_length:,}, or the draft fails or is rejected beyond"
         )
         yield Finding("warning", "context length", message)
     else:
@@ -249,18 +243,18 @@ def _compare_context_lengths(main: ModelFacts, draft: ModelFacts) -> Iterator[Fi
 
 
 def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
-    """Any two decoder-only language models may differ in architecture; what is no such model is named."""
+    """Decoder-only language models may differ in architecture; any other kind of model is an error."""
     refused = False
     for role, facts in (("main", main), ("draft", draft)):
         name = facts.architecture.lower()
         if facts.encoder_decoder:
-            message = f"{role} ({facts.architecture}) is an encoder-decoder model; give a decoder-only language model"
+            message = f"{role} ({facts.architecture}) is an encoder-decoder model; use a decoder-only language model"
             refused = True
             yield Finding("error", "architecture", message)
         elif "eagle" in name or "dflash" in name:
             message = (
-                f"{role} ({facts.architecture}) drafts from the main model's hidden states and is no independent "
-                "model; give a draft that is a language model of its own"
+                f"{role} ({facts.architecture}) drafts from the main model's hidden states and is not a standalone "
+                "model; use a standalone language model as draft"
             )
             refused = True
             yield Finding("error", "architecture", message)
@@ -284,7 +278,7 @@ def _megabytes(facts: ModelFacts) -> str:
 
 
 def _show(facts: ModelFacts, token_id: int | None) -> str:
-    """A token for a message: its id and its text."""
+    """A token's id and text, for a message."""
     if token_id is None:
         return "missing"
     return f"{token_id} ({_token(facts, token_id)})"

@@ -1,4 +1,4 @@
-"""The devices of this machine: which of those that a device string names are here, why not, and their memory."""
+"""Device lookup: which devices an OpenVINO device string names, why one is unavailable, and their memory."""
 
 import os
 import re
@@ -7,41 +7,41 @@ from typing import NamedTuple
 
 import openvino as ov
 
-VIRTUAL = ("AUTO", "HETERO", "MULTI", "BATCH")  # spread a model over the devices named behind the colon
+VIRTUAL = ("AUTO", "HETERO", "MULTI", "BATCH")  # spread a model over the devices named after the colon
 MAIN_MEMORY = "main memory"
 
 
 class DeviceFacts(NamedTuple):
-    """One device. `missing` says in one clause why it cannot be used, and what to do; empty where it can."""
+    """One device. `missing` says in one clause why it is unavailable and what to do; empty if it is available."""
 
     name: str  # CPU, GPU.1, NPU
     full_name: str
     missing: str
-    memory: str  # MAIN_MEMORY, or the name of a device that has its own
+    memory: str  # MAIN_MEMORY, or the name of a device with its own memory
 
 
 class Memory(NamedTuple):
-    """In bytes; None where the system does not tell."""
+    """Memory in bytes; None if the system does not report it."""
 
     total: int | None
     available: int | None
 
 
 def look_up(device: str, core: ov.Core | None = None) -> list[DeviceFacts]:
-    """The devices that a string names: "CPU", "GPU.1", "AUTO:GPU,-CPU" (all but CPU), "HETERO:GPU,CPU"."""
+    """The devices that a device string names: "CPU", "GPU.1", "AUTO:GPU,-CPU" (all but CPU), "HETERO:GPU,CPU"."""
     core = core or ov.Core()
     return [_facts(name, core) for name in names(device, core.available_devices)]
 
 
 def why_not(device: str, facts: list[DeviceFacts]) -> str:
-    """Why what a string names, looked up as `facts`, cannot be used; empty where it can."""
+    """Why `device`, looked up as `facts`, is unavailable; empty if it is available."""
     if not facts:
-        return f"{device} leaves no device: name one"
+        return f"{device} excludes every device: name one"
     return next((f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing), "")
 
 
 def names(device: str, here: list[str]) -> list[str]:
-    """The single devices in a device string, first the one that comes first; `here` stands for a list not given."""
+    """The single devices in a device string, in its order; `here` is used if the string lists none."""
     kind, _, listed = device.partition(":")
     if kind not in VIRTUAL:
         return [device]
@@ -52,14 +52,14 @@ def names(device: str, here: list[str]) -> list[str]:
 
 
 def usable_cores() -> int:
-    """Those that this process may use: under taskset, numactl or in a container fewer than the machine has."""
+    """CPU cores this process may use: fewer than the machine has under taskset, numactl or in a container."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    return len(os.sched_getaffinity(os.getpid()))  # of the main thread: OpenVINO gives some of its own one core each
+    return len(os.sched_getaffinity(os.getpid()))  # of the main thread: OpenVINO pins some of its own to one core each
 
 
 def main_memory() -> Memory:
-    """This machine's, or a container's limit where that is lower."""
+    """This machine's memory, or the container's limit if that is lower."""
     if os.name == "nt":
         return _windows_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -75,7 +75,7 @@ def main_memory() -> Memory:
 
 
 def device_memory(name: str, core: ov.Core) -> Memory:
-    """A GPU's own memory; what of it is in use, OpenVINO does not tell."""
+    """A GPU's own memory; OpenVINO does not report how much of it is in use."""
     try:
         return Memory(int(core.get_property(name, "GPU_DEVICE_TOTAL_MEM_SIZE")), None)
     except RuntimeError:
@@ -89,7 +89,7 @@ def _facts(name: str, core: ov.Core) -> DeviceFacts:
     if not is_here:
         return DeviceFacts(name, "", _why_missing(name, core), MAIN_MEMORY)
     own = kind == "GPU" and "INTEGRATED" not in str(core.get_property(name, "DEVICE_TYPE")).upper()
-    memory = name if own else MAIN_MEMORY  # integrated GPUs and NPUs share the CPU's
+    memory = name if own else MAIN_MEMORY  # integrated GPUs and NPUs share main memory
     return DeviceFacts(name, str(core.get_property(name, "FULL_DEVICE_NAME")), "", memory)
 
 
@@ -97,13 +97,13 @@ def _why_missing(name: str, core: ov.Core) -> str:
     here = f"OpenVINO finds {', '.join(core.available_devices)} here"
     kind, _, number = name.partition(".")
     if number and any(device.partition(".")[0] == kind for device in core.available_devices):
-        return f"{here}; take one of these"
+        return f"{here}; use one of these"
     if kind not in ("CPU", "GPU", "NPU"):
-        return f"it is no device of OpenVINO; {here}; take one of these"
+        return f"it is not an OpenVINO device; {here}; use one of these"
     try:
         core.get_property(name, "FULL_DEVICE_NAME")
         said = ""
-    except RuntimeError as error:  # tells of a missing driver library; of a missing NPU nothing that helps
+    except RuntimeError as error:  # names a missing driver library; not helpful for a missing NPU
         library = re.search(r"([\w.-]+\.(?:so[.\d]*|dll))[^/\\:]*: cannot open shared object", str(error))
         said = f" ({library[1]} is missing)" if library else ""
     if kind == "GPU":
@@ -112,7 +112,7 @@ def _why_missing(name: str, core: ov.Core) -> str:
         )
     else:
         todo = "install the Intel NPU driver, in a container also pass --device /dev/accel"
-    return f"{here}{said}; {todo}, or take another device"
+    return f"{here}{said}; {todo}, or use another device"
 
 
 def _windows_memory() -> Memory:

@@ -1,9 +1,9 @@
-"""Does this pair fit this machine: caches, weight formats, devices, memory, what a draft step should cost.
+"""Fit check: whether a pair suits this machine's devices and memory, and what a draft step should cost.
 
     for finding in check_fit(Path("models/embedded/main"), Path("models/embedded/draft"), "CPU", "CPU"):
         ...
 
-Like the pair check it says so in seconds, before anything is compiled; it is for pairs that passed that.
+Like the pair check, which the pair must have passed, it takes seconds and compiles nothing.
 """
 
 from collections.abc import Iterator
@@ -24,16 +24,16 @@ from speculative.pair.model_info import ModelFacts, config_facts, require_ir
 from speculative.pair.weights import Weights
 from speculative.sequence import metrics
 
-CHANNEL_WISE = 4e9  # parameters from which on an NPU wants int4 channel-wise (openvino#34450)
-ALPHA = 0.7  # per-token acceptance of a fair draft, for the expected speedup
-ROLLBACK_TOKENS = 256  # room in the cache while rollbacks are tried
-LONGEST = 16  # draft lengths looked at for it
-WORTH_IT = 1.2  # expected speedup below which a draft of fair acceptance is too large
+CHANNEL_WISE = 4e9  # parameters above which an NPU needs channel-wise int4 (openvino#34450)
+ALPHA = 0.7  # per-token acceptance of an average draft, for the expected speedup
+ROLLBACK_TOKENS = 256  # cache capacity for the rollback check
+LONGEST = 16  # longest draft length considered for the expected speedup
+WORTH_IT = 1.2  # expected speedup below which an average draft is too large
 
 
 @dataclass
 class PairMember:
-    """One model of the pair, its device, and what could be read of it; `cache` is the reason where there is none."""
+    """One model of the pair, its device and properties; `cache` is an error message if there is no usable cache."""
 
     role: str  # main, draft
     device: str
@@ -48,13 +48,13 @@ class PairMember:
 
     @property
     def tokens(self) -> int:
-        """The longest text the engine makes room for."""
+        """The longest sequence that the engine allocates a cache for."""
         context = self.facts.context_length or CAPACITY
         return min(context, PROMPT + RESPONSE if self.on_npu else CAPACITY)
 
 
 def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[Finding]:
-    """Judge two IR folders, each on its device. Raises UnusableFolder where one is not whole."""
+    """Check two IR folders, each on its device. Raises UnusableFolder if one is incomplete."""
     core = ov.Core()
     named = (("main", Path(main), device), ("draft", Path(draft), draft_device))
     halves = [_read(role, folder, name, core) for role, folder, name in named]
@@ -69,14 +69,14 @@ def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[F
 
 
 def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> Iterator[Finding]:
-    """Compile both models as our engine does, seconds each, and say what their caches do when tokens are rejected."""
+    """Compile both models as `speculative.decoder` does, seconds each, and check the rollback of rejected tokens."""
     for role, folder, name in (("main", main, device), ("draft", draft, draft_device)):
         try:
             note = cached_model.load(folder, name, capacity=ROLLBACK_TOKENS).note
         except (ValueError, RuntimeError) as error:
             yield Finding("error", "rollback", f"{role}: {' '.join(str(error).split())}")
         else:
-            yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no more than precision does'}")
+            yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no traces beyond rounding'}")
 
 
 def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
@@ -94,7 +94,7 @@ def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
 def _judge_devices(halves: list[PairMember]) -> Iterator[Finding]:
     for half in halves:
         if not half.devices:
-            yield Finding("error", "device", f"{half.role}: {half.device!r} leaves no device; name one")
+            yield Finding("error", "device", f"{half.role}: {half.device!r} excludes every device; name one")
         missing = [device for device in half.devices if device.missing]
         for device in missing:
             yield Finding("error", "device", f"{half.role}: there is no {device.name!r}: {device.missing}")
@@ -104,7 +104,7 @@ def _judge_devices(halves: list[PairMember]) -> Iterator[Finding]:
 
 
 def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:
-    """What static shapes and NPUW's kernels ask for; engine and export say the same, only later."""
+    """Requirements of static shapes and NPUW's kernels, which engine and export would report only later."""
     for half in halves:
         if not half.on_npu:
             continue
@@ -115,12 +115,12 @@ def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:
         elif "int4" in half.weights.formats and grouped and half.weights.parameters > CHANNEL_WISE:
             message = (
                 f"{role} has {_count(half.weights.parameters)} parameters in int4 groups of {half.weights.group_size}, "
-                "and above 4 B an NPU wants them channel-wise; export it again with --for NPU"
+                "but above 4 B an NPU needs them channel-wise; export it again with --for NPU"
             )
             yield Finding("warning", "NPU weights", message)
         elif "int8" in half.weights.asymmetric and "int4" not in half.weights.formats:
             message = (
-                f"{role} has asymmetric int8 weights, and an NPU is made for symmetric ones; export with --for NPU"
+                f"{role} has asymmetric int8 weights, but an NPU is built for symmetric ones; export with --for NPU"
             )
             yield Finding("warning", "NPU weights", message)
         else:
@@ -134,7 +134,7 @@ def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:
         else:
             message = (
                 f"{role} has static shapes: prompts up to {PROMPT:,} tokens and answers up to {RESPONSE}, unless the "
-                "properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN say more"
+                "properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise these limits"
             )
             yield Finding("warning", "NPU shapes", message)
 
@@ -143,7 +143,7 @@ def _judge_weights(halves: list[PairMember]) -> Iterator[Finding]:
     shown = "; ".join(f"{half.role} {half.weights}, {_count(half.weights.parameters)} parameters" for half in halves)
     main, draft = halves
     if main.weights.formats[0] in ("int4", "int8") and draft.weights.formats[0] in ("fp16", "bf16", "fp32"):
-        message = f"{shown}; compress the draft too (--draft-weight-format int8), as its steps are to be cheap"
+        message = f"{shown}; compress the draft too (--draft-weight-format int8), so that its steps are cheap"
         yield Finding("warning", "weight formats", message)
     else:
         yield Finding("ok", "weight formats", shown)
@@ -157,14 +157,14 @@ def _judge_caches(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
         cache, precision = half.cache, _precision(half, core)
         message = (
             f"{half.role} {cache.layers} layers x {cache.heads} heads x {cache.head_size}: "
-            f"{cache.bytes_per_token(precision):,} bytes a token in {precision.to_string()}, "
+            f"{cache.bytes_per_token(precision):,} bytes per token in {precision.to_string()}, "
             f"{_size(_cache_bytes(half, core))} for {half.tokens:,} tokens"
         )
         yield Finding("ok", "KV cache", message)
 
 
 def _judge_memory(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
-    """Both models against each memory they are in. A model spread over devices is counted where it comes first."""
+    """Check memory use per memory. A model spread over several devices counts for the first of them."""
     places: dict[str, list[PairMember]] = {}
     for half in halves:
         if half.devices and not any(device.missing for device in half.devices):
@@ -179,45 +179,45 @@ def _judge_memory(halves: list[PairMember], core: ov.Core) -> Iterator[Finding]:
 def _judge_place(place: str, parts: str, need: int, there: Memory) -> Finding:
     todo = "convert to a smaller format (int4), use a shorter context, or put the draft on another device"
     if there.total is None:
-        return Finding("ok", "memory", f"{parts}; how much {place} has, this system does not tell")
+        return Finding("ok", "memory", f"{parts}; this system does not report the size of {place}")
     if need > there.total:
-        message = f"{parts} need {_size(need)}, and {place} has {_size(there.total)} in all; {todo}"
+        message = f"{parts} need {_size(need)}, but {place} has {_size(there.total)} in total; {todo}"
         return Finding("error", "memory", message)
     if there.available is None:
         return Finding("ok", "memory", f"{parts}, of {_size(there.total)} in {place}")
     if need > there.available:
         free = _size(there.available)
-        message = f"{parts} need {_size(need)}, and of {place} {free} are free; close programs, or {todo}"
+        message = f"{parts} need {_size(need)}, but {place} has only {free} free; close programs, or {todo}"
         return Finding("warning", "memory", message)
     return Finding("ok", "memory", f"{parts}, of {_size(there.available)} free in {place}")
 
 
 def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
-    """Decoding is limited by reading the weights, so that their sizes give the cost ratio, on devices alike."""
+    """Decoding is bound by reading the weights, so their sizes give the cost ratio on equally fast devices."""
     ratio = draft.weights.bytes_per_step / main.weights.bytes_per_step
     gains = {
         k: metrics.predicted_speedup(metrics.block_efficiency_at(ALPHA, k), k, ratio, 1) for k in range(1, LONGEST + 1)
     }
     best = max(gains, key=gains.__getitem__)
     said = (
-        f"by the bytes a step reads ({_size(draft.weights.bytes_per_step)} and {_size(main.weights.bytes_per_step)}) a "
-        f"draft step costs {ratio:.2f} of a main step"
+        f"a draft step reads {_size(draft.weights.bytes_per_step)} and a main step "
+        f"{_size(main.weights.bytes_per_step)}, an estimated cost ratio of {ratio:.2f}"
     )
     if draft.device != main.device:
-        said += ", were the devices equally fast"
+        said += " on equally fast devices"
     if gains[best] < WORTH_IT:
         message = (
-            f"{said}, too much: with {ALPHA:.0%} of tokens accepted at most {gains[best]:.2f}x (K = {best}); take a "
+            f"{said}, which is too high: at most {gains[best]:.2f}x at {ALPHA:.0%} acceptance (K = {best}); use a "
             "smaller draft or a smaller weight format for it"
         )
         yield Finding("warning", "cost ratio", message)
     else:
-        message = f"{said}: with {ALPHA:.0%} of tokens accepted at most {gains[best]:.1f}x (K = {best}); measure it"
+        message = f"{said}: at most {gains[best]:.1f}x at {ALPHA:.0%} acceptance (K = {best}); measure it"
         yield Finding("ok", "cost ratio", message)
 
 
 def _precision(half: PairMember, core: ov.Core) -> ov.Type:
-    """What the device keeps its KV cache in: by default u8 on CPUs; f16 where it does not tell."""
+    """The device's KV-cache precision: u8 by default on CPUs; f16 assumed if the device does not report it."""
     try:
         told = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
     except RuntimeError:

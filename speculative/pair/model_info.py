@@ -1,7 +1,7 @@
-"""What a model folder says about itself, read in seconds and without compiling anything.
+"""Model information read from a folder in seconds, without compiling anything.
 
-Two kinds of folder: OpenVINO IR (`openvino_model.xml`, tokenizer IR, `config.json`) and a Hugging Face checkpoint
-before its export (`config.json`, `tokenizer.json`, weights).
+A folder is OpenVINO IR (`openvino_model.xml`, tokenizer IR, `config.json`) or a Hugging Face checkpoint before its
+export (`config.json`, `tokenizer.json`, weights).
 """
 
 import json
@@ -16,7 +16,7 @@ import openvino_genai
 
 from speculative.models.config import context_length, sliding_window, text_config
 
-# One string a line, so that the first difference can be shown: code, digits, several scripts, emoji, odd white space.
+# One test string per line: code, digits, several scripts, emoji, unusual white space.
 TEST_TEXT = """\
 def read_file(path: str) -> list[str]:\n    with open(path, encoding="utf-8") as file:\n\t\treturn file.read()
 for (int i = 0; i < 1024; ++i) { sum += values[i] * 0x1F; } // TODO
@@ -28,16 +28,16 @@ Größe, déjà vu, naïve, smörgåsbord, Łódź, İstanbul
 😀👍🏽👩‍💻🇪🇺 ∑∫√≠∞ → ¼ №
   two  spaces\u00a0and\u200bodd\u3000ones   """.splitlines()
 
-HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # how optimum-intel marks them in an IR
+HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # optimum-intel's marks in the IR
 
 
 class UnusableFolder(ValueError):
-    """The folder does not hold what is needed; the message is one sentence that says what, where, and what to do."""
+    """A folder lacks something; the message is one sentence that says what, where, and what to do."""
 
 
 @dataclass
 class ModelFacts:
-    """What the pair check compares. None, or empty, means that the folder does not say."""
+    """Model information that the pair check compares; None or empty if the folder does not give it."""
 
     folder: Path
     tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
@@ -49,7 +49,7 @@ class ModelFacts:
     sliding_window: int = 0  # tokens; 0 without one
     architecture: str = ""
     encoder_decoder: bool = False
-    logits_width: int | None = None  # what the model predicts over; may be padded beyond the tokenizer's vocabulary
+    logits_width: int | None = None  # number of logits; may be padded beyond the tokenizer's vocabulary
     weight_bytes: int = 0
 
 
@@ -59,17 +59,17 @@ def is_ir(folder: Path) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds a Hugging Face checkpoint: a config and weights, or what points to their parts."""
+    """Whether the folder holds a Hugging Face checkpoint: a config and weights, or an index of weight shards."""
     weights = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
     return (folder / "config.json").is_file() and any(next(folder.glob(name), None) for name in weights)
 
 
 def ir_facts(folder: Path) -> ModelFacts:
-    """Read an OpenVINO IR folder. Raises UnusableFolder when a part is missing, truncated or corrupt."""
+    """Read an OpenVINO IR folder. Raises UnusableFolder if a part is missing, truncated or corrupt."""
     require_ir(folder)
     for name in ("openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"):
         if (folder / name).is_file() and not _is_whole_xml(folder / name):
-            raise UnusableFolder(f"{folder / name} is corrupt or cut off; export or copy it again")
+            raise UnusableFolder(f"{folder / name} is corrupt or truncated; export or copy it again")
     try:
         model = ov.Core().read_model(folder / "openvino_model.xml")
     except RuntimeError as error:
@@ -88,9 +88,7 @@ def ir_facts(folder: Path) -> ModelFacts:
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
     width = model.output("logits").partial_shape[-1]
     facts.logits_width = width.get_length() if width.is_static else None
-    if (
-        folder / "openvino_detokenizer.xml"
-    ).is_file():  # the engine needs none of a draft, and some are published without
+    if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
         facts.tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     facts.special_ids = {
         "bos": _known(tokenizer.get_bos_token_id()),
@@ -106,7 +104,7 @@ def ir_facts(folder: Path) -> ModelFacts:
 
 
 def checkpoint_facts(folder: Path) -> ModelFacts:
-    """Read a Hugging Face checkpoint, or what an IR folder keeps of one. Raises UnusableFolder on a corrupt file."""
+    """Read a Hugging Face checkpoint, or its files in an IR folder. Raises UnusableFolder on a corrupt file."""
     facts = ModelFacts(folder, weight_bytes=_checkpoint_bytes(folder))
     settings = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     if (folder / "tokenizer.json").is_file():
@@ -128,19 +126,19 @@ def checkpoint_facts(folder: Path) -> ModelFacts:
 
 
 def config_facts(folder: Path) -> ModelFacts:
-    """What config.json says, and nothing else. Raises UnusableFolder where it is corrupt."""
+    """Read config.json only. Raises UnusableFolder if it is corrupt."""
     facts = ModelFacts(folder)
     _read_config(facts)
     return facts
 
 
 def require_ir(folder: Path) -> None:
-    """Raise UnusableFolder with what to do, unless the folder holds every file of a language model's IR."""
+    """Raise UnusableFolder unless the folder holds every file of a language model's IR."""
     if not folder.is_dir():
         raise UnusableFolder(f"there is no folder {folder}")
     if not is_ir(folder):
         if (folder / "openvino_language_model.xml").is_file():
-            raise UnusableFolder(f"{folder} is a vision-language model, and these take no draft; give a text model")
+            raise UnusableFolder(f"{folder} is a vision-language model, which takes no draft; use a text model")
         if is_checkpoint(folder):
             raise UnusableFolder(
                 f"{folder} is a Hugging Face checkpoint, not OpenVINO IR; convert the pair first: "
@@ -149,8 +147,8 @@ def require_ir(folder: Path) -> None:
         raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
     if kind := _hidden_state_draft(folder / "openvino_model.xml"):
         raise UnusableFolder(
-            f"{folder} is made for {kind}: it drafts from the main model's hidden states and is no independent "
-            "model; give a draft that is a language model of its own"
+            f"{folder} is made for {kind}: it drafts from the main model's hidden states and is not a standalone "
+            "model; use a standalone language model as draft"
         )
     for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin"):
         if not (folder / name).is_file():
@@ -175,12 +173,12 @@ def _read_json(path: Path) -> dict:
     except (ValueError, OSError) as error:
         raise UnusableFolder(f"{path} cannot be read ({error}); copy or download it again") from error
     if not isinstance(content, dict):
-        raise UnusableFolder(f"{path} holds no JSON object; copy or download it again")
+        raise UnusableFolder(f"{path} does not hold a JSON object; copy or download it again")
     return content
 
 
 def _tokenizer_tokens(description: dict) -> dict[int, bytes]:
-    """Token id -> token of a tokenizer.json: BPE and WordPiece keep a mapping, Unigram a list of [token, score]."""
+    """Token id -> token of a tokenizer.json: BPE and WordPiece have a mapping, Unigram a list of [token, score]."""
     vocabulary = description.get("model", {}).get("vocab", {})
     if isinstance(vocabulary, dict):
         tokens = {token_id: token.encode() for token, token_id in vocabulary.items()}
@@ -191,14 +189,14 @@ def _tokenizer_tokens(description: dict) -> dict[int, bytes]:
 
 
 def _tokenizer_rules(description: dict) -> dict[str, object]:
-    """How text becomes tokens, in parts: merges always as pairs (older files write "left right")."""
+    """Merges, normalizer and pre-tokenizer; merges always as pairs (older files write "left right")."""
     merges = description.get("model", {}).get("merges") or []
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in merges]
     return {"merges": merges, **{part: description.get(part) for part in ("normalizer", "pre_tokenizer")}}
 
 
 def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Encode each text, with the special tokens the tokenizer puts around it, in batches that keep the tensor small."""
+    """Encode each text, including the tokenizer's special tokens, in batches that keep the tensor small."""
     encodings = []
     for start in range(0, len(texts), 2048):
         encoded = tokenizer.encode(texts[start : start + 2048], add_special_tokens=True)
@@ -208,14 +206,14 @@ def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[l
 
 
 def _is_whole_xml(path: Path) -> bool:
-    """Whether the file ends as an IR does; on one that does not, OpenVINO tries every other format, and is loud."""
+    """Whether the file ends as an IR does. If not, OpenVINO would try every other format and print many errors."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"</net>")
 
 
 def _hidden_state_draft(xml: Path) -> str:
-    """EAGLE-3 or DFlash where the IR is marked as one, at its end; "" otherwise."""
+    """EAGLE-3 or DFlash if the IR is marked as one, near its end; "" otherwise."""
     with xml.open("rb") as file:
         file.seek(max(0, xml.stat().st_size - 65_536))
         end = file.read().decode("utf-8", errors="replace")
@@ -235,7 +233,7 @@ def _known(token_id: int) -> int | None:
 
 
 def _reason(error: Exception) -> str:
-    """The one line of an OpenVINO error that says why: the last that is neither a source position nor empty."""
+    """The line of an OpenVINO error that gives the reason: the last that is neither empty nor a source position."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not re.match(r"^(Exception from|Check ')", line)]
     return lines[-1].rstrip(".:") if lines else type(error).__name__

@@ -1,17 +1,17 @@
-"""What was found best for a pair, kept beside it as `recommended.json`, and whether that still holds.
+"""Recommended settings of a pair, stored next to it as `recommended.json`, and a check that they still apply.
 
     recommendation = read(place(main, [draft]))
     settings = recommendation["settings"]["GenAI"]  # device, properties, num_assistant_tokens, ...
     for note in check(recommendation, main, draft): ...
 
-Written by scripts/tune.py, taken by the samples with --recommended. In the file:
+Written by scripts/tune.py, read by the samples with --recommended. The file holds:
 
-- `use_draft`, `reason`: whether the draft pays, and why, in one sentence; `sentences`: all that was found;
-- `best`: which of `settings` is fastest: "alone" (the main model), "GenAI" (its pipeline), "ours" (this project's
-  engine). "alone" is GenAI's pipeline, which the samples have, even where `sentences` names a faster way. Each has
-  `device`, `properties`, `throughput`; those with a draft that pays also `draft_device`,
-  `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler`
-  (of GenAI's SchedulerConfig), `speedup` and `speedup_range` over the main model alone with its defaults;
+- `use_draft`, `reason`: whether the draft gives a speedup, and why, in one sentence; `sentences`: all findings;
+- `best`: the fastest of `settings`: "alone" (the main model), "GenAI" (its pipeline), "ours" (this project's engine).
+  "alone" is GenAI's pipeline, which the samples use, even if `sentences` names a faster method. Each has `device`,
+  `properties`, `throughput`; those with a worthwhile draft also `draft_device`, `draft_properties`,
+  `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler` (of GenAI's
+  SchedulerConfig), `speedup` and `speedup_range` over the main model alone with its defaults;
 - `main`, `draft`: the folder's name and the fingerprint of its weights; `measured_on`: versions and devices.
 """
 
@@ -22,17 +22,17 @@ from pathlib import Path
 
 FILE = "recommended.json"
 FORMAT = 1
-PIECES, PIECE = 64, 4096  # of the weights, in bytes: large ones are not read whole
+PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
 
 
 def place(main: Path, drafts: list[Path]) -> Path | None:
-    """`recommended.json` in the folder that main and drafts are in, or None where they share none."""
+    """`recommended.json` in the common parent folder of main and drafts, or None if they have none."""
     parents = {Path(folder).resolve().parent for folder in (main, *drafts)}
     return parents.pop() / FILE if len(parents) == 1 else None
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a model's graph and weights (their size, and pieces from all over them)."""
+    """Hash of a model's graph and weights (their size and evenly spaced samples)."""
     digest = hashlib.sha256(Path(folder, "openvino_model.xml").read_bytes())
     with Path(folder, "openvino_model.bin").open("rb") as weights:
         size = weights.seek(0, os.SEEK_END)
@@ -44,7 +44,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def write(file: Path, recommendation: dict) -> None:
-    """All of it or nothing. Raises OSError."""
+    """Write the file atomically. Raises OSError."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         text = json.dumps({"format": FORMAT, **recommendation}, indent=2, ensure_ascii=False)
@@ -55,22 +55,22 @@ def write(file: Path, recommendation: dict) -> None:
 
 
 def read(file: Path) -> dict:
-    """Raises ValueError, in one sentence, where there is none or it cannot be used."""
+    """Read the file. Raises ValueError, with a one-sentence message, if it is missing or unusable."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:
-        raise ValueError(f"there is no {file}: make it with `python scripts/tune.py MAIN DRAFT`") from None
+        raise ValueError(f"there is no {file}: create it with `python scripts/tune.py MAIN DRAFT`") from None
     except ValueError:
-        raise ValueError(f"{file} is no JSON: make it anew with `python scripts/tune.py MAIN DRAFT`") from None
+        raise ValueError(f"{file} is not JSON: recreate it with `python scripts/tune.py MAIN DRAFT`") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{file} is not of format {FORMAT}: make it anew with `python scripts/tune.py MAIN DRAFT`")
+        raise ValueError(f"{file} is not in format {FORMAT}: recreate it with `python scripts/tune.py MAIN DRAFT`")
     return content
 
 
 def check(recommendation: dict, main: Path, draft: Path | None, measured_on: dict | None = None) -> list[str]:
-    """Notes on what differs from when it was measured (`measured_on`: as it is now, with the same keys).
+    """Notes on differences between the measurement and now (`measured_on`, with the same keys).
 
-    Raises ValueError where it was measured with other weights.
+    Raises ValueError if the weights have changed since the measurement.
     """
     for role, folder in (("main", main), ("draft", draft)):
         if folder and fingerprint(folder) != recommendation[role]["fingerprint"]:

@@ -1,4 +1,4 @@
-"""The weights of a model, read from its IR without loading them: formats, number, and what one step has to read."""
+"""Weight information from a model's IR, without loading the weights: formats, parameters and bytes read per step."""
 
 import math
 from collections import Counter
@@ -8,24 +8,24 @@ import openvino as ov
 
 FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "bf16": "bf16", "f32": "fp32"}
 UNPACKING = {"Convert", "Subtract", "Multiply", "Reshape"}  # between a packed constant and its use
-SHOWN = 0.1  # formats with less than this share of the bytes are scales and norms
+SHOWN = 0.1  # formats with a smaller share of the bytes are scales and norms
 
 
 class Weights(NamedTuple):
-    """What the constants of a model are."""
+    """Summary of a model's constants."""
 
-    formats: list[str]  # in the order of their bytes
+    formats: list[str]  # by descending bytes
     asymmetric: list[str]  # those of them with zero points, which nncf packs unsigned
-    group_size: int | None  # weights that share a scale, -1 for all of an output channel; None where nncf did not say
-    parameters: int  # numbers in all matrices
-    bytes_per_step: int  # read to make one token: all but tables of which one row is looked up
+    group_size: int | None  # weights per scale, -1: one scale per output channel; None if nncf did not record it
+    parameters: int  # elements of all matrices
+    bytes_per_step: int  # bytes read per token: all constants except embedding tables
 
     def __str__(self) -> str:
         return " + ".join(f"{name} asymmetric" if name in self.asymmetric else name for name in self.formats)
 
 
 def read(model: ov.Model) -> Weights:
-    """Look at the constants of `model`, as `ov.Core().read_model` gives it: the .bin file is mapped, not read."""
+    """Summarise the constants of `model` from `ov.Core().read_model`, which maps the .bin file without reading it."""
     sizes: Counter[str] = Counter()  # bytes by element type
     parameters = bytes_per_step = 0
     for node in model.get_ops():
@@ -48,7 +48,7 @@ def read(model: ov.Model) -> Weights:
 
 
 def _uses(node: ov.Node) -> set[str]:
-    """The operations that take a constant's value, unpacked."""
+    """The types of the operations that use a constant, after unpacking."""
     names = set()
     for taken in node.output(0).get_target_inputs():
         user = taken.get_node()

@@ -312,7 +312,7 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
         ({"settings": [1]}, "is not what scripts/tune.py writes"),
         ({"settings": {"GenAI": {**good["settings"]["GenAI"], "device": None, "properties": 3}}}, "tune.py"),
         ({"settings": {"GenAI": {**good["settings"]["GenAI"], "num_assistant_tokens": "many"}}}, "'many'"),
-        ({"format": 99}, "not of format 1"),
+        ({"format": 99}, "not in format 1"),
     ):
         file.write_text(json.dumps({**good, **change}), encoding="utf-8")
         assert words in refuses(1, pair, out), change

@@ -78,7 +78,7 @@ def test_smoke_fails_with_a_broken_engine_whatever_genai_does(plant, problem):
         ([MAIN, DRAFT, "-k", "0"], 2, "0"),
         ([MAIN, DRAFT, "-k", "many"], 2, "many"),
         ([MAIN, DRAFT, "--max-new-tokens", "-5"], 2, "-5"),
-        ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is no device of OpenVINO"),
+        ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
 def test_bad_input_is_one_sentence(run, tmp_path, program, arguments, status, word):

@@ -112,7 +112,7 @@ def test_genais_pipeline(run):
         ([MAIN, DRAFT, "--png", MAIN], 2, "is a folder"),
         (["no/such/model", DRAFT], 2, "no/such/model"),
         ([MAIN, DRAFT, "--prompts", "scripts/prompts/long.jsonl"], 2, "context of 1,024"),
-        ([MAIN, DRAFT, "--draft-device", "GPX"], 2, "there is no GPX: it is no device of OpenVINO"),
+        ([MAIN, DRAFT, "--draft-device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
 def test_bad_input_is_one_sentence(run, arguments, status, word):

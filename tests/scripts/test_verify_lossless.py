@@ -357,7 +357,7 @@ def test_what_is_wrong_in_genai_fails_if_strict():
         ([MAIN, DRAFT, "--top-k", "few"], 2, "few"),
         ([MAIN, DRAFT, "--prompts", "no/such/file"], 2, "no/such/file"),
         ([MAIN, DRAFT, "--property", "THREADS"], 2, "KEY=VALUE"),
-        ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is no device of OpenVINO"),
+        ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
 def test_bad_input_is_one_sentence(run, arguments, status, word):
