@@ -1,20 +1,20 @@
-"""Make a model repository for OpenVINO Model Server (OVMS) from a pair: speculative decoding behind an OpenAI-like API.
+"""Create a model repository for OpenVINO Model Server (OVMS) from a pair: speculative decoding with an OpenAI-like API.
 
     python convert/export_model_server.py PAIR OUT
     python convert/export_model_server.py models/embedded build/served
     python convert/export_model_server.py models/qwen3 /srv/models --device GPU --property KV_CACHE_PRECISION=u8 -k 4
     python convert/export_model_server.py models/qwen3 /srv/models --set cache_size=8 --set tool_parser=hermes3
 
-PAIR is a folder with main/ and draft/, as convert/export_pair.py makes it. Devices, properties and draft length are
-those of PAIR/recommended.json (scripts/tune.py), where it is; options have the last word. OUT gets config.json, NAME/
-with graph.pbtxt and both models, and README.md: the commands that start the server (on 127.0.0.1, unless --bind says
-otherwise) and example requests. Weights are hard links to PAIR's, or copies with --copy and where links are impossible.
+PAIR is a folder with main/ and draft/, as written by convert/export_pair.py. Devices, properties and draft length come
+from PAIR/recommended.json (scripts/tune.py), if there is one; options override it. OUT gets config.json, NAME/ with
+graph.pbtxt and both models, and README.md with the commands to start the server (on 127.0.0.1 unless --bind is given)
+and example requests. Weights are hard links to PAIR's, or copies with --copy or if linking is not possible.
 
-graph.pbtxt and config.json are checked against the server's published schema. The server itself is not run here, nor
-was it by this project: what it does with OUT is untested. With a draft, send it greedy requests only: the engine in it
-samples from another distribution than the main model's (scripts/verify_lossless.py shows it). Temperature 0 is
-therefore made the default of OUT. Prompts are not split over steps (dynamic_split_fuse is off): with a draft and
-several requests at once that engine then gives other greedy texts than the main model alone.
+graph.pbtxt and config.json are checked against the server's published schema. This project has never run the server
+itself: how it handles OUT is untested. With a draft, send it greedy requests only: its engine does not sample from the
+main model's distribution (scripts/verify_lossless.py shows it). So temperature 0 is the default in OUT. Prompts are not
+split over steps (dynamic_split_fuse is off): with a draft and concurrent requests, splitting changes the engine's
+greedy output.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -80,24 +80,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("pair", metavar="PAIR", type=Path, help="the folder with main/ and draft/")
-    add("out", metavar="OUT", type=Path, help="the folder to make; a new or empty one")
-    add("--name", help="what the server calls the model (PAIR's name)")
-    add("--device", help="of the main model (CPU)")
-    add("--draft-device", help="of the draft (the main model's)")
+    add("out", metavar="OUT", type=Path, help="the folder to create; must be new or empty")
+    add("--name", help="the model's name in the API (PAIR's name)")
+    add("--device", help="device of the main model (CPU)")
+    add("--draft-device", help="device of the draft (the main model's)")
     add(
         "--property",
         type=key_value,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="OpenVINO property of the main model, which the server gives the draft too; may be repeated",
+        help="OpenVINO property of the main model, which the server also applies to the draft; may be repeated",
     )
     add(
         "-k",
         "--draft-length",
         type=int,
         metavar="K",
-        help=f"tokens to draft where a request says nothing ({DRAFT_LENGTH})",
+        help=f"default draft length of requests ({DRAFT_LENGTH})",
     )
     add(
         "--set",
@@ -106,8 +106,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="FIELD=VALUE",
         help="any other field of LLMCalculatorOptions in graph.pbtxt; may be repeated",
     )
-    add("--ignore-recommendation", action="store_true", help="leave PAIR/recommended.json unread")
-    add("--copy", action="store_true", help="copy the weights, so that OUT stands on its own")
+    add("--ignore-recommendation", action="store_true", help="ignore PAIR/recommended.json")
+    add("--copy", action="store_true", help="copy the weights, so that OUT is self-contained")
     add("--overwrite", action="store_true", help="replace a repository that this program made")
     add("--bind", type=address, default="127.0.0.1", metavar="ADDRESS", help="IPv4 address to serve on (127.0.0.1)")
     add("--port", type=port, default=8000, help="port to serve on (8000)")
@@ -118,7 +118,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
         parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
     if options.draft_length is not None and options.draft_length < 1:
-        parser.error(f"-k {options.draft_length} drafts nothing; give 1 or more")
+        parser.error(f"-k is {options.draft_length}, but must be at least 1")
     return options
 
 
@@ -126,7 +126,7 @@ def address(text: str) -> str:
     try:
         return str(ipaddress.IPv4Address(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an IPv4 address; give 127.0.0.1, say") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an IPv4 address; give 127.0.0.1, for example") from None
 
 
 def port(text: str) -> int:
@@ -136,13 +136,13 @@ def port(text: str) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Make the repository: what is to be served, is it a sound pair, the files, and OUT in one step."""
+    """Create the repository: determine the settings, check the pair, write the files, install OUT atomically."""
     main, draft = options.pair / "main", options.pair / "draft"
     recover(options.out.resolve())
     refuse_occupied(options.out, options.overwrite)
     if not main.is_dir() or not draft.is_dir():
         raise ConvertError(
-            f"{options.pair} has no folders main and draft; make it: python convert/export_pair.py MAIN DRAFT "
+            f"{options.pair} has no folders main and draft; create it with: python convert/export_pair.py MAIN DRAFT "
             f"{options.pair}",
             2,
         )
@@ -173,9 +173,9 @@ def export(options: argparse.Namespace) -> None:
         notes=serving.notes,
     )
     if not guide.chat:
-        serving.notes.append("The model has no chat template: ask it for completions, not for chat.")
+        serving.notes.append("The model has no chat template: use the completions API, not chat completions.")
     if options.bind != "127.0.0.1":
-        serving.notes.append(f"On {options.bind} the server has no authentication: let only trusted clients reach it.")
+        serving.notes.append(f"The server on {options.bind} has no authentication: only let trusted clients reach it.")
 
     with new_repository(guide.folder, options.overwrite) as folder:
         served = folder / options.name
@@ -187,7 +187,7 @@ def export(options: argparse.Namespace) -> None:
         write(folder / "config.json", config)
         write(folder / "README.md", guide.text())
     if copied:
-        print(f"the weights were copied, because they cannot be linked from {options.out} ({copied})")
+        print(f"the weights were copied, because hard links from {options.out} failed ({copied})")
     report(options, guide)
 
 
@@ -208,16 +208,16 @@ def write(file: Path, text: str) -> None:
 
 def report(options: argparse.Namespace, guide: Guide) -> None:
     size = sum(path.stat().st_size for path in guide.folder.rglob("*") if path.is_file())
-    print(f"done: {options.out} ({size / 1e6:,.1f} MB); graph.pbtxt and config.json agree with the published schema")
+    print(f"done: {options.out} ({size / 1e6:,.1f} MB); graph.pbtxt and config.json match the published schema")
     for note in [UNTESTED, *guide.notes]:
         print(f"  {note}")
     print(f"start it with Docker:\n  {guide.docker()}")
     print(f"or on bare metal:\n  {guide.bare_metal()}")
-    print(f"ask it (with the openai package: {options.out}/README.md):\n  {guide.curl()}")
+    print(f"send a request (for the openai package see {options.out}/README.md):\n  {guide.curl()}")
 
 
 if __name__ == "__main__":
     raise_keyboard_interrupt()
     end_with_reader()  # the folder is complete before anything is printed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folders are tidied
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
     sys.exit(main())

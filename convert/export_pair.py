@@ -6,10 +6,10 @@
     python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
     python convert/export_pair.py MAIN DRAFT OUT_DIR --weight-format int4 -- --awq --dataset wikitext2
 
-MAIN and DRAFT are hub ids, folders of Hugging Face checkpoints, or either of them as OpenVINO IR already (then only
-fetched, copied and checked). Every `optimum-cli export openvino` is printed before it runs; what follows `--` goes to
-it, for both models. OUT_DIR gets main/, draft/, their logs and pair.json (what made them), or stays as it was: nothing
-half-written ever looks usable, and the same command run again goes on where the last one ended.
+MAIN and DRAFT are hub ids or folders, of Hugging Face checkpoints or OpenVINO IR (which is only downloaded, copied and
+checked). Every `optimum-cli export openvino` command is printed before it runs; arguments after `--` are passed to it
+for both models. OUT_DIR gets main/, draft/, their logs and pair.json (how they were made), all at once or, on failure,
+not at all. Run the same command again to resume.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -86,7 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--draft-from-main",
         action="store_true",
-        help="the draft is MAIN again in a smaller weight format; give no DRAFT",
+        help="use MAIN in a smaller weight format as draft, instead of DRAFT",
     )
     add("--weight-format", choices=optimum_cli.FORMATS, help="weights of the main model (int8)")
     add(
@@ -96,17 +96,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--main-args", default="", metavar="'...'", help="optimum-cli options for main alone: --main-args='--awq'")
     add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft alone")
-    add("--for", dest="device", choices=["NPU"], help="add what this device needs of the weights (and say so)")
+    add("--for", dest="device", choices=["NPU"], help="add (and print) the options that this device needs")
     add("--revision", help="branch, tag or commit of MAIN on the hub")
     add("--draft-revision", help="branch, tag or commit of DRAFT on the hub")
     add(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code that comes with the models, with your permissions",
+        help="run Python code from the model repositories, with your permissions",
     )
     add("--dry-run", action="store_true", help="print the commands and stop")
-    add("--force", action="store_true", help="export again what is complete already")
-    add("--overwrite", action="store_true", help="replace models in OUT_DIR that were made by hand or of other sources")
+    add("--force", action="store_true", help="export again even if complete")
+    add("--overwrite", action="store_true", help="replace models in OUT_DIR made by hand or from other sources")
     add("--verbose", action="store_true", help="show optimum-cli's own output, otherwise kept in OUT_DIR/*.log")
     add("--debug", action="store_true", help="show stack traces")
     options = parser.parse_intermixed_args(own)
@@ -115,13 +115,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     pair = known_pair(parser, options.pair) if options.pair else {}
     wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
     if pair and options.draft_from_main:
-        parser.error("--pair names a draft already; leave --draft-from-main out")
+        parser.error("--pair names a draft already; omit --draft-from-main")
     if pair and not options.models:
         options.models = [str(Path("models", options.pair))]
     if len(options.models) != len(wanted) + 1:
         given = " ".join(options.models) or "nothing"
         parser.error(
-            f"needs {' '.join([*wanted, 'OUT_DIR'])}, got {given}; --list shows known pairs, --help everything"
+            f"expected {' '.join([*wanted, 'OUT_DIR'])}, got {given}; --list shows known pairs, --help all options"
         )
 
     *models, out_dir = options.models
@@ -137,16 +137,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.draft_from_main and order(options.draft_weight_format) >= order(options.weight_format):
         parser.error(
             f"--draft-from-main needs a draft format smaller than {options.weight_format}, not "
-            f"{options.draft_weight_format}; give --weight-format fp16 --draft-weight-format int4, say"
+            f"{options.draft_weight_format}; give --weight-format fp16 --draft-weight-format int4, for example"
         )
     try:
         options.main_args = [*extra, *shlex.split(options.main_args)]
         options.draft_args = [*extra, *shlex.split(options.draft_args)]
     except ValueError as error:
-        parser.error(f"--main-args or --draft-args cannot be split into words ({error}); check their quotes")
+        parser.error(f"--main-args or --draft-args cannot be parsed ({error}); check their quotes")
     for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
         if name in [*options.main_args, *options.draft_args]:
-            parser.error(f"{name} is an option of this program; give it before the --")
+            parser.error(f"{name} is an option of this program; put it before the --")
     return options
 
 
@@ -165,7 +165,7 @@ def known_pairs() -> dict[str, dict]:
 def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
     pairs = known_pairs()
     if name not in pairs:
-        parser.error(f"no pair is called {name!r}; known are: {', '.join(pairs)}")
+        parser.error(f"unknown pair {name!r}; known pairs: {', '.join(pairs)}")
     return pairs[name]
 
 
@@ -179,9 +179,9 @@ def print_known_pairs() -> None:
 
 
 def export_pair(options: argparse.Namespace) -> None:
-    """Make the pair: open both sources, check what can be checked, export each half, check the pair, install it."""
+    """Create the pair: open and check both sources, export each half, check the pair, install it."""
     if options.trust_remote_code:
-        print("--trust-remote-code: Python code that comes with these models will run with your permissions")
+        print("--trust-remote-code: Python code from these models' repositories will run with your permissions")
     if options.dry_run:
         print_commands(options)
         return
@@ -200,11 +200,11 @@ def export_pair(options: argparse.Namespace) -> None:
         require_space(folder, [(sources[half], requests[half]) for half in HALVES if not records[half]])
         for half in HALVES:
             if records[half]:
-                print(f"{half}: complete already, made {records[half]['date']}; --force makes it again")
+                print(f"{half}: already complete, made {records[half]['date']}; --force exports it again")
             else:
                 records[half] = make_half(half, sources[half], requests[half], folder, options)
         check = check_pair(folder.place("main"), folder.place("draft"), npu=options.device == "NPU")
-        print("is this a sound pair?")
+        print("pair check:")
         for finding in check.findings:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
         refuse_unsound(check, "after exporting")
@@ -226,7 +226,7 @@ def refuse_unsound(check: PairCheck, when: str) -> None:
 
 
 def request(half: str, model: source.Source, options: argparse.Namespace) -> dict:
-    """What is asked of a half: the part of its record that decides whether it has to be made again."""
+    """The request for a half: the part of its record that decides whether it can be reused."""
     asked = {"source": model.given, "revision": model.commit, "content": None, "arguments": None}
     if model.commit is None:
         asked["content"] = source.content_hash(model.folder)
@@ -236,7 +236,7 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
 
 
 def half_arguments(half: str, options: argparse.Namespace, model: source.Source | None) -> list[str]:
-    """The optimum-cli options of a half; `model` is None in a dry run on a hub id, whose size is not known."""
+    """The optimum-cli options of a half; `model` is None in a dry run with a hub id, whose size is unknown."""
     weight_format, extra = (
         (options.weight_format, options.main_args)
         if half == "main"
@@ -263,7 +263,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
 
 
 def print_commands(options: argparse.Namespace) -> None:
-    """What would run, as a person types it; the hub is not asked."""
+    """Print the commands of an export, without accessing the hub."""
     for half, given, revision in (
         ("main", options.main, options.revision),
         ("draft", options.draft, options.draft_revision),
@@ -273,7 +273,7 @@ def print_commands(options: argparse.Namespace) -> None:
             pinned = ["--revision", revision] if revision else []
             print(optimum_cli.shown(["hf", "download", given, *pinned]))
             if given.endswith("-ov"):
-                print(f"# {given} is OpenVINO IR by its name: fetched and copied to {output}")
+                print(f"# {given} is OpenVINO IR by its name: downloaded and copied to {output}")
                 continue
             arguments = half_arguments(half, options, None)
         else:
@@ -286,15 +286,15 @@ def print_commands(options: argparse.Namespace) -> None:
 
 
 def require_space(folder: PairFolder, todo: list[tuple[source.Source, dict]]) -> None:
-    """Refuse when the disk has less room than the exports need, before hours are spent."""
+    """Raise ConvertError if the disk has too little space for the exports, before hours are spent."""
     if not todo:
         return
     needed = [space_for(model, asked["arguments"]) for model, asked in todo]
     free = shutil.disk_usage(folder.work).free
     if sum(needed) > free:
         raise ConvertError(
-            f"the disk of {folder.target} has {free / 1e9:.1f} GB free and this needs about {sum(needed) / 1e9:.1f} "
-            "GB; make room, choose a smaller --weight-format, or another OUT_DIR"
+            f"the disk of {folder.target} has {free / 1e9:.1f} GB free, but the export needs about "
+            f"{sum(needed) / 1e9:.1f} GB; make room, choose a smaller --weight-format, or another OUT_DIR"
         )
 
 
@@ -308,14 +308,14 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
 
 
 def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, options: argparse.Namespace) -> dict:
-    """Export or copy one half into the hidden folder; return its record, without paths beyond what the user typed."""
+    """Export or copy one half into the hidden folder; return its record, with no paths but the user's own."""
     started = datetime.now(timezone.utc)
     output = folder.start(half)
     command = None
     try:
         if asked["arguments"] is None:
             print(
-                f"{half}: {model.given} is OpenVINO IR already: copied as it is, no weight format applied", flush=True
+                f"{half}: {model.given} is OpenVINO IR already: copied unchanged, no weight format applied", flush=True
             )
             source.copy_ir(model, output)
         else:
@@ -335,7 +335,7 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
         }
         folder.complete(half, record)
     except (KeyboardInterrupt, SystemExit):
-        folder.log(half).unlink(missing_ok=True)  # tells nothing about an export that was only interrupted
+        folder.log(half).unlink(missing_ok=True)  # of no use for an export that was only interrupted
         raise
     finally:
         folder.discard(half)
@@ -345,14 +345,14 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
 
 
 def use_given_name(config: Path, path: str, given: str) -> None:
-    """optimum-cli notes the path of the source in openvino_config.json: let it be what the user typed."""
+    """Replace the source path that optimum-cli writes to openvino_config.json by what the user typed."""
     if config.is_file() and path != given:
         text = config.read_text(encoding="utf-8")
         config.write_text(text.replace(path, given), encoding="utf-8", newline="\n")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what makes an export, as far as installed."""
+    """Versions of the installed packages that take part in an export."""
     found = {"python": platform.python_version()}
     for name in EXPORT_PACKAGES + RUN_PACKAGES:
         try:
@@ -368,5 +368,5 @@ def now() -> str:
 
 if __name__ == "__main__":
     raise_keyboard_interrupt()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and the folders are tidied
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and temporary folders removed
     sys.exit(main())

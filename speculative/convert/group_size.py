@@ -1,7 +1,7 @@
-"""Group size of 4-bit weights: how many neighbouring inputs of a matrix share a scale.
+"""Group size of 4-bit weights: the number of neighbouring inputs of a matrix that share a scale.
 
-It has to divide the number of inputs of every matrix, or nncf ends with an error. Its default, 128, does not divide the
-576 of SmolLM2-135M.
+It must divide the number of inputs of every matrix, or nncf fails. Its default, 128, does not divide the 576 of
+SmolLM2-135M.
 """
 
 import json
@@ -11,8 +11,8 @@ from speculative.convert.errors import ConvertError
 
 DEFAULT = 128  # nncf's
 SIZES = (128, 64, 32)
-PER_CHANNEL = -1  # one scale for each output, over all its inputs: fits every matrix
-GROUPED = ("int4", "nf4", "cb4")  # formats whose groups can be chosen
+PER_CHANNEL = -1  # one scale per output channel: fits every matrix
+GROUPED = ("int4", "nf4", "cb4")  # formats with a configurable group size
 WIDTHS = (
     *("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
     *("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
@@ -23,8 +23,8 @@ WIDTHS = (
 def choose(folder: Path, given: list[str]) -> tuple[int | None, str]:
     """The group size to add to the optimum-cli options `given` for the checkpoint in `folder`, and why.
 
-    None where the default fits, or `given` leaves nothing to choose. Raises ConvertError for a --group-size in `given`
-    that does not fit.
+    None if the default fits, or `given` already decides. Raises ConvertError for a --group-size in `given` that does
+    not fit.
     """
     widths = input_widths(folder)
     wanted = _option(given, "--group-size")
@@ -41,7 +41,7 @@ def choose(folder: Path, given: list[str]) -> tuple[int | None, str]:
 
 
 def input_widths(folder: Path) -> dict[str, int]:
-    """Numbers of inputs of the matrices of a checkpoint, by their names in config.json."""
+    """Input widths of a checkpoint's matrices, by their names in config.json."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         return {}
@@ -53,7 +53,7 @@ def input_widths(folder: Path) -> dict[str, int]:
 
 
 def fits(size: int, folder: Path) -> bool:
-    """Whether groups of this size divide all matrices of the checkpoint in `folder`, as far as config.json tells."""
+    """Whether groups of this size divide all matrices of the checkpoint in `folder`, according to config.json."""
     return not _misfit(size, input_widths(folder))
 
 
@@ -61,19 +61,19 @@ def _refuse_misfit(wanted: str, widths: dict[str, int], folder: Path) -> None:
     try:
         size = int(wanted)
     except ValueError:
-        raise ConvertError(f"--group-size {wanted} is not a whole number; give 128, 64 or -1, say", 2) from None
+        raise ConvertError(f"--group-size {wanted} is not a whole number; give 128, 64 or -1, for example", 2) from None
     name = "" if size == PER_CHANNEL else _misfit(size, widths)
     if name:
         fitting = [str(size) for size in SIZES if not _misfit(size, widths)]
         raise ConvertError(
             f"--group-size {size} does not divide {name} {widths[name]} of {folder}; give "
-            f"{', '.join([*fitting, str(PER_CHANNEL)])} (-1: one group for each output channel)",
+            f"{', '.join([*fitting, str(PER_CHANNEL)])} (-1: one group per output channel)",
             2,
         )
 
 
 def _misfit(size: int, widths: dict[str, int]) -> str:
-    """The name of a width that groups of this size do not divide, or ""."""
+    """The name of a width that this group size does not divide, or ""."""
     return next((name for name, width in widths.items() if size < 1 or width % size), "")
 
 

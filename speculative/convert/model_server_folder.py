@@ -1,4 +1,4 @@
-"""A model repository on disk: OUT gets there whole or not at all, and its weights cost no second copy."""
+"""Writes a model repository to OUT atomically, with hard-linked weights that take no extra disk space."""
 
 import json
 import os
@@ -16,22 +16,20 @@ PIECE = 1 << 22  # bytes copied at a time
 
 
 def refuse_occupied(target: Path, overwrite: bool) -> None:
-    """Raise ConvertError where `target` holds something: a repository of this program goes with `overwrite`, anything
-    else never does.
-    """
+    """Raise ConvertError if `target` is not empty; with `overwrite`, a repository made by this program is allowed."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not _is_repository(target):
         raise ConvertError(f"{target} holds files that this program did not make; choose another OUT", 2)
     if not overwrite:
-        raise ConvertError(f"{target} is a model repository already; --overwrite makes it again", 2)
+        raise ConvertError(f"{target} is a model repository already; --overwrite replaces it", 2)
 
 
 @contextmanager
 def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `target` to write to; it takes the place of `target` when the block ends well.
+    """A temporary folder next to `target` to write to; it replaces `target` when the block ends without error.
 
-    Raises ConvertError as refuse_occupied does, or where the disk does not take it.
+    Raises ConvertError as refuse_occupied does, or if the disk cannot be written.
     """
     try:
         with replacement(target) as folder:
@@ -44,9 +42,9 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def place_model(source: Path, target: Path, copy: bool) -> str:
-    """Put the files of a model folder into `target`: small ones copied, weights (.bin) as hard links, or copied too.
+    """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied.
 
-    Returns why weights were copied although `copy` is False (they lie on another disk, say), or "".
+    Returns why weights were copied although `copy` is False (another disk, for example), or "".
     """
     files = [
         path
@@ -76,8 +74,8 @@ def _copy(pairs: list[tuple[Path, Path]]) -> None:
     free = shutil.disk_usage(pairs[0][1].parent).free if pairs else needed
     if needed > free:
         raise ConvertError(
-            f"a copy of the weights takes {needed / 1e9:.1f} GB and the disk has {free / 1e9:.1f} GB free; make room, "
-            "or choose an OUT on the disk of the pair, where they are linked"
+            f"a copy of the weights takes {needed / 1e9:.1f} GB, but the disk has only {free / 1e9:.1f} GB free; make "
+            "room, or choose an OUT on the same disk as the pair, where they are hard-linked"
         )
     with tqdm(total=needed, unit="B", unit_scale=True, desc="copying weights", leave=False, disable=None) as bar:
         for source, place in pairs:
@@ -87,7 +85,7 @@ def _copy(pairs: list[tuple[Path, Path]]) -> None:
 
 
 def _is_repository(folder: Path) -> bool:
-    """Whether the folder holds what this program writes, and nothing else."""
+    """Whether the folder holds exactly the files that this program writes."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         (served,) = (one["name"] for one in config["mediapipe_config_list"])

@@ -1,6 +1,6 @@
-"""The graph.pbtxt of a text generation server: made of messages, so that it can hold nothing the server does not know.
+"""Builds the graph.pbtxt of a text generation server from protobuf messages, so that it is valid for the server.
 
-The server (OpenVINO Model Server) parses graph.pbtxt as protobuf text and refuses unknown fields and values. So does
+The server (OpenVINO Model Server) parses graph.pbtxt as protobuf text and rejects unknown fields and values. So does
 this module, with the published names, numbers and types of those messages in model_server_graph.json.
 """
 
@@ -14,7 +14,7 @@ from speculative.convert.errors import ConvertError
 MESSAGES = Path(__file__).with_name("model_server_graph.json")
 OPTIONS = "mediapipe.LLMCalculatorOptions"
 LOOPBACK = "LOOPBACK:0"
-OWN_FIELDS = {  # of --set: what other options are for
+OWN_FIELDS = {  # fields that --set rejects, because other options set them
     "models_path": "this program sets it",
     "draft_models_path": "this program sets it",
     "device": "give --device",
@@ -28,9 +28,9 @@ def graph_text(fields: dict[str, object], set_by_user: list[str]) -> str:
 
     Args:
         fields: of LLMCalculatorOptions.
-        set_by_user: "FIELD=VALUE" each, VALUE in protobuf's text format; these have the last word.
+        set_by_user: "FIELD=VALUE" each, VALUE in protobuf's text format; these override `fields`.
 
-    Raises ConvertError where a field or value is not one of the published ones, or protobuf is not installed.
+    Raises ConvertError if a field or value is not in the published schema, or protobuf is not installed.
     """
     text_format, pool, message = _protobuf()
     options = message(OPTIONS)
@@ -60,8 +60,7 @@ def graph_text(fields: dict[str, object], set_by_user: list[str]) -> str:
 def read_graph(text: str):
     """The LLMCalculatorOptions in the text of a graph.pbtxt, as a message.
 
-    Raises ConvertError where the text holds a field or a value that is not one of the published ones, or lacks a
-    required one.
+    Raises ConvertError if a field or value is not in the published schema, or a required one is missing.
     """
     text_format, pool, message = _protobuf()
     from google.protobuf.message import EncodeError
@@ -70,24 +69,24 @@ def read_graph(text: str):
     try:
         text_format.Parse(text, graph, descriptor_pool=pool)
     except (text_format.ParseError, EncodeError) as error:  # EncodeError: a required field is missing
-        raise ConvertError(f"graph.pbtxt does not agree with the published schema ({error})") from None
+        raise ConvertError(f"graph.pbtxt does not match the published schema ({error})") from None
     packed = [one for node in graph.node for one in node.node_options if one.Unpack(options)]
     if len(packed) != 1:
-        raise ConvertError(f"graph.pbtxt has {len(packed)} nodes with {OPTIONS} where the server expects one")
+        raise ConvertError(f"graph.pbtxt has {len(packed)} nodes with {OPTIONS}, but the server expects one")
     lost = [found.name for found, _ in options.ListFields() if found.name.startswith("draft_")]
     if lost and not options.draft_models_path:
-        raise ConvertError(f"the server refuses {', '.join(lost)} where it serves no draft; leave it out", 2)
+        raise ConvertError(f"the server rejects {', '.join(lost)} without a draft; leave it out", 2)
     return options
 
 
 def _assigned(assignment: str):
-    """LLMCalculatorOptions that hold what "FIELD=VALUE" says, and nothing else."""
+    """LLMCalculatorOptions with the one field of "FIELD=VALUE"."""
     text_format, pool, message = _protobuf()
     options = message(OPTIONS)
     known = options.DESCRIPTOR.fields_by_name
     name, given, value = assignment.partition("=")
     if not given or not value.strip():
-        raise ConvertError(f"--set {assignment} is not FIELD=VALUE; give cache_size=4, say", 2)
+        raise ConvertError(f"--set {assignment} is not FIELD=VALUE; give cache_size=4, for example", 2)
     if name in OWN_FIELDS:
         raise ConvertError(f"--set {name} is not possible: {OWN_FIELDS[name]}", 2)
     if name not in known:
@@ -100,9 +99,9 @@ def _assigned(assignment: str):
     try:
         text_format.Parse(f"{name}{colon} {value}", options, descriptor_pool=pool)
     except text_format.ParseError as error:
-        raise ConvertError(f"--set {assignment}: the server does not take this value ({error})", 2) from None
+        raise ConvertError(f"--set {assignment}: the server does not accept this value ({error})", 2) from None
     if [found.name for found, _ in options.ListFields()] != [name]:
-        raise ConvertError(f"--set {assignment} holds more than one field; give a --set for each", 2)
+        raise ConvertError(f"--set {assignment} has more than one field; give one --set per field", 2)
     missing = [part for part in options.FindInitializationErrors() if part.startswith(f"{name}.")]
     if missing:
         raise ConvertError(f"--set {assignment}: {', '.join(missing)} is missing", 2)
@@ -111,7 +110,7 @@ def _assigned(assignment: str):
 
 @functools.cache
 def _protobuf():
-    """protobuf's text format, the published messages, and a function from a message's name to an empty one."""
+    """protobuf's text format, the published messages, and a function that creates an empty message by name."""
     try:
         from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, json_format, message_factory, text_format
     except ImportError:

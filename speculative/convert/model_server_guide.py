@@ -1,4 +1,4 @@
-"""What a model repository says about itself (its README.md): how to start the server, how to ask it, what to know."""
+"""The README.md of a model repository: how to start the server, example requests, limitations."""
 
 import json
 import shlex
@@ -7,20 +7,17 @@ from pathlib import Path
 
 from speculative.convert.optimum_cli import shown
 
-SERVER = "2026.4.1"  # the newest release; sources from about its time were read
-UNTESTED = (
-    f"This project never ran the server itself: what OpenVINO Model Server {SERVER} does with this folder is untested."
-)
+SERVER = "2026.4.1"  # the latest release; this was written from sources of about that time
+UNTESTED = f"This project never ran the server itself: this folder is untested with OpenVINO Model Server {SERVER}."
 GREEDY_ONLY = (
-    "Only greedy requests (temperature 0, the default set here) are right as long as scripts/verify_lossless.py finds "
-    "the engine in this server wrong: with a draft model it draws sampled text from another distribution than the main "
-    "model's."
+    "Send only greedy requests (temperature 0, the default set here) as long as scripts/verify_lossless.py reports "
+    "the server's engine as wrong: with a draft model, its sampled text does not have the main model's distribution."
 )
 
 
 @dataclass
 class Guide:
-    """What the text depends on. `drafting` are the fields of a request that say how long to draft; empty: no draft."""
+    """The values in the text. `drafting` holds the request fields that set the draft length; empty: no draft."""
 
     name: str
     folder: Path  # absolute
@@ -37,7 +34,7 @@ class Guide:
         return f"ovms --config_path {config} --rest_port {self.port} --rest_bind_address {self.address}"
 
     def docker(self) -> str:
-        """With the port published on the address, so that nobody else reaches the server."""
+        """The docker command; it publishes the port on `address` only, so the server cannot be reached elsewhere."""
         words = ["docker run --rm", '--user "$(id -u):$(id -g)"']
         for kind, path in (("GPU", "/dev/dri"), ("NPU", "/dev/accel")):
             if any(kind in device for device in self.devices):
@@ -53,7 +50,7 @@ class Guide:
         return " ".join(words)
 
     def request(self) -> dict:
-        """The body of an example request."""
+        """Body of an example request."""
         prompt = {"messages": [{"role": "user", "content": "Write a function that reads a file."}]}
         if not self.chat:
             prompt = {"prompt": "def read_file(path):"}
@@ -90,12 +87,12 @@ class Guide:
         )
 
     def text(self) -> str:
-        """README.md."""
+        """The content of README.md."""
         title = "speculative decoding" if self.drafting else "the main model alone"
         return f"""\
 # {self.name}: a model repository for OpenVINO Model Server ({title})
 
-{UNTESTED} Its files agree with the published schema.
+{UNTESTED} Its files match the published schema.
 
 {"".join(f"- {note}" + chr(10) for note in self.notes)}
 ## Start
@@ -112,9 +109,9 @@ On bare metal, with the server's package installed:
 {self.bare_metal()}
 ```
 
-It is up when `curl {self.url()}/v1/config` says `AVAILABLE`.
+It is ready when `curl {self.url()}/v1/config` reports `AVAILABLE`.
 
-## Ask
+## Send requests
 
 ```bash
 {self.curl()}

@@ -1,4 +1,4 @@
-"""How a pair is to be served: what scripts/tune.py found, what the options say, and what the server needs for it."""
+"""Serving settings of a pair: recommendations of scripts/tune.py, command-line options and server requirements."""
 
 import argparse
 import json
@@ -10,49 +10,49 @@ from speculative.convert.model_server_guide import GREEDY_ONLY
 from speculative.pair import recommendation
 
 DRAFT_LENGTH = 5  # GenAI's own
-REQUESTS = 256  # at the same time; the server's own
+REQUESTS = 256  # concurrent requests; the server's default
 UNLIMITED = 2**31  # tokens of a step
 SPLIT_PROMPTS = (
-    "With dynamic_split_fuse and a draft, GenAI 2026.4.1 gives other greedy texts than the main model alone where it "
-    "splits a prompt while it serves several requests."
+    "With dynamic_split_fuse and a draft, greedy output of GenAI 2026.4.1 differs from the main model's if a prompt is "
+    "split while several requests are served."
 )
 THRESHOLD = "assistant_confidence_threshold"
 
 
 @dataclass
 class Serving:
-    """How the pair is to be served. With neither a draft length nor a confidence threshold, the main model alone."""
+    """Settings to serve a pair with. With neither a draft length nor a confidence threshold, the main model alone."""
 
     device: str = "CPU"
     properties: dict[str, object] = field(default_factory=dict)
     draft_device: str = ""
-    draft_properties: dict[str, object] | None = None  # as recommended; the server has no place for them
+    draft_properties: dict[str, object] | None = None  # as recommended; the server does not support them
     draft_length: int = 0
     confidence_threshold: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @property
     def drafting(self) -> dict[str, object]:
-        """The fields of a generation config or request that say how long to draft."""
+        """The fields of a generation config or request that set the draft length."""
         if self.confidence_threshold:
             return {THRESHOLD: self.confidence_threshold}
         return {"num_assistant_tokens": self.draft_length} if self.draft_length else {}
 
     @property
     def stateful(self) -> bool:
-        """An NPU takes no paged attention: the server then runs another pipeline, one request at a time."""
+        """Whether an NPU is used: without paged attention the server runs another pipeline, one request at a time."""
         return any("NPU" in device for device in (self.device, self.draft_device))
 
 
 def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
-    """What recommended.json says, if it is there, then what the options say."""
+    """Settings from recommended.json, if there is one, overridden by the options."""
     file = options.pair / recommendation.FILE
     found = file.exists() and not options.ignore_recommendation
     serving = recommended(file, main, draft) if found else Serving(draft_length=DRAFT_LENGTH)
     if not serving.drafting and (options.draft_length or options.draft_device):
         raise ConvertError(
-            f"{file} says to serve the main model alone, so -k and --draft-device would do nothing; "
-            "--ignore-recommendation serves the draft all the same",
+            f"{file} recommends serving the main model alone, so -k and --draft-device have no effect; "
+            "--ignore-recommendation serves the draft anyway",
             2,
         )
     serving.device = options.device or serving.device
@@ -69,11 +69,11 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
         expected = serving.properties if serving.draft_device == serving.device else {}
     if serving.properties != expected:
         serving.notes.append(
-            f"The server has no properties for the draft alone: on {serving.draft_device} it gets "
-            f"{shown(serving.properties)}, as the main model does, in place of {shown(expected)}."
+            f"The server has no separate properties for the draft: on {serving.draft_device} it gets "
+            f"{shown(serving.properties)}, like the main model, instead of {shown(expected)}."
         )
     if serving.stateful:
-        serving.notes.append("With an NPU the server takes one request at a time and adapts the draft length itself.")
+        serving.notes.append("With an NPU the server handles one request at a time and adapts the draft length itself.")
     return serving
 
 
@@ -82,7 +82,7 @@ def shown(properties: dict[str, object]) -> str:
 
 
 def recommended(file: Path, main: Path, draft: Path) -> Serving:
-    """What scripts/tune.py found best of what this server can do: GenAI with the draft, or the main model alone."""
+    """The best settings of scripts/tune.py that this server supports: GenAI with the draft, or the main model alone."""
     instead = "or ignore it with --ignore-recommendation"
     try:
         content = recommendation.read(file)
@@ -94,7 +94,7 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else error
         raise ConvertError(
-            f"{file} is not what scripts/tune.py writes ({what}); run scripts/tune.py again, {instead}"
+            f"{file} was not written by scripts/tune.py ({what}); run scripts/tune.py again, {instead}"
         ) from None
     for half, folder in (("main", main), ("draft", draft)):
         if recommendation.fingerprint(folder) != fingerprints[half]:
@@ -106,18 +106,18 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
 
 
 def _as_found(content: dict, name: str) -> Serving:
-    """What the content of a recommendation says for this server."""
+    """The settings for this server in a recommendation."""
     chosen = content["settings"].get("GenAI")
     if not chosen:
         alone = content["settings"]["alone"]
-        note = f"By {name} the main model is served alone ({str(content['reason']).rstrip('.')})."
+        note = f"The main model is served alone, as {name} recommends ({str(content['reason']).rstrip('.')})."
         return Serving(device=str(alone["device"]), properties=dict(alone["properties"]), notes=[note])
     notes = [
-        f"Devices, properties and draft length are those of {name}, measured with one request at a time: "
+        f"Devices, properties and draft length are from {name}, measured with one request at a time: "
         f"{float(chosen['speedup']):.2f}x the main model alone."
     ]
     if content["best"] == "ours":
-        notes.append(f"The fastest way in {name} is this project's own engine, which this server does not run.")
+        notes.append(f"The fastest method in {name} is this project's own engine, which this server does not run.")
     threshold = float(chosen[THRESHOLD])
     return Serving(
         device=str(chosen["device"]),
@@ -138,12 +138,13 @@ def graph_fields(serving: Serving, context_length: int | None) -> dict[str, obje
     if serving.drafting:
         fields |= {"draft_models_path": "./draft", "draft_device": serving.draft_device}
     if serving.stateful:
-        return fields | {"pipeline_type": 0}  # LM; the fields below mean nothing to it
-    fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # a cache that grows as needed
+        return fields | {"pipeline_type": 0}  # LM, which ignores the fields below
+    fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # cache_size 0: the cache grows as needed
     if not serving.drafting:
         return fields | {"enable_prefix_caching": True}
-    # With a draft: a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
-    # over steps beside other requests makes it go wrong. Unsplit, each prompt must fit a step, and so must all drafts.
+    # With a draft, a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
+    # over steps while other requests run gives wrong output. Without splitting, a step must fit each prompt and all
+    # drafts.
     drafted = REQUESTS * ((serving.draft_length or DRAFT_LENGTH) + 1)
     return {
         **fields,
@@ -154,7 +155,7 @@ def graph_fields(serving: Serving, context_length: int | None) -> dict[str, obje
 
 
 def greedy_by_default(file: Path, serving: Serving) -> None:
-    """Write into the main model's generation_config.json what a request means that says nothing: greedy, this draft.
+    """Set the defaults for requests in the main model's generation_config.json: greedy, with the draft length.
 
     The server takes each parameter from the request, else from this file, else from GenAI, whose temperature is 1.
     """
@@ -162,7 +163,7 @@ def greedy_by_default(file: Path, serving: Serving) -> None:
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         config = {**config, "do_sample": False, "temperature": 0.0, **serving.drafting}
     except (ValueError, TypeError) as error:
-        raise ConvertError(f"the main model's {file.name} is no JSON object ({error}); export it again") from None
+        raise ConvertError(f"the main model's {file.name} is not a JSON object ({error}); export it again") from None
     if THRESHOLD in serving.drafting:
-        config["logprobs"] = 1  # without them the engine's greedy draft has no confidence, and drafts one token
+        config["logprobs"] = 1  # without it the engine's greedy draft has no confidence and drafts only one token
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")

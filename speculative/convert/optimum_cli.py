@@ -1,4 +1,4 @@
-"""One `optimum-cli export openvino` as a child process: its command, its progress, its log, its end."""
+"""Runs `optimum-cli export openvino` as a child process, with its arguments, progress, log and errors."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ FORMATS = ("fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4")
 
 
 def arguments_for(weight_format: str | None, extra: list[str], trust_remote_code: bool) -> list[str]:
-    """The options of an export: ours first, so that what the user passes through has the last word."""
+    """The options of an export: this program's first, so that the user's own override them."""
     arguments = [] if "--task" in extra else ["--task", TASK]
     if weight_format:
         arguments += ["--weight-format", weight_format]
@@ -28,24 +28,24 @@ def arguments_for(weight_format: str | None, extra: list[str], trust_remote_code
 
 
 def command(model: str, arguments: list[str], output: str) -> list[str]:
-    """The command as a person types it."""
+    """The command as typed in a shell."""
     return ["optimum-cli", "export", "openvino", "--model", model, *arguments, output]
 
 
 def npu_arguments(weight_format: str, parameters: int, channel_wise: bool, given: list[str]) -> tuple[list[str], str]:
-    """What an NPU needs of the weights, less what the user gives, and one sentence that says so.
+    """The options that an NPU needs, without those in `given`, and one sentence about them.
 
-    Symmetric integers always; in int4 channel-wise groups (as above about 4 B parameters), or groups of 128
+    Integers must be symmetric; int4 uses channel-wise scales (above about 4 B parameters) or groups of 128
     (openvino#34450).
     """
     if weight_format == "fp16":
-        return [], "for the NPU: nothing added, it takes fp16 weights as they are"
+        return [], "for the NPU: nothing added, it supports fp16 weights directly"
     if weight_format == "int8":
         needed = {"--sym": []}
     elif weight_format == "int4":
         needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if channel_wise else "128"]}
     else:
-        raise ConvertError(f"the NPU takes no {weight_format} weights; choose int4, int8 or fp16", 2)
+        raise ConvertError(f"the NPU does not support {weight_format} weights; choose int4, int8 or fp16", 2)
     added = [part for option, value in needed.items() if option not in given for part in (option, *value)]
     kept = [option for option in needed if option in given]
     sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.2g} B parameters)"
@@ -53,7 +53,7 @@ def npu_arguments(weight_format: str, parameters: int, channel_wise: bool, given
 
 
 def has_recipe(model: str) -> bool:
-    """Whether optimum-cli has int4 settings of its own for this hub id or folder name, used where none are given."""
+    """Whether optimum-cli has default int4 settings for this hub id or folder name."""
     try:
         from optimum.intel.openvino.configuration import get_default_quantization_config
     except ImportError:
@@ -62,13 +62,13 @@ def has_recipe(model: str) -> bool:
 
 
 def expected_bytes(parameters: int, source_bytes: int, weight_format: str | None) -> int:
-    """Disk an export takes at its peak: the result, and before compression a copy of the model as it was."""
+    """Peak disk space of an export in bytes: the result and, before compression, an uncompressed copy."""
     bytes_each = {"fp32": 4, "fp16": 2, "int8": 1.1, None: 4}.get(weight_format, 0.8)
     return int(parameters * bytes_each) + (source_bytes if weight_format in COMPRESSED else 0)
 
 
 def require_optimum() -> None:
-    """Raise ConvertError unless optimum-cli with its OpenVINO export is installed beside this Python."""
+    """Raise ConvertError unless optimum-cli with its OpenVINO export is installed in this Python environment."""
     try:
         installed = importlib.util.find_spec("optimum.commands.export.openvino") is not None
     except ImportError:
@@ -80,16 +80,16 @@ def require_optimum() -> None:
 
 
 def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
-    """Run the command that `typed` spells; raise ConvertError with the log's last lines when it fails.
+    """Run the command `typed`; raise ConvertError with the last lines of the log if it fails.
 
-    The child's temporary files go to `temporary`, on the disk whose space was checked. Whatever ends this call ends the
-    child.
+    The child's temporary files go to `temporary`, on the disk whose space was checked. The child never outlives this
+    call.
     """
     temporary.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     if not _needs_hub(typed):
-        environment["HF_HUB_OFFLINE"] = "1"  # all files are local by now: no waiting for a hub out of reach
-    arrived = []  # Ctrl-C while the child is being started: held back until it is known, so that it can be ended
+        environment["HF_HUB_OFFLINE"] = "1"  # all files are local: do not wait for an unreachable hub
+    arrived = []  # signals while the child starts: delayed until it is known and can be ended
     handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
     child = None
     try:
@@ -117,12 +117,13 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
 
 
 def _needs_hub(typed: list[str]) -> bool:
-    """Calibration data, remote code of other repositories, optimum-cli's own int4 recipes (some name a data set)."""
+    """Whether an export needs the hub: for calibration data, remote code of other repositories, or optimum-cli's
+    default int4 settings (some use a data set)."""
     return "--dataset" in typed or "--trust-remote-code" in typed or "int4" in typed
 
 
 def _wait(child: subprocess.Popen, quiet: bool) -> None:
-    """Wait for the child; say every now and then for how long."""
+    """Wait for the child and print the elapsed time."""
     start = last_said = time.monotonic()
     live = sys.stderr.isatty() and not quiet
     while True:
@@ -157,7 +158,7 @@ def _fail(status: int, log: Path, verbose: bool) -> None:
     text = "" if verbose else log.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-LAST_LINES:]
     if "No space left on device" in text or "[Errno 28]" in text:
-        raise ConvertError(f"the disk of {log.parent} is full; make room there and run the same command again")
+        raise ConvertError(f"the disk of {log.parent} is full; free space and run the same command again")
     if "trust_remote_code" in text and "custom code" in text:
         raise ConvertError("this model needs Python code from its repository; read it, then add --trust-remote-code")
     where = "see above" if verbose else f"the end of its log, {log}:\n  " + "\n  ".join(lines)

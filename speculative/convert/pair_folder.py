@@ -1,7 +1,7 @@
-"""The folder of a pair: OUT_DIR/main, OUT_DIR/draft and OUT_DIR/pair.json, which get there whole or not at all.
+"""Pair folder: atomic installation of OUT_DIR/main, OUT_DIR/draft and OUT_DIR/pair.json.
 
-Everything is made in a hidden folder beside OUT_DIR (`.NAME.unfinished`) and moved by renaming. A half that is complete
-stays there until its pair is, so that a second run goes on from it; other files in OUT_DIR are left alone.
+Everything is created in a hidden folder next to OUT_DIR (`.NAME.unfinished`) and then renamed. A completed half stays
+there until the pair is complete, so that a second run can resume; other files in OUT_DIR are not touched.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from speculative.convert.work_folder import WorkFolder
 from speculative.pair.model_info import is_ir
 
 HALVES = ("main", "draft")
-SAME = ("source", "revision", "content", "arguments")  # a half with equal values of these is not made again
+SAME = ("source", "revision", "content", "arguments")  # a half is reused if these are equal
 
 
 class PairFolder(WorkFolder):
-    """OUT_DIR and its hidden folder beside it."""
+    """OUT_DIR and the hidden folder next to it."""
 
     def __init__(self, target: Path):
         work = target.parent / f".{target.name}.unfinished"
@@ -26,7 +26,7 @@ class PairFolder(WorkFolder):
         self.temporary = self.work / "tmp"
 
     def open(self) -> None:
-        """Make and lock the hidden folder, undo an interrupted install, refuse a target that cannot be written."""
+        """Create and lock the hidden folder, undo an interrupted install, and reject a target that is not writable."""
         super().open()
         try:
             if self.target.exists():
@@ -40,9 +40,9 @@ class PairFolder(WorkFolder):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def refuse_foreign(self, sources: dict[str, str], overwrite: bool) -> None:
-        """Raise ConvertError where the target holds what this program did not make, or made of other sources.
+        """Raise ConvertError if the target holds files that this program did not make, or made from other sources.
 
-        `sources` names what each half is to be made of. `overwrite` allows other models to go, but nothing else.
+        `sources` names the source of each half. With `overwrite`, other models may be replaced, but nothing else.
         """
         records = _read(self.target / "pair.json")
         foreign = {half: self._foreign(half, records.get(half), sources[half]) for half in HALVES}
@@ -55,7 +55,7 @@ class PairFolder(WorkFolder):
                 )
 
     def _foreign(self, half: str, record: object, source: str) -> str:
-        """Why an export from `source` must not replace this half of the target unasked; "" where it may."""
+        """Why an export from `source` must not replace this half of the target without --overwrite; "" if it may."""
         folder = self.target / half
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return ""
@@ -67,10 +67,10 @@ class PairFolder(WorkFolder):
             return "was not made by this program (pair.json does not record it)"
         if not _same_source(record["source"], source):
             return f"was made from {record['source']}, not from {source}"
-        return "holds more than this program wrote" if folder_bytes(folder) > record["bytes"] else ""
+        return "contains files that this program did not write" if folder_bytes(folder) > record["bytes"] else ""
 
     def finished(self, half: str, wanted: dict) -> dict | None:
-        """The record of this half if the target or the hidden folder holds it complete and as wanted."""
+        """The record of this half if the target or the hidden folder has it complete and as requested."""
         record = _read(self.target / "pair.json").get(half)
         if _as_wanted(self.target / half, record, wanted):
             self._forget(half)
@@ -83,18 +83,18 @@ class PairFolder(WorkFolder):
         return self.work / half if (self.work / half).is_dir() else self.target / half
 
     def start(self, half: str) -> Path:
-        """A folder that does not exist, for a new half to be written to; an older unfinished one goes."""
+        """A path for a new half, which does not exist yet; removes an earlier unfinished one."""
         self._forget(half)
         shutil.rmtree(self._part(half), ignore_errors=True)
         return self._part(half)
 
     def discard(self, half: str) -> None:
-        """Drop what an export that did not end well has written."""
+        """Remove the files of a failed export."""
         for folder in (self._part(half), self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, half: str, record: dict) -> None:
-        """Declare a half whole: its files first, its record last."""
+        """Mark a half as complete: move its files, then write its record."""
         self._part(half).rename(self.work / half)
         _write(self._record(half), record)
 
@@ -113,7 +113,7 @@ class PairFolder(WorkFolder):
         return [*(half for half in HALVES if self._record(half).exists()), "pair.json"]
 
     def install_pair(self, pair: dict) -> None:
-        """Move the new halves into the target, pair.json last; on any failure the old pair comes back whole."""
+        """Move the new halves into the target, pair.json last; on any failure the old pair is restored."""
         _write(self.work / "pair.json", pair)
         self.install()
         for half in HALVES:
@@ -123,11 +123,11 @@ class PairFolder(WorkFolder):
     def _put_back(self) -> None:
         if self.old.is_dir():
             super()._put_back()
-            with contextlib.suppress(OSError):  # a target that the install made is empty again
+            with contextlib.suppress(OSError):  # remove the target if the install created it
                 self.target.rmdir()
 
     def keeps_something(self) -> bool:
-        """Whether a second run can go on from what is here, or a person wants to read it."""
+        """Whether the folder has anything to resume from, or a log to read."""
         return super().keeps_something() or self.has_new_halves() or any(self.work.glob("*.log"))
 
     def _part(self, half: str) -> Path:
@@ -138,19 +138,19 @@ class PairFolder(WorkFolder):
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of all files in a folder, in bytes."""
+    """Total size of all files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _as_wanted(folder: Path, record: dict | None, wanted: dict) -> bool:
-    """Whether the folder is complete and was made of what is wanted, the way it is wanted."""
+    """Whether the folder is complete and was made from the requested source with the requested arguments."""
     if not record or any(record.get(key) != wanted[key] for key in SAME):
         return False
     return is_ir(folder) and folder_bytes(folder) == record.get("bytes")
 
 
 def _is_record(record: object) -> bool:
-    """Whether this is what pair.json says of a half that this program made."""
+    """Whether this is a valid record of a half in pair.json."""
     return isinstance(record, dict) and isinstance(record.get("source"), str) and isinstance(record.get("bytes"), int)
 
 

@@ -1,6 +1,6 @@
-"""Where a model comes from: a local folder or a hub repository, a Hugging Face checkpoint or OpenVINO IR already.
+"""Model sources: a local folder or a hub repository, holding a Hugging Face checkpoint or OpenVINO IR.
 
-Everything in this project that downloads is in this file.
+All downloads of this project happen in this module.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NOT_NEEDED = ["*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*
 
 @dataclass(frozen=True)
 class Source:
-    """A model that can be exported, or copied where it is IR."""
+    """A model to export, or to copy if it is IR."""
 
     given: str  # as the user typed it
     folder: Path  # where its files are now
@@ -35,20 +35,18 @@ class Source:
 
 
 def is_hub_id(given: str) -> bool:
-    """Whether this names a hub repository: no such path here, and the form `name` or `owner/name`."""
+    """Whether `given` is a hub id: not an existing path, and of the form `name` or `owner/name`."""
     return not Path(given).exists() and HUB_ID.fullmatch(given) is not None
 
 
 def open_source(given: str, revision: str | None) -> Source:
-    """Find a local folder, or download the snapshot of a hub repository (the newest, or that of `revision`)."""
+    """Open a local folder, or download a snapshot of a hub repository (the latest, or `revision`)."""
     if is_hub_id(given):
         folder = _download(given, revision)
         source = Source(given, folder, commit=folder.name)
     else:
         if revision:
-            raise ConvertError(
-                f"{given} is a local folder, which has no revision {revision}; leave the revision out", 2
-            )
+            raise ConvertError(f"{given} is a local folder, which has no revision {revision}; omit the revision", 2)
         source = Source(given, Path(given), commit=None)
     _require_model(source)
     return source
@@ -64,16 +62,16 @@ def _require_model(source: Source) -> None:
         return
     if (folder / "openvino_language_model.xml").is_file():
         raise ConvertError(
-            f"{source.given} is a vision-language model, which cannot be used with a draft; give a text model", 2
+            f"{source.given} is a vision-language model, which cannot be used with a draft; use a text model", 2
         )
     if any(folder.glob("*.gguf")):
         raise ConvertError(
-            f"{source.given} holds GGUF files, which cannot be used with a draft; give its original model", 2
+            f"{source.given} holds GGUF files, which cannot be used with a draft; use the original model", 2
         )
     if not is_checkpoint(folder):
         raise ConvertError(
             f"{source.given} holds neither OpenVINO IR (openvino_model.xml) nor a Hugging Face checkpoint (config.json "
-            "and weights); give the folder that does",
+            "and weights); give a folder that does",
             2,
         )
     try:
@@ -85,7 +83,7 @@ def _require_model(source: Source) -> None:
 
 
 def _download(repository: str, revision: str | None) -> Path:
-    """Download a snapshot into the hub's own cache; one that is there already serves when the hub is out of reach."""
+    """Download a snapshot into the hub cache; if the hub is unreachable, use an earlier download."""
     try:
         import huggingface_hub
         from huggingface_hub import errors
@@ -115,10 +113,10 @@ def _download(repository: str, revision: str | None) -> Path:
             "or log in with: hf auth login",
             2,
         ) from None
-    except (OSError, errors.HfHubHTTPError) as error:  # out of reach: connection and name errors are OSErrors
+    except (OSError, errors.HfHubHTTPError) as error:  # unreachable: connection and name errors are OSErrors
         with contextlib.suppress(OSError, errors.HfHubHTTPError):
             folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
-            print(f"the hub cannot be reached; using the snapshot of {repository}{at} downloaded earlier", flush=True)
+            print(f"the hub cannot be reached; using an earlier download of {repository}{at}", flush=True)
             return folder
         raise ConvertError(
             f"the hub cannot be reached for {repository} ({_reason(error)}), and there is no folder of that name here; "
@@ -135,23 +133,23 @@ def _require_space_for_download(repository: str, sizes: dict[str, int]) -> None:
     free = shutil.disk_usage(cache).free
     if missing > free:
         raise ConvertError(
-            f"{repository} takes up to {missing / 1e9:.1f} GB and {cache} has {free / 1e9:.1f} GB free; make room, or "
-            "set HF_HOME to a folder on a larger disk"
+            f"{repository} takes up to {missing / 1e9:.1f} GB, but {cache} has only {free / 1e9:.1f} GB free; make "
+            "room, or set HF_HOME to a folder on a larger disk"
         )
 
 
 def _reason(error: Exception) -> str:
-    """The innermost cause of a connection error, which says what really happened, on one line."""
+    """The innermost cause of a connection error, on one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def named_link(source: Source, folder: Path) -> Path:
-    """The path to export from: a local folder itself, a hub snapshot as a link with the model's name.
+    """The path to export from: a local folder itself, or a link to a hub snapshot that has the model's name.
 
-    A snapshot's folder is named after its commit, and optimum-cli finds its int4 recipe for a well-known model by the
-    name of the folder.
+    A snapshot's folder is named after its commit, but optimum-cli looks up its default int4 settings for well-known
+    models by folder name.
     """
     if source.commit is None:
         return source.folder
@@ -161,7 +159,7 @@ def named_link(source: Source, folder: Path) -> Path:
         link.unlink()
     try:
         link.symlink_to(source.folder.resolve(), target_is_directory=True)
-    except OSError:  # Windows without the right to make links
+    except OSError:  # Windows without the permission to create links
         import _winapi
 
         _winapi.CreateJunction(str(source.folder.resolve()), str(link))
@@ -169,7 +167,7 @@ def named_link(source: Source, folder: Path) -> Path:
 
 
 def content_hash(folder: Path) -> str:
-    """SHA-256 over the files that an export reads: two runs know by it whether a local source is still the same."""
+    """SHA-256 of the files that an export reads, to detect changes of a local source between runs."""
     digest = hashlib.sha256()
     for path in _files(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -180,7 +178,7 @@ def content_hash(folder: Path) -> str:
 
 
 def copy_ir(source: Source, target: Path) -> None:
-    """Copy an IR folder's files, following the links of the hub's cache; hidden files stay behind."""
+    """Copy an IR folder's files, following the links of the hub cache; skips hidden files."""
     try:
         shutil.copytree(source.folder, target, ignore=shutil.ignore_patterns(".*"))
     except OSError as error:
@@ -196,7 +194,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def count_parameters(folder: Path) -> int:
-    """Number of weights in a checkpoint: exact from safetensors headers, otherwise taken as two bytes each."""
+    """Number of weights in a checkpoint: exact from safetensors headers, otherwise assuming two bytes each."""
     count = 0
     for path in _weight_files(folder):
         count += sum(_tensor_sizes(path)) if path.suffix == ".safetensors" else path.stat().st_size // 2
@@ -204,7 +202,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def parameters_by_name(repository: str) -> int:
-    """Number of weights as the name of a model says it (Qwen3-0.6B), for a dry run; 0 where it says nothing."""
+    """Number of weights according to the model's name (Qwen3-0.6B), for a dry run; 0 if the name does not say."""
     found = re.search(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", repository, re.IGNORECASE)
     return int(float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]) if found else 0
 
@@ -218,7 +216,7 @@ def _tensor_sizes(path: Path) -> list[int]:
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         promised = 8 + header_size + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
-        raise ConvertError(f"{path} is no readable safetensors file; copy or download it again") from error
+        raise ConvertError(f"{path} is not a readable safetensors file; copy or download it again") from error
     if path.stat().st_size < promised:
         raise ConvertError(
             f"{path} is truncated ({path.stat().st_size:,} of {promised:,} bytes); copy or download it again"

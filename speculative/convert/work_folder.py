@@ -1,7 +1,7 @@
-"""Atomic replacement on disk: new content is made in a hidden folder and takes its place whole or not at all.
+"""Atomic replacement on disk: new content is created in a hidden folder and installed completely or not at all.
 
-A process that is killed half-way leaves the hidden folder behind; the next one on the same target finds it, puts the
-old content back and goes on. A lock in the hidden folder keeps a second process out meanwhile.
+A process that is killed halfway leaves the hidden folder behind; the next process on the same target finds it, restores
+the old content and continues. A lock in the hidden folder keeps other processes out.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from speculative.convert.errors import ConvertError
 
 
 class WorkFolder:
-    """A hidden folder `work` in which entries are made (in `new`) that replace those of the same names in `into`: all
-    of them, or none.
+    """A hidden folder `work` with new entries (in `new`) that replace those of the same names in `into`: all of them,
+    or none.
     """
 
     def __init__(self, target: Path, work: Path, new: Path, into: Path):
@@ -24,13 +24,13 @@ class WorkFolder:
         self.work = work
         self.new = new
         self.into = into
-        self.old = work / "old"  # what an install replaces, while it runs
+        self.old = work / "old"  # the replaced entries, during an install
         self._lock_file: TextIO | None = None
 
     def open(self) -> None:
-        """Make the folder, lock it, and undo an install that was interrupted.
+        """Create the folder, lock it, and undo an interrupted install.
 
-        Raises ConvertError where the disk refuses, or another process holds the lock.
+        Raises ConvertError if the disk cannot be written or another process holds the lock.
         """
         try:
             self._lock_file = self._lock()
@@ -42,7 +42,7 @@ class WorkFolder:
             ) from error
 
     def _lock(self) -> TextIO:
-        """The lock file, locked. The system frees the lock when this process ends, in any way."""
+        """Return the locked lock file. The system releases the lock when this process ends, however it ends."""
         while True:
             self.work.mkdir(parents=True, exist_ok=True)
             try:
@@ -60,14 +60,14 @@ class WorkFolder:
                 ) from None
             except FileNotFoundError:
                 pass
-            lock_file.close()  # another process removed this file before it was locked: lock the one there is now
+            lock_file.close()  # another process removed this file before it was locked: retry with the current one
 
     def new_names(self) -> list[str]:
-        """Names of the entries that an install moves, whether it has moved them or not."""
+        """Names of the entries that an install moves, before and after it has moved them."""
         return [self.target.name]
 
     def install(self) -> None:
-        """Move the new entries to their place; on any failure the old ones come back, all of them."""
+        """Move the new entries into place; on any failure, restore all old ones."""
         names = self.new_names()
         try:
             self.into.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class WorkFolder:
             raise
 
     def _put_back(self) -> None:
-        """Undo an install: new entries return to the hidden folder, old ones to their place."""
+        """Undo an install: move new entries back to the hidden folder and old ones back into place."""
         if not self.old.is_dir():
             return
         for name in self.new_names():
@@ -94,19 +94,19 @@ class WorkFolder:
         self.old.rmdir()
 
     def keeps_something(self) -> bool:
-        """Whether the folder has to stay for a later run."""
+        """Whether the folder must be kept for a later run."""
         return self.old.exists()
 
     def close(self) -> None:
-        """Release the lock, and remove the folder unless it keeps something."""
+        """Release the lock, and remove the folder unless it must be kept."""
         if self._lock_file is None:
             return
         if not self.keeps_something():
             self.empty()
             if os.name == "nt":
-                self._lock_file.close()  # Windows removes no open file
+                self._lock_file.close()  # Windows cannot remove an open file
             with contextlib.suppress(OSError):
-                (self.work / "lock").unlink()  # while it is locked: who opens it now sees that it is gone
+                (self.work / "lock").unlink()  # while locked: a process that has opened it notices the removal
                 self.work.rmdir()
         self._lock_file.close()
         self._lock_file = None
@@ -121,7 +121,7 @@ class WorkFolder:
 
 
 def recover(target: Path) -> None:
-    """Undo a replacement of `target` that was interrupted, and remove what it left. Raises ConvertError as `open`."""
+    """Undo an interrupted replacement of `target` and clean up. Raises ConvertError as `open` does."""
     folder = _beside(target)
     if folder.work.exists():
         folder.open()
@@ -130,7 +130,7 @@ def recover(target: Path) -> None:
 
 @contextlib.contextmanager
 def replacement(target: Path) -> Iterator[Path]:
-    """An empty folder to write to, hidden beside `target`; it takes the place of `target` when the block ends well.
+    """An empty hidden folder next to `target` to write to; it replaces `target` when the block ends without error.
 
     Raises ConvertError as `WorkFolder.open` does.
     """
@@ -152,7 +152,7 @@ def _beside(target: Path) -> WorkFolder:
 
 
 def _lock_now(file: TextIO) -> None:
-    """Lock an open file. Raises BlockingIOError or PermissionError where another process holds it."""
+    """Lock an open file. Raises BlockingIOError or PermissionError if another process holds the lock."""
     if os.name == "nt":
         import msvcrt
 

@@ -146,7 +146,7 @@ def test_a_pair_becomes_a_repository(run, pair, out):
 
     for text in (finished.stdout, (out / "README.md").read_text(encoding="utf-8")):
         assert "untested" in text
-        assert "Only greedy requests" in text and "scripts/verify_lossless.py" in text
+        assert "Send only greedy requests" in text and "scripts/verify_lossless.py" in text
         assert f"-p 127.0.0.1:8000:8000 -v {out}:/models:ro openvino/model_server:" in text
         assert f"ovms --config_path {out}/config.json --rest_port 8000 --rest_bind_address 127.0.0.1" in text
         assert "/v3/chat/completions" in text
@@ -175,7 +175,9 @@ def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, e
     exact = ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
     export(pair, out, *exact, "-k", 4)
     defaults = ["--set", "dynamic_split_fuse=true", "--set", "max_num_batched_tokens=256"]
-    assert "gives other greedy texts" in export(pair, out.with_name("defaults"), *exact, "-k", 4, *defaults)
+    assert "differs from the main model's if a prompt is split" in export(
+        pair, out.with_name("defaults"), *exact, "-k", 4, *defaults
+    )
 
     code = (ROOT / "speculative/sequence/metrics.py").read_text(encoding="utf-8")
     prompts = ["class Stack:\n" * 20, code[:2500], PROMPT]  # 80, 937 and 7 tokens
@@ -226,8 +228,8 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
     assert (options.cache_size, options.draft_cache_size, options.max_tokens_limit) == (4, 1, 500)
     assert options.tool_parser == "hermes3" and options.dynamic_split_fuse and options.chat_template_mode == 1
     assert options.cache_eviction_config.recent_size == 128
-    assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, as the main model does" in said
-    assert "On 10.0.0.7 the server has no authentication" in said
+    assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, like the main model" in said
+    assert "The server on 10.0.0.7 has no authentication" in said
     assert "-p 10.0.0.7:9000:9000" in said and "--rest_port 9000 --rest_bind_address 10.0.0.7" in said
     assert "--device /dev/dri" in said and "model_server:2026.4.1-gpu" in said
 
@@ -251,7 +253,7 @@ def test_the_recommendation_is_taken(pair, out, export):
     assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}
     assert (options.cache_size, options.max_num_batched_tokens) == (0, 256 * 8)  # a scheduler for one request is not
     assert '"num_assistant_tokens": 7' in said and "2.33x the main model alone" in said
-    assert "in place of" not in said
+    assert "instead of" not in said
 
     export(
         pair, out, "--overwrite", "-k", 2, "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=32", "--set", "cache_size=3"
@@ -284,21 +286,21 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
     generation_config = "embedded/main/generation_config.json"
     assert (out / generation_config).read_bytes() == (MAIN / "generation_config.json").read_bytes()
     assert (
-        "the main model is served alone (The draft is slow)" in said
-        and "Only greedy" not in said
+        "The main model is served alone, as recommended.json recommends (The draft is slow)" in said
+        and "Send only greedy" not in said
         and "num_assistant_tokens" not in said
     )
 
-    assert "says to serve the main model alone" in refuses(2, pair, out, "--overwrite", "-k", 4)
+    assert "recommends serving the main model alone" in refuses(2, pair, out, "--overwrite", "-k", 4)
     assert "draft_cache_size" in refuses(2, pair, out, "--overwrite", "--set", "draft_cache_size=1")
-    assert "Only greedy" in export(pair, out, "--overwrite", "--ignore-recommendation")
+    assert "Send only greedy" in export(pair, out, "--overwrite", "--ignore-recommendation")
 
 
 def test_what_the_server_cannot_do_of_a_recommendation_is_said(pair, out, export):
     recommend(pair, best="ours", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
     said = export(pair, out)
     assert "this project's own engine, which this server does not run" in said
-    assert "in place of INFERENCE_PRECISION_HINT=f32" in said
+    assert "instead of INFERENCE_PRECISION_HINT=f32" in said
 
 
 def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
@@ -309,7 +311,7 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
         ({"draft": {"fingerprint": "0" * 32}}, "measured with other weights than those in"),
         ({"main": {}}, "'fingerprint' is missing"),
         ({"settings": {}}, "'alone' is missing"),
-        ({"settings": [1]}, "is not what scripts/tune.py writes"),
+        ({"settings": [1]}, "was not written by scripts/tune.py"),
         ({"settings": {"GenAI": {**good["settings"]["GenAI"], "device": None, "properties": 3}}}, "tune.py"),
         ({"settings": {"GenAI": {**good["settings"]["GenAI"], "num_assistant_tokens": "many"}}}, "'many'"),
         ({"format": 99}, "not in format 1"),
@@ -386,11 +388,11 @@ def test_the_schema_of_the_configuration_refuses_what_the_server_refuses():
         ("xyz=1", "it has best_of_limit"),
         ("cache_size", "is not FIELD=VALUE"),
         ("cache_size= ", "is not FIELD=VALUE"),
-        ("cache_size=-1", "does not take this value"),
-        ("cache_size=many", "does not take this value"),
+        ("cache_size=-1", "does not accept this value"),
+        ("cache_size=many", "does not accept this value"),
         ("cache_size=1 max_num_seqs: 2", "more than one field"),
-        ("dynamic_split_fuse=perhaps", "does not take this value"),
-        ("pipeline_type=FASTEST", "does not take this value"),
+        ("dynamic_split_fuse=perhaps", "does not accept this value"),
+        ("pipeline_type=FASTEST", "does not accept this value"),
         ("cache_eviction_config={start_size: 1}", "recent_size"),
         ("device=GPU", "give --device"),
         ("draft_device=GPU", "give --draft-device"),
@@ -412,7 +414,7 @@ def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pai
         (["--name", "a/b"], "is not a valid model name"),
         (["--name", ".."], "is not a valid model name"),
         (["--name", "config.json"], "is not a valid model name"),
-        (["-k", "0"], "-k 0 drafts nothing"),
+        (["-k", "0"], "-k is 0, but must be at least 1"),
         (["-k", "two"], "invalid int value: 'two'"),
         (["--property", "FAST"], "'FAST' is not KEY=VALUE"),
         (["--bind", "everywhere"], "'everywhere' is not an IPv4 address"),
@@ -426,7 +428,7 @@ def test_bad_options_are_named(arguments, words, pair, out, refuses):
 
 
 def test_what_is_no_pair_is_refused(tmp_path, pair, out, other_tokenizer, refuses):
-    assert "has no folders main and draft; make it: python convert/export_pair.py" in refuses(2, tmp_path / "no", out)
+    assert "has no folders main and draft; create it with: python convert/" in refuses(2, tmp_path / "no", out)
     assert "has no folders main and draft" in refuses(2, MAIN, out)
     for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin"):
         (pair / "draft" / name).unlink()
@@ -444,14 +446,14 @@ def test_a_generation_config_that_is_no_json_is_named(pair, out, refuses):
     for content in ("{", "[1]"):
         file.unlink()
         file.write_text(content, encoding="utf-8")
-        assert "generation_config.json is no JSON object" in refuses(1, pair, out)
+        assert "generation_config.json is not a JSON object" in refuses(1, pair, out)
     assert [path.name for path in out.parent.iterdir()] == ["embedded"]
 
 
 def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
     out.mkdir()
     export(pair, out)  # an empty folder is as good as none
-    assert "--overwrite makes it again" in refuses(2, pair, out)
+    assert "--overwrite replaces it" in refuses(2, pair, out)
     export(pair, out, "--overwrite", "--set", "cache_size=2")
     assert options_in(out).cache_size == 2
 
@@ -496,7 +498,7 @@ def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(rena
     export(pair, out)
     before = everything_in(out)
     killed_at_rename(renames, PROGRAM, pair, out, "--overwrite", "--set", "cache_size=9")
-    assert "--overwrite makes it again" in refuses(2, pair, out)  # looks first whether anything has to be mended
+    assert "--overwrite replaces it" in refuses(2, pair, out)  # looks first whether anything has to be mended
     assert everything_in(out) == before
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
     export(pair, out, "--overwrite", "--set", "cache_size=9")
@@ -526,12 +528,12 @@ def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair
     assert not (out / "embedded" / weights).samefile(pair / weights)
     monkeypatch.setattr(os, "link", no_link)
     said = export(pair, out, "--overwrite")
-    assert "were copied, because they cannot be linked" in said and "cross-device" in said
+    assert "were copied, because hard links" in said and "cross-device" in said
     assert (out / "embedded" / weights).read_bytes() == (pair / weights).read_bytes()
 
     usage = shutil.disk_usage(out)._replace(free=1000)
     monkeypatch.setattr(model_server_folder.shutil, "disk_usage", lambda _: usage)
-    assert "the disk has 0.0 GB free" in refuses(1, pair, out, "--overwrite")
+    assert "the disk has only 0.0 GB free" in refuses(1, pair, out, "--overwrite")
 
 
 def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path, out, export):

@@ -150,7 +150,7 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
     assert export_pair.main(command) == 0
     assert len(optimum_runs) == 2
     assert everything_in(pair) == before
-    assert capsys.readouterr().out.count("complete already") == 2
+    assert capsys.readouterr().out.count("already complete") == 2
 
     config = sources / "draft" / "config.json"  # the source is another one now
     config.write_text(config.read_text(encoding="utf-8").replace("256", "128"), encoding="utf-8")
@@ -259,7 +259,7 @@ def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
     command = [*map(str, pair_of(irs)), str(tmp_path / "pair")]
     for more, copied in (([], 2), ([], 0), (["--force"], 2)):
         assert export_pair.main(command + more) == 0
-        assert capsys.readouterr().out.count("copied as it is") == copied
+        assert capsys.readouterr().out.count("copied unchanged") == copied
     for half in ("main", "draft"):
         assert everything_in(tmp_path / "pair" / half) == everything_in(irs / half)
     described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
@@ -351,7 +351,7 @@ def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypa
     nowhere = {**hub, "HF_ENDPOINT": "http://127.0.0.1:9"}  # a hub out of reach: the snapshot downloaded earlier serves
     finished = run(PROGRAM, *arguments, tmp_path / "second", env=nowhere)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "the hub cannot be reached; using the snapshot" in finished.stdout
+    assert "the hub cannot be reached; using an earlier download" in finished.stdout
 
 
 def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
@@ -395,14 +395,14 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "needs MAIN DRAFT OUT_DIR, got nothing"),
-        (["main", "draft"], "needs MAIN DRAFT OUT_DIR, got main draft"),
+        ([], "expected MAIN DRAFT OUT_DIR, got nothing"),
+        (["main", "draft"], "expected MAIN DRAFT OUT_DIR, got main draft"),
         (["main", "draft", "out", "more"], "got main draft out more"),
-        (["--pair", "nope"], "no pair is called 'nope'; known are: smollm2"),
+        (["--pair", "nope"], "unknown pair 'nope'; known pairs: smollm2"),
         (["--pair", "gpt2-xl", "--draft-from-main"], "names a draft already"),
         (["main", "out", "--draft-from-main", "--weight-format", "int4"], "smaller than int4"),
         (["main", "draft", "out", "--weight-format", "int3"], "int3"),
-        (["main", "draft", "out", "--", "--weight-format", "int4"], "give it before the --"),
+        (["main", "draft", "out", "--", "--weight-format", "int4"], "put it before the --"),
         (["main", "draft", "out", "--main-args", '"'], "check their quotes"),
         (["./main", "./draft", "out"], "./main is neither a folder here nor a hub id"),
     ],
@@ -435,7 +435,7 @@ def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, t
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "model.safetensors is truncated" in refuses(1, *pair_of(broken), tmp_path / "pair")
     weights.write_bytes(b"no weights")
-    assert "no readable safetensors file" in refuses(1, *pair_of(broken), tmp_path / "pair")
+    assert "not a readable safetensors file" in refuses(1, *pair_of(broken), tmp_path / "pair")
     (broken / "main" / "config.json").write_text("{", encoding="utf-8")
     assert "config.json is corrupt" in refuses(1, *pair_of(broken), tmp_path / "pair")
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
@@ -539,7 +539,7 @@ def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tm
     assert export_pair.main(["./main", "draft", str(pair), "--force"]) == 0  # the same sources in other words
     mine = pair / "draft" / "notes.txt"
     mine.write_text("mine", encoding="utf-8")
-    assert "embedded/draft holds more than this program wrote" in refuses(2, *command, "--force")
+    assert "embedded/draft contains files that this program did not write" in refuses(2, *command, "--force")
     assert mine.read_text(encoding="utf-8") == "mine"
 
 
@@ -580,7 +580,7 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     config.write_text(good, encoding="utf-8")
     finished = run(PROGRAM, *command)
     assert finished.returncode == 0, finished.stderr
-    assert "main: complete already" in finished.stdout
+    assert "main: already complete" in finished.stdout
     assert not unfinished.exists()
     assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == str(draft)
 

@@ -190,7 +190,7 @@ def test_a_pair_is_fetched_once(in_folder, capsys):
 def test_a_failed_fetch_says_what_to_do(in_folder, capsys):
     with pytest.raises(RuntimeError, match="'no-such-pair' was not converted"):
         variables(in_folder, "export", HUB_PAIR="no-such-pair")
-    assert "no pair is called 'no-such-pair'" in capsys.readouterr().out
+    assert "unknown pair 'no-such-pair'" in capsys.readouterr().out
 
 
 def test_a_place_without_a_checkout_is_named(in_folder, tmp_path, monkeypatch):
