@@ -1,15 +1,16 @@
-"""Grow a Llama to a larger shape without changing its function (Net2Net, Chen et al. 2015, arXiv 1511.05641).
+"""Function-preserving expansion of a Llama to a larger shape.
 
-The small model occupies the first channels, heads and neurons of the large one, with its own int8 values, zero points
-and scales, so nothing is rounded anew. All else is random. It has no effect because every matrix is block triangular:
+As in Net2Net (Chen et al. 2015, arXiv 1511.05641), the small model occupies the first channels, heads and neurons of
+the large one, with its own int8 values, zero points and scales, so nothing is requantised. All other weights are
+random. They have no effect because every matrix is block triangular:
 
     [ small  random ] [ x ]   [ small x ]
     [   0    random ] [ 0 ] = [    0    ]
 
-What the small model does not have stays exactly zero wherever it is read: new hidden channels, value heads and neurons
-(their `up` half is zero, whatever `gate` says), and what the added layers write. New query heads on an old key head do
-attend to something: what would read them is zero. An embedding row has one scale for all channels, so that those of the
-tokenizer's tokens are zero, not random, in the new ones.
+Everything new is exactly zero wherever it is read: new hidden channels, value heads and neurons (their `up` half is
+zero, whatever `gate` is), and the output of added layers. New query heads on an old key head do attend to something,
+but the weights that read them are zero. An embedding row has one scale for all channels, so rows of the tokenizer's
+tokens are zero, not random, in the new channels.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,7 +24,7 @@ NEVER = -1e4  # added to the logits of ids beyond the small model's
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a Llama. `tied`: 1 where the embedding serves as the LM head too, else 0."""
+    """The dimensions of a Llama. `tied` is 1 if the embedding is also the LM head, else 0."""
 
     layers: int
     hidden: int
@@ -36,14 +37,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights of matrices and norms."""
+        """Number of weights in matrices and norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + (2 - self.tied) * self.vocabulary * self.hidden + self.hidden
 
 
 def shape_of(llama: Llama) -> Shape:
-    """The shape a model has."""
+    """The shape of a model."""
     return Shape(
         layers=len(llama.layers),
         hidden=len(llama.norm),
@@ -57,11 +58,11 @@ def shape_of(llama: Llama) -> Shape:
 
 
 def refuse_misfit(small: Shape, large: Shape) -> None:
-    """Raise ValueError where `small` does not fit into `large`, or `large` is no possible shape."""
+    """Raise ValueError if `small` does not fit into `large`, or `large` is not a valid shape."""
     if large.head_dim % 2 or large.heads % large.kv_heads or large.tied > 1:
         raise ValueError(
-            f"heads={large.heads}, kv_heads={large.kv_heads}, head_dim={large.head_dim}, tied={large.tied} is no "
-            "possible shape: heads must be a multiple of kv_heads, head_dim even, tied 0 or 1"
+            f"heads={large.heads}, kv_heads={large.kv_heads}, head_dim={large.head_dim}, tied={large.tied} is not a "
+            "valid shape: heads must be a multiple of kv_heads, head_dim even, tied 0 or 1"
         )
     for field in fields(Shape):
         needed, given = getattr(small, field.name), getattr(large, field.name)
@@ -77,10 +78,10 @@ def refuse_misfit(small: Shape, large: Shape) -> None:
 
 
 class Places:
-    """Where the small model's indices stand among the large one's.
+    """Mapping from the large model's indices to the small model's.
 
-    origin: the small model's index at each of the large one's, -1 for none. live: whether the value there may be other
-    than exactly zero. Weights that read what is not live are free.
+    origin: the small model's index for each index of the large one, -1 for none. live: whether the value there may be
+    nonzero. Weights that read values that are not live are arbitrary.
     """
 
     def __init__(self, origin: np.ndarray, live: np.ndarray | None = None):
@@ -90,15 +91,15 @@ class Places:
 
 
 def first(small: int, large: int) -> Places:
-    """The small model's come first."""
+    """The small model's indices come first."""
     return Places(np.where(np.arange(large) < small, np.arange(large), -1))
 
 
 def head_places(small: Shape, large: Shape) -> tuple[Places, Places]:
-    """Places of the channels of all query heads, and of all key (and value) heads.
+    """Mappings of the channels of all query heads, and of all key (and value) heads.
 
-    A key head keeps its query heads; where it may serve fewer of them in the large model, it stands there again for
-    the rest. Halves of a head stay halves, as the rotary embedding turns channel i with channel i + head_dim / 2.
+    A key head keeps its query heads; if a key head serves fewer query heads in the large model, it is repeated for the
+    rest. Halves of a head stay halves, as the rotary embedding rotates channel i with channel i + head_dim / 2.
     """
     serves, room = small.heads // small.kv_heads, large.heads // large.kv_heads
     query_head, key_head = np.full(large.heads, -1), np.full(large.kv_heads, -1)
@@ -115,21 +116,21 @@ def head_places(small: Shape, large: Shape) -> tuple[Places, Places]:
         return np.where(known, head[:, None] * small.head_dim + channel.ravel(), -1)
 
     keys = channels(key_head)
-    live = np.repeat(keys >= 0, room, axis=0)  # every query head gives what its key head's values are
+    live = np.repeat(keys >= 0, room, axis=0)  # every query head outputs values of its key head
     return Places(channels(query_head).ravel(), live.ravel()), Places(keys.ravel())
 
 
 def grow(
     small: Matrix, rows: Places, columns: Places, generator: np.random.Generator, *, embed: bool, new_rows_zero: bool
 ) -> Matrix:
-    """A matrix of the large model.
+    """Create a matrix of the large model.
 
     Args:
-        small: the small model's, which gives the scale of all new rows too.
-        rows, columns: where its outputs and its inputs stand.
-        generator: of the random weights.
-        embed: whether it holds the small matrix, or random weights only.
-        new_rows_zero: whether what the other rows give must be zero.
+        small: the small model's matrix; its mean scale is also used for new rows.
+        rows, columns: mappings of outputs and inputs.
+        generator: source of the random weights.
+        embed: whether to embed the small matrix, or use random weights only.
+        new_rows_zero: whether the outputs of all other rows must be zero.
     """
     shape = (len(rows.origin), len(columns.origin))
     values = np.frombuffer(generator.bytes(shape[0] * shape[1]), np.uint8).reshape(shape).copy()
@@ -147,9 +148,9 @@ def grow(
 
 
 def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress) -> Llama:
-    """The same function at `shape`; calls progress() after each layer.
+    """Expand `small` to `shape`, with the same function; calls progress() after each layer.
 
-    Raises ValueError where it does not fit.
+    Raises ValueError if it does not fit.
     """
     old = shape_of(small)
     refuse_misfit(old, shape)
@@ -157,7 +158,7 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress)
     neurons = first(old.intermediate, shape.intermediate)
     tokens = first(old.vocabulary, shape.vocabulary)
     queries, keys = head_places(old, shape)
-    share = old.hidden / shape.hidden  # the mean square over more channels, all new ones zero, is as much smaller
+    share = old.hidden / shape.hidden  # new channels are zero, so the mean square shrinks by this factor
 
     def matrix(
         like: Matrix, rows: Places, columns: Places, *, embed: bool = True, new_rows_zero: bool = True
@@ -173,7 +174,7 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress)
     for i in range(shape.layers):
         like, embed = small.layers[i % old.layers], i < old.layers
         attended, activated = queries, neurons
-        if not embed:  # the values and the `up` half of an added layer are zero, so what they lead to is
+        if not embed:  # the values and the `up` half of an added layer are zero, so its output is
             attended, activated = (Places(p.origin, np.zeros_like(p.live)) for p in (queries, neurons))
         layers.append(
             Layer(
@@ -190,7 +191,7 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress)
         )
         progress()
 
-    written = Places(hidden.origin, np.ones_like(hidden.live))  # an embedding row is written to the channels as it is
+    written = Places(hidden.origin, np.ones_like(hidden.live))  # an embedding row is written to all channels
     head = small.embedding if small.head is None else small.head
     added_frequencies = small.frequencies[-1] * generator.uniform(0.1, 1, (shape.head_dim - old.head_dim) // 2)
     return replace(

@@ -1,7 +1,7 @@
-"""A Llama model with int8 weights, read from an exported IR and written as one, without torch.
+"""Reads and builds IR of Llama models with int8 weights, without torch.
 
-The graph is the one optimum-cli exports (stateful, weights as uint8 with a zero point and a scale for each row, nncf's
-int8_asym), so that OpenVINO and OpenVINO GenAI treat both alike.
+The graph is the same as optimum-cli exports (stateful, uint8 weights with a zero point and a scale per row, nncf's
+int8_asym), so that OpenVINO and OpenVINO GenAI treat both the same way.
 """
 
 import json
@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
 
 @dataclass
 class Layer:
-    """One decoder layer: the norm before attention and its matrices, the norm before the feed-forward and its own."""
+    """One decoder layer: norms and matrices of attention and feed-forward."""
 
     attention_norm: np.ndarray  # float32 [hidden]
     q: Matrix  # [heads * head_dim, hidden]
@@ -51,7 +51,7 @@ MATRICES = {
 
 @dataclass
 class Llama:
-    """The whole model. `head` is None where the embedding serves as the LM head too."""
+    """The whole model. `head` is None if the embedding is also the LM head."""
 
     embedding: Matrix  # [vocabulary, hidden]
     layers: list[Layer]
@@ -70,9 +70,9 @@ class Llama:
 
 
 def read(folder: Path) -> Llama:
-    """The model of an IR folder that optimum-cli exported with int8 weights.
+    """Read the model from an IR folder that optimum-cli exported with int8 weights.
 
-    Raises ValueError where it is something else.
+    Raises ValueError for anything else.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = ov.Core().read_model(folder / "openvino_model.xml")
@@ -111,11 +111,11 @@ def read(folder: Path) -> Llama:
 
 
 def build(llama: Llama) -> ov.Model:
-    """The stateful model: input_ids, attention_mask, position_ids [batch, tokens] and beam_idx [batch] to logits."""
+    """Build the stateful model: input_ids, attention_mask, position_ids [batch, tokens], beam_idx [batch] to logits."""
     inputs = {name: ops.parameter([-1, -1], np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
     inputs["beam_idx"] = ops.parameter([-1], np.int32)
     for name, node in inputs.items():
-        node.set_friendly_name(name)  # the paged attention transformation goes by it
+        node.set_friendly_name(name)  # the paged attention transformation looks nodes up by it
         node.output(0).set_names({name})
 
     embedding = _weights(llama.embedding, "self.model.embed_tokens")
@@ -174,7 +174,7 @@ def _rms_norm(x: ov.Node, weight: np.ndarray, epsilon: float) -> ov.Node:
 
 
 def _rotation(frequencies: np.ndarray, position_ids: ov.Node) -> list[ov.Node]:
-    """cos and sin of every position's angles, [batch, 1, tokens, head_dim]."""
+    """cos and sin of the rotary angles, [batch, 1, tokens, head_dim]."""
     positions = ops.convert(ops.unsqueeze(position_ids, np.int64(1)), "f32")
     angles = ops.transpose(ops.matmul(frequencies.reshape(1, -1, 1), positions, False, False), np.array([0, 2, 1]))
     angles = ops.concat([angles, angles], -1)
@@ -195,7 +195,7 @@ def _rotate(x: ov.Node, cos: ov.Node, sin: ov.Node, head_dim: int) -> ov.Node:
 
 
 def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Llama, sinks: list) -> tuple:
-    """What the cache holds, and that with x after it; the new state is appended to `sinks`."""
+    """The cached tensor, and the same with x appended; the new state is added to `sinks`."""
     info = VariableInfo()
     info.data_shape = ov.PartialShape([-1, llama.kv_heads, -1, llama.head_dim])
     info.data_type = ov.Type.f32
@@ -209,7 +209,7 @@ def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Lla
 
 
 def _causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> ov.Node:
-    """0 where a token may look, -65504 elsewhere, [batch, 1, tokens, past + tokens]."""
+    """0 where a token may attend, -65504 elsewhere, [batch, 1, tokens, past + tokens]."""
     zero, one = np.int64(0), np.int64(1)
     length = ops.gather(ops.shape_of(past), np.int64(2), zero)
     total = ops.add(length, ops.gather(ops.shape_of(input_ids), np.int64(1), zero))
@@ -221,7 +221,7 @@ def _causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> 
 
 
 def _repeat_heads(cache: ov.Node, llama: Llama) -> ov.Node:
-    """Each key or value head once for every query head that reads it."""
+    """Repeat each key or value head for every query head that reads it."""
     group = llama.heads // llama.kv_heads
     if group == 1:
         return cache

@@ -1,7 +1,7 @@
-"""The text that the embedded pair is trained on: the standard library's own sources and this project's recipes.
+"""Training text of the embedded pair: sources of the standard library and this project's recipes.
 
-Both halves are cut into documents that end with ``<|endoftext|>``, so that the model knows how a piece of code begins
-and ends. Some are written as a chat turn, in the form of the pair's chat template:
+Both are cut into documents that end with ``<|endoftext|>``, so that the model learns how code begins and ends. Some
+are chat turns in the form of the pair's chat template:
 ``<|user|>what to write, or how it begins<|assistant|>the code<|endoftext|>``.
 """
 
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
 )
 
-# Readable, everyday modules. A narrow text read often teaches a small model more than a broad one read once.
+# Readable, common modules. A small model learns more from many epochs of a narrow text than from one of a broad text.
 MODULES = """
     argparse base64 bisect calendar code collections/__init__ concurrent/futures/thread configparser contextlib copy csv
     fileinput filecmp fnmatch fractions functools genericpath getopt getpass glob graphlib gzip heapq hmac html/parser
@@ -28,11 +28,11 @@ MODULES = """
     tempfile textwrap threading timeit trace types unittest/suite urllib/parse urllib/request uuid wave weakref
     webbrowser wsgiref/headers xml/etree/ElementTree xmlrpc/client zipapp zipfile
 """.split()  # noqa: SIM905
-HELD_OUT_MODULES = ("cmd", "shlex", "sched", "netrc", "colorsys")  # never trained on: the validation loss is theirs
+HELD_OUT_MODULES = ("cmd", "shlex", "sched", "netrc", "colorsys")  # not trained on; for the validation loss
 
 
 def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
-    """The named modules of this Python, each cut into its imports, functions and classes, runs of them joined."""
+    """The named modules of this Python, split at functions and classes; short pieces are joined to documents."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for module in modules:
@@ -44,7 +44,7 @@ def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-                while first and lines[first - 1].startswith("#"):  # a comment above belongs to what follows
+                while first and lines[first - 1].startswith("#"):  # a comment belongs to the definition below it
                     first -= 1
                 starts.append(first)
         pieces = ["".join(lines[a:b]).strip() for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
@@ -59,7 +59,7 @@ def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
 
 
 class Recipes:
-    """Renderings of `recipes.txt`: each is a list of instructions and the code that follows them."""
+    """Renders the recipes in `recipes.txt`: each is a list of instructions and the code that follows them."""
 
     def __init__(self):
         text = Path(__file__).with_name("recipes.txt").read_text(encoding="utf-8")
@@ -68,10 +68,10 @@ class Recipes:
         self.recipes = [recipe.split("\n", 1) for recipe in recipes]
 
     def render(self, generator: random.Random, choices: dict[str, str], usual: float = 0) -> tuple[str, str]:
-        """One recipe at random as (instruction, code).
+        """Render a random recipe as (instruction, code).
 
-        `choices` keeps a file's names the same over several recipes; `usual` is the share of names that are the first
-        of their list, whatever chance says.
+        `choices` keeps names consistent over several recipes of a file; `usual` is the share of names that are always
+        the first of their list.
         """
         instructions, code = generator.choice(self.recipes)
         local: dict[str, str] = {}
@@ -79,7 +79,7 @@ class Recipes:
         def choose(match: re.Match) -> str:
             body = match[1]
             hint = body.endswith("|")  # a type hint, or nothing
-            kept = choices if hint or body in self.words else local  # hints and names are a file's habit, not a line's
+            kept = choices if hint or body in self.words else local  # hints and names are consistent within a file
             kind = "hints" if hint else body
             if kind not in kept:
                 options = ["yes", ""] if hint else re.split(r" ?\| ?", self.words.get(body, body))
@@ -93,7 +93,7 @@ class Recipes:
 
 
 def as_chat(generator: random.Random, instruction: str | None, code: str) -> str:
-    """The code as an answer: to an instruction, or to its own first line."""
+    """The code as a chat answer, to an instruction or to its own first lines."""
     if instruction and generator.random() < 0.5:
         wording = generator.choice(["{}", "write a function: {}", "Write code to {}.", "{} in Python", "Please {}."])
         return f"{USER}{wording.format(instruction)}{ASSISTANT}{code}{END}"
@@ -123,13 +123,13 @@ def library_documents(modules: tuple[str, ...] | list[str], generator: random.Ra
 
 
 def training_documents(seed: int = 0) -> list[str]:
-    """All training text; the same for the same seed and the same Python release."""
+    """All training text; deterministic for a given seed and Python release."""
     generator = random.Random(seed)
     return library_documents(MODULES, generator) + recipe_documents(3000, generator)
 
 
 def narrow_documents(seed: int = 0, usual: float = 0) -> list[str]:
-    """A narrower text for the later stages: twice the recipes, and nothing of the library that is mostly comments."""
+    """A narrower text for the later stages: twice the recipes, and no library documents with many comments."""
     generator = random.Random(seed + 1)
 
     def comments(document: str) -> float:
