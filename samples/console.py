@@ -1,7 +1,7 @@
-"""What every sample needs around its idea: arguments, checked input, streaming, Ctrl-C, summary, one-sentence errors.
+"""Shared console code of the samples: arguments, input checks, streaming, Ctrl-C, summary, one-sentence errors.
 
-The library has it, as the server needs most of it, too: speculative/cli/console.py. The pipeline, the draft model and
-the generation config stay in the sample itself.
+It is in the library, speculative/cli/console.py, because the server needs most of it too. The pipeline, the draft model
+and the generation config are in the samples themselves.
 """
 
 from speculative.cli.console import *  # noqa: F403

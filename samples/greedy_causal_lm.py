@@ -1,8 +1,8 @@
-"""Greedy decoding with one model: the baseline that speculative decoding is compared with.
+"""Greedy decoding with one model: the baseline for speculative decoding.
 
     python samples/greedy_causal_lm.py models/embedded/main "def read_file(path):"
 
-The text streams to standard output, a summary follows on standard error.
+The text streams to standard output; a summary follows on standard error.
 """
 
 import console
@@ -16,7 +16,7 @@ def main():
 
     pipe = openvino_genai.LLMPipeline(args.main, args.device, **args.property)
 
-    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json asks for
+    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
 
     streamer = console.Streamer(args.main, pipe.get_tokenizer())

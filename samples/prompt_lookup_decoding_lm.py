@@ -1,9 +1,9 @@
-"""Prompt lookup decoding: drafts are copied from the prompt and the text so far, so no draft model is needed.
+"""Prompt lookup decoding: draft tokens are copied from the prompt and the output so far, without a draft model.
 
     python samples/prompt_lookup_decoding_lm.py models/embedded/main "def read_file(path):"
 
-It pays where the answer repeats the prompt: summaries, code edits, questions about a document. Greedy.
-The text streams to standard output, a summary follows on standard error.
+It helps if the answer repeats the prompt: summaries, code edits, questions about a document. Decoding is greedy.
+The text streams to standard output; a summary follows on standard error.
 """
 
 import console
@@ -18,7 +18,7 @@ def main():
 
     pipe = openvino_genai.LLMPipeline(args.main, args.device, prompt_lookup=True, **args.property)
 
-    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json asks for
+    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
     config.max_ngram_size = args.max_ngram_size

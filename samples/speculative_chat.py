@@ -1,12 +1,12 @@
-"""Chat with a main model whose tokens a draft model proposes, and see which of them were the draft's.
+"""Chat with speculative decoding, with accepted draft tokens in colour.
 
     python samples/speculative_chat.py models/embedded/main models/embedded/draft
 
-Greedy, or drawn if a --temperature is set, and lossless either way. Both come from `speculative/decoder.py`, since
-GenAI's pipeline draws from another distribution when it samples with a draft model: one engine for both keeps each
-model in memory once. An answer computes only what is new in the conversation.
-Answers stream to standard output, all else goes to standard error, so it works in a pipe too. Ctrl-C stops an
-answer; at the prompt it ends the chat, as /quit and Ctrl-D do.
+Greedy, or sampled if --temperature is set, and lossless either way. Both use `speculative/decoder.py`, because GenAI's
+pipeline samples from a wrong distribution with a draft model, and one engine for both keeps each model in memory once.
+Each answer computes only the new tokens of the conversation.
+Answers stream to standard output, everything else goes to standard error, so the chat works in a pipe too. Ctrl-C stops
+an answer; at the prompt it ends the chat, like /quit and Ctrl-D.
 """
 
 import argparse
@@ -24,20 +24,20 @@ with contextlib.suppress(ImportError):  # line editing and history; Windows cons
     import readline  # noqa: F401
 
 COMMANDS = """\
-/k [N|auto|0.4]         show or set how many tokens are drafted for one inference of the main model: N, what pays,
-                        or until the draft is less sure than that
-/temperature [T]        show or set it: 0 is greedy, above it answers are drawn
+/k [N|auto|0.4]         show or set the draft length: fixed (N), adaptive (auto), or until the draft's confidence falls
+                        below a threshold (0.4)
+/temperature [T]        show or set the temperature; 0 is greedy
 /tokens [N]             show or set the longest answer, in tokens
 /speculation [on|off]   show or switch drafting, to compare
 /colour [on|off]        show or switch the colour of accepted draft tokens
-/reset                  forget the conversation
-/help                   this list
-/quit                   end"""
+/reset                  clear the conversation
+/help                   show this list
+/quit                   end the chat"""
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 class ColouringStreamer(console.Streamer):
-    """Print tokens that the draft proposed in green: all that an inference gained but the last, which is the main's."""
+    """Prints draft tokens in green: all new tokens of a forward pass but the last, which is the main model's."""
 
     def show(self, tokens):
         for i, token in enumerate(tokens):
@@ -56,7 +56,7 @@ class Chat:
         self.set_temperature(args.temperature)
 
     def set_temperature(self, temperature):
-        """From here on a drawn answer depends on the conversation and the seed alone."""
+        """Set the temperature and reset the engine, so that sampled answers depend on conversation and seed only."""
         self.args.temperature = temperature
         self.engine.reset(self.args.seed if temperature else None)
 
@@ -65,7 +65,7 @@ class Chat:
         room = self.engine.main.capacity - len(self.engine.encode(self.history))
         if room < 1:
             self.history.pop()
-            console.say(f"The conversation fills the context of {self.args.main}: /reset forgets it.")
+            console.say(f"The conversation fills the context of {self.args.main}: /reset clears it.")
             return
 
         config = openvino_genai.GenerationConfig()
@@ -78,7 +78,7 @@ class Chat:
 
         kind = ColouringStreamer if self.colour else console.Streamer
         streamer = kind(self.args.main, self.engine.tokenizer)
-        console.ctrl_c.streaming = True  # while the prompt is read, too
+        console.ctrl_c.streaming = True  # during prefill, too
         result = self.engine.generate(self.history, config, streamer)
         self.history.append({"role": "assistant", "content": streamer.text})
         print(flush=True)
@@ -96,7 +96,7 @@ class Chat:
         return FixedDraftLength(k) if k else ConfidenceDraftLength(threshold) if threshold else self.adaptive
 
     def command(self, line):
-        """Obey one command and say what holds now. An unknown command or value changes nothing."""
+        """Execute a command and print the new setting. An unknown command or value changes nothing."""
         name, _, value = line.partition(" ")
         value = value.strip()
         try:
@@ -121,7 +121,7 @@ class Chat:
                 console.say(f"colour {'on: the draft in ' + GREEN + 'green' + PLAIN if self.colour else 'off'}")
             elif name == "/reset":
                 self.history.clear()
-                console.say("conversation forgotten")
+                console.say("conversation cleared")
             elif name == "/help":
                 console.say(COMMANDS)
             else:
@@ -132,7 +132,7 @@ class Chat:
 
 def switch(text, current):
     if text not in ("", "on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+        raise argparse.ArgumentTypeError(f"{text!r} is not on or off")
     return text == "on" if text else current
 
 
@@ -156,10 +156,10 @@ def main():
 
     engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
     if not engine.tokenizer.chat_template:
-        console.fail(f"{args.main} has no chat template: chat with an instruct model.")
+        console.fail(f"{args.main} has no chat template: use an instruct model.")
 
     if os.name == "nt":
-        os.system("")  # lets older Windows consoles show colours
+        os.system("")  # enables colours in older Windows consoles
     chat = Chat(args, engine)
     if args.temperature:
         chat.command("/temperature")

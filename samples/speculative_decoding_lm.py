@@ -1,10 +1,10 @@
-"""Speculative decoding: a small draft model proposes K tokens, the main model checks them in one inference.
+"""Speculative decoding: a small draft model proposes K tokens, the main model verifies them in one forward pass.
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Greedy: the text is the main model's own, made in fewer of its inferences. Low precision may flip near-ties; with
---property EXECUTION_MODE_HINT=ACCURACY the texts are identical (and slower).
-The text streams to standard output, a summary follows on standard error.
+Decoding is greedy: the output is the main model's own, in fewer of its forward passes. Low precision may flip
+near-ties; with --property EXECUTION_MODE_HINT=ACCURACY the outputs are identical (and slower).
+The text streams to standard output; a summary follows on standard error.
 """
 
 import console
@@ -20,7 +20,7 @@ def main():
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **args.property)
 
-    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json asks for
+    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
 

@@ -1,11 +1,11 @@
-"""Speculative sampling: drawn, not greedy, text at the speed of speculative decoding, and lossless.
+"""Speculative sampling: sampled instead of greedy text, at the speed of speculative decoding, and lossless.
 
     python samples/speculative_sampling_lm.py models/embedded/main models/embedded/draft "def fib(n):" --temperature 0.8
 
-Each token is distributed as if the main model had drawn it alone (Leviathan et al. 2023, Chen et al. 2023). GenAI's own
-pipeline draws from another distribution when it samples with a draft model, so this uses `speculative/decoder.py`.
-The same --seed gives the same text. Without -k it drafts as many tokens as pay, and the summary says why.
-The text streams to standard output, a summary follows on standard error.
+The output has exactly the main model's distribution (Leviathan et al. 2023, Chen et al. 2023). GenAI's own pipeline
+samples from a wrong distribution with a draft model, so this sample uses `speculative/decoder.py`.
+The same --seed gives the same text. Without -k the draft length is adaptive, and the summary explains it.
+The text streams to standard output; a summary follows on standard error.
 """
 
 import console
@@ -22,7 +22,7 @@ def main():
 
     engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
 
-    config = openvino_genai.GenerationConfig()  # whatever the model's generation_config.json asks for
+    config = openvino_genai.GenerationConfig()  # ignores the model's generation_config.json
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
     config.assistant_confidence_threshold = args.assistant_confidence_threshold

@@ -1,16 +1,16 @@
-"""Serve a speculative pair: an OpenAI-compatible endpoint on Ray Serve, many clients on one copy of the weights.
+"""Serve a speculative pair: an OpenAI-compatible server on Ray Serve, with many clients on one copy of the weights.
 
     python samples/serve/serve_pair.py models/embedded/main models/embedded/draft
 
-and, from another terminal, with any client of that API:
+and, from another terminal, with any OpenAI client:
 
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
       -d '{"model": "embedded", "messages": [{"role": "user", "content": "Write a stack."}], "temperature": 0}'
 
-Without DRAFT the main model answers alone. Greedy or sampled, every text is what the main model alone would have
-written: the draft makes it faster, and is used as far as that pays for all texts under way. On one machine Ray starts
-inside; with --address the same application joins a cluster, whose machines have this checkout and the models at the
-same paths. Ctrl-C lets answers under way end, then all of it; twice, at once.
+Without DRAFT the main model is served alone. Greedy or sampled, the output is what the main model alone would produce;
+the draft only makes it faster, and the draft length adapts to the load. By default Ray starts on this machine;
+with --address the application joins a cluster, whose machines need this checkout and the models at the same paths.
+Ctrl-C finishes running answers and then stops; a second Ctrl-C stops at once.
 """
 
 import signal
@@ -21,11 +21,11 @@ from speculative.cli import console
 
 
 def refuse_without(*modules):
-    """End with exit status 1 where one of these is not installed."""
+    """End with exit status 1 if one of these modules is not installed."""
     for name in modules:
         if not find_spec(name):
             console.fail(
-                f"{name} is not installed: `pip install -r requirements-serve.txt` brings what serving needs.", 1
+                f"{name} is not installed: `pip install -r requirements-serve.txt` installs what serving needs.", 1
             )
 
 
@@ -39,7 +39,7 @@ def main():
     listen()
     try:
         with ray_runtime.joined(args.address, args.metrics_port):
-            listen()  # Ray has handlers of its own
+            listen()  # Ray installs its own handlers
             serve(args)
     except ConnectionError as error:
         failed = f"Ray at {args.address} cannot be joined" if args.address else "Ray does not start on this machine"
@@ -47,7 +47,7 @@ def main():
 
 
 def serve(args):
-    """On the Ray that is there, until Ctrl-C."""
+    """Serve on the connected Ray until Ctrl-C."""
     from speculative.serving import (
         application,  # imports Ray, which takes seconds
         ray_runtime,
@@ -55,20 +55,20 @@ def serve(args):
 
     each = {"CPU": args.num_cpus or 1, **args.resources}
     if lacking := ray_runtime.lacking(args.replicas, each):
-        console.fail(f"the replicas need {lacking}: ask for less, or give Ray more.", status=1)
+        console.fail(f"the replicas need {lacking}: request less, or give Ray more.", status=1)
     try:
         run(args, application)
     except ray_runtime.Lost:
-        console.say("Ray's head is gone: starting again ...")
+        console.say("lost the Ray head node: restarting ...")
         raise
     except BaseException:
-        if args.address:  # a Ray of its own ends with this process
+        if args.address:  # a local Ray ends with this process
             application.stop()
         raise
 
 
 def run(args, application):
-    """Start the application; in the end let its answers end."""
+    """Start the application; when stopped, let running answers finish."""
     from speculative.serving import ray_runtime
 
     try:
@@ -79,9 +79,9 @@ def run(args, application):
     try:
         ray_runtime.wait_until_lost()
     except (KeyboardInterrupt, Terminated):
-        console.say(f"stopping: answers under way have {args.drain:g} s to end (Ctrl-C: none)")
+        console.say(f"stopping: running answers have {args.drain:g} s to finish (Ctrl-C: stop at once)")
         if left := application.drain(handle, args.drain):
-            console.say(f"{left} answers did not end in time")
+            console.say(f"{left} answers did not finish in time")
         raise
 
 
@@ -89,28 +89,28 @@ def say_ready(args, cache):
     from speculative.serving import arguments
 
     url = f"http://{arguments.in_url(args.host)}:{args.port}/v1"
-    console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB for the cache of each")
+    console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB of KV cache each")
     if not args.address:
         console.say(f"metrics: http://127.0.0.1:{args.metrics_port}/metrics")
     console.say(f"ready: {url}")
 
 
 def check_port(host, port, name):
-    """Refuse a port that another program listens at."""
+    """End with an error if another program uses the port."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         reason = error.strerror.partition(" (while")[0]
-        console.fail(f"{name} {port} at {host} cannot be had ({reason}): choose another.", status=1)
+        console.fail(f"{name} {port} at {host} is not available ({reason}): choose another.", status=1)
 
 
 class Terminated(SystemExit):
-    """A service manager asks for the end, which is then a success."""
+    """SIGTERM from a service manager: a normal end, with exit status 0."""
 
 
 def listen():
-    """Ctrl-C and SIGTERM are raised where this program is: there is much to end in order."""
-    signal.set_wakeup_fd(-1)  # console's, which would end the process at once
+    """Raise Ctrl-C and SIGTERM in the main thread, so that the server shuts down in order."""
+    signal.set_wakeup_fd(-1)  # disables console's handler, which would end the process at once
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, terminate)
 

@@ -104,7 +104,7 @@ def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, m
 def test_reset_forgets_the_conversation(run, main, answers):
     done = chat(run, main, QUESTIONS[1], "/reset", QUESTIONS[0])
     assert done.stdout.endswith(answers[0][0] + "\n")
-    assert "conversation forgotten" in done.stderr
+    assert "conversation cleared" in done.stderr
 
 
 def test_speculation_off_gives_the_same_text_without_drafts(run, main, answers):
@@ -156,7 +156,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, mai
 def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run, main):
     done = chat(run, main, "/nonsense", "/colour maybe", "/help", "/quit", QUESTIONS[0])
     assert "there is no command /nonsense: /help lists them" in done.stderr
-    assert "/colour: 'maybe' is neither on nor off" in done.stderr
+    assert "/colour: 'maybe' is not on or off" in done.stderr
     for command in ("/k", "/temperature", "/tokens", "/speculation", "/colour", "/reset", "/help", "/quit"):
         assert re.search(rf"^{command}\b", done.stderr, re.MULTILINE)
     assert done.stdout == ""  # nothing is answered after /quit
@@ -181,7 +181,7 @@ def test_a_main_model_without_chat_template_is_refused(run, tmp_path):
     (plain / "openvino_tokenizer.xml").write_text(tokenizer, encoding="utf-8")
     done = run(CHAT, plain, DRAFT)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"error: {plain} has no chat template: chat with an instruct model."
+    assert done.stderr.splitlines()[-1] == f"error: {plain} has no chat template: use an instruct model."
 
 
 # ---- in a terminal --------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_accepted_draft_tokens_are_green_and_the_main_models_own_are_not(termina
     chat.see("> ")
     chat.type("/colour off\n/reset\n" + QUESTIONS[0] + "\n")
     chat.see("colour off")
-    chat.see("forgotten")
+    chat.see("cleared")
     chat.see(QUESTIONS[0] + "\r\n")
     assert chat.see("\r\n(new tokens").replace("\r\n", "\n") == texts[0]
     chat.see("> ")

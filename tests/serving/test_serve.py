@@ -482,7 +482,7 @@ def test_a_draft_with_another_tokenizer_is_refused(run, other_tokenizer, tmp_pat
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run, server):
     done = run(PROGRAM, MAIN, DRAFT, "--port", server.port)
     assert done.returncode == 1 and "Loading" not in done.stderr
-    assert f"--port {server.port} at 127.0.0.1 cannot be had (Address already in use): choose another." in done.stderr
+    assert f"--port {server.port} at 127.0.0.1 is not available (Address already in use): choose" in done.stderr
 
 
 def test_without_ray_it_says_what_to_install():
@@ -492,5 +492,5 @@ sys.argv[1:] = [{str(MAIN)!r}]
 runpy.run_path({PROGRAM!r}, run_name="__main__")"""
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=ROOT)
     assert process.returncode == 1 and process.stderr == (
-        "error: ray is not installed: `pip install -r requirements-serve.txt` brings what serving needs.\n"
+        "error: ray is not installed: `pip install -r requirements-serve.txt` installs what serving needs.\n"
     )
