@@ -1,4 +1,4 @@
-"""What a draft gains, as the table of the two pairs that README and docs show: from the figures that are kept."""
+"""Markdown tables of the speedups of both pairs in README and docs, from the recorded results."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ Cell = Callable[[dict], str]
 
 
 def gains(kept: dict[str, dict]) -> str:
-    """Markdown. A cell is empty where its figure was not measured."""
+    """The Markdown table of both pairs. A cell is empty if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
         cells = [cell(kept[figure]["result"]) if figure in kept else "" for figure in map(figures.format, PAIRS)]
@@ -23,7 +23,7 @@ def gains(kept: dict[str, dict]) -> str:
 
 
 def summary(kept: dict[str, dict]) -> str:
-    """Markdown of the README's table: five results of the benchmark pair, each one number and its range."""
+    """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
     facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
     if not facts:
         return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
@@ -52,7 +52,7 @@ def best_fixed(engine: str, sampled: bool) -> Cell:
 
 
 def named(engine: str, sampled: bool, begin: str) -> Cell:
-    """Of the way whose draft length begins so."""
+    """The cell of the method whose draft length starts with `begin`."""
 
     def cell(result: dict) -> str:
         rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
@@ -67,7 +67,7 @@ def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
 
 
 def same_texts(result: dict) -> str:
-    """Ours over GenAI's with the interval over prompts, wherever both gave the same texts."""
+    """Our engine over GenAI's with the interval over prompts, where both gave the same texts."""
     found = [fact for fact in result["comparisons"] if fact.get("where")]
     return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
 
