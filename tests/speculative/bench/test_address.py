@@ -156,7 +156,7 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
 def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
     node("far")
     folders = [DRAFT, tmp_path / "elsewhere"]
-    missing = r"machine far has no model in .*elsewhere: copy it there, to the same path"
+    missing = r"machine far has no model in .*elsewhere: copy it to the same path there"
     with pytest.raises(ValueError, match=missing), ray_nodes.connect(cluster.address, folders, print):
         pass
 
@@ -184,7 +184,7 @@ def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
     done = run(program, DRAFT, DRAFT, *options, **here)
     assert done.returncode == 0, done.stderr
     done = run(program, DRAFT, DRAFT, *options, "--address", "127.0.0.1:9", **here)
-    assert done.returncode == 2 and "--address needs Ray" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "--address requires Ray" in done.stderr.splitlines()[-1]
 
 
 # ---- tune.py --------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     result, _ = finish(process)
     assert "2 Ray nodes are on 1 computer" in early
     assert set(result["environment"]["machines"]) == {"one", "two"}
-    assert any("Lost on the way" in line and "two" in line for line in result["summary"])
+    assert any("Machines lost during tuning" in line and "two" in line for line in result["summary"])
     names = {row["name"] for row in result["rows"]}
     assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
     rows = {row["name"]: row["speedup"] for row in result["rows"]}
