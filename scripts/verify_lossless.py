@@ -271,7 +271,7 @@ def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.nda
     """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
     next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
     resolution = max(lossless_check.EXPECTED / max(arguments.draws, arguments.genai_draws), FINEST)
-    with tqdm(unit=" inferences", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
+    with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
         def counted(tokens: tuple[int, ...]) -> np.ndarray:
             bar.update()

@@ -43,7 +43,7 @@ def parse(description: str) -> argparse.Namespace:
     limits = parser.add_argument_group("limits per replica")
     for name, default, meaning in (
         ("--max-prompt-tokens", None, "maximum prompt length (default: limited by the context)"),
-        ("--max-output-tokens", 1024, "maximum answer length, also if the request sets none (default: %(default)s)"),
+        ("--max-output-tokens", 1024, "maximum answer length, and its default in a request (default: %(default)s)"),
         ("--max-running", 16, "maximum batch size (default: %(default)s)"),
         ("--max-waiting", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
         ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),

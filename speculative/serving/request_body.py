@@ -64,7 +64,7 @@ def few(marks: bytes, values: int) -> bool:
 
 
 def no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def refusal(what: str) -> ApiError:

@@ -32,7 +32,7 @@ def summary(kept: dict[str, dict]) -> str:
         lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else ''} |")
     machine = facts["machine"]
     last = (
-        f"Over the main model alone, decode only, medians and ranges; {machine['cores']} cores of "
+        f"Speedup over the main model alone, decode only, median and range; {machine['cores']} cores of "
         f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
@@ -104,14 +104,14 @@ def span(bounds: list[float]) -> str:
 ROWS: list[tuple[str, str, Cell]] = [
     ("greedy, GenAI's pipeline, best K", "{}", best_fixed("GenAI", sampled=False)),
     ("greedy, our engine, best K", "{}", best_fixed("ours", sampled=False)),
-    ("greedy, our engine, chooses K itself", "{}", named("ours", False, "adaptive")),
-    ("our engine / GenAI, tokens a second over the same texts (95 % over prompts)", "{}", same_texts),
+    ("greedy, our engine, adaptive K", "{}", named("ours", False, "adaptive")),
+    ("our engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)", "{}", same_texts),
     ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed("ours", True)),
-    ("sampled, our engine, chooses K itself", "{}", named("ours", True, "adaptive")),
-    ("a server's tokens with / without draft, by clients", "server-{}", under_load),
-    ("texts at once, greedy: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
+    ("sampled, our engine, adaptive K", "{}", named("ours", True, "adaptive")),
+    ("server throughput with / without draft, by number of clients", "server-{}", under_load),
+    ("batched greedy texts: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
     (
-        "texts at once, greedy: our engine with draft / the best of GenAI",
+        "batched greedy texts: our engine with draft / best of GenAI",
         "batch-{}",
         at_once("ours, draft /", "best of"),
     ),
@@ -120,7 +120,7 @@ ROWS: list[tuple[str, str, Cell]] = [
 SUMMARY: list[tuple[str, str, Cell]] = [
     ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed("GenAI", sampled=False)),
     ("greedy, this project's engine, best K", "benchmark-pair", best_fixed("ours", sampled=False)),
-    ("greedy, this project's engine, which chooses K itself", "benchmark-pair", named("ours", False, "adaptive")),
+    ("greedy, this project's engine, adaptive K", "benchmark-pair", named("ours", False, "adaptive")),
     ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named("ours", True, "adaptive")),
     ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
 ]

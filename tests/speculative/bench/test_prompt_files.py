@@ -143,10 +143,10 @@ def test_a_data_set_has_a_prompt_a_row(data_set, named):
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        (":answer", "has no column answer, only question, category, stars: name one as"),
+        (":answer", "has no column answer, only question, category, stars: specify one as"),
         (":stars", "row 0 of the data set .* has no text in stars"),
-        (":question:train", "cannot be read: .*train"),
-        ("@other:question", "cannot be read: .*other"),
+        (":question:train", "cannot read the data set .*train"),
+        ("@other:question", "cannot read the data set .*other"),
     ],
 )
 def test_what_a_data_set_lacks_is_named(data_set, named, reason):
