@@ -303,7 +303,7 @@ def summary(
         for cost in costs
     ]
     if n < asked_rounds:
-        lines.append(f"Interrupted: only the {n} complete rounds of {asked_rounds} are shown.")
+        lines.append(f"Interrupted: {n} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 

@@ -177,7 +177,7 @@ def summary(
         if one["peak_bytes"]
     ]
     if rounds < asked:
-        lines.append(f"Interrupted: only the {rounds} complete rounds of {asked} are shown.")
+        lines.append(f"Interrupted: {rounds} of {asked} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 

@@ -112,7 +112,7 @@ def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> l
         lines.append(f"Peak throughput {way}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
     lines.append(losses(rows))
     if done < asked:
-        lines.append(f"Interrupted: only the {done} complete rounds of {asked} are shown.")
+        lines.append(f"Interrupted: {done} of {asked} rounds completed; only these are shown.")
     return [*lines, other.sentence] if other.sentence else lines
 
 

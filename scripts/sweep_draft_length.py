@@ -279,7 +279,7 @@ def summary(
     if error > EXPLAINED:
         lines.append(explain(ways, costs))
     if rounds < asked_rounds:
-        lines.append(f"Interrupted: only the {rounds} complete rounds of {asked_rounds} are shown.")
+        lines.append(f"Interrupted: {rounds} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 

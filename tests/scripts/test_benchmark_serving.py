@@ -50,7 +50,7 @@ def test_every_way_is_measured_with_every_number_of_clients(measured):
         if one["speedup"] is not None:
             assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text
     assert result["program"] in program and len(result["summary"]) >= 4
-    assert any(line.startswith("Speculation ") for line in result["summary"])
+    assert any(line.startswith("The draft ") for line in result["summary"])
     assert json.loads((folder / "load.json").read_text(encoding="utf-8")) == result
     rows = list(csv.DictReader((folder / "load.csv").open(encoding="utf-8")))
     assert [row["name"] for row in rows] == [row["name"] for row in result["rows"]]

@@ -227,7 +227,7 @@ def test_long_texts_are_not_cut(made):
         (["--shape", "TinyLlama-1.1B,kv_heads=2"], "give at least kv_heads=4"),
         (["--shape", "TinyLlama-1.1B,heads=30"], "heads must be a multiple of kv_heads"),
         (["--draft-shape", "TinyLlama-1.1B,layers=3"], "--draft-shape: layers=3 is too small"),
-        (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 is not the main model's 32000"),
+        (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 differs from the main model's 32000"),
         (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
         (["--acceptance", "high"], "'high' is not an acceptance rate"),
         (["--temperature", "-1"], "'-1' is not a number above 0"),

@@ -107,7 +107,7 @@ def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, tw
             assert cell["status"] == "absent" and "there is no GPU" in cell["reason"] and "machine" not in cell
     assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
     again, said = finish(start(SWAP, *asked, *QUICK))
-    assert "6 of 6 cells are in" in said
+    assert "6 of 6 cells are already in" in said
     assert cells_of(again) == cells
 
 
@@ -138,7 +138,7 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, no
     assert any("machine only was lost" in line for line in result["summary"])
     node("other")
     again, said = finish(start(SWAP, *asked, "--max-new-tokens", 401))
-    assert "1 of 2 cells are in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
+    assert "1 of 2 cells are already in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
 
 
 def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
@@ -224,7 +224,7 @@ def test_tuning_is_for_equal_machines_only():
     laptop = place("laptop", "CPU", "GPU")
     assert hosts.equal_machines([laptop, *server], None) == server
     assert hosts.equal_machines([laptop, *server], "laptop") == [laptop]
-    with pytest.raises(ValueError, match="no machine is called 'desk': take one of laptop, server, server"):
+    with pytest.raises(ValueError, match="no machine is named 'desk': choose one of laptop, server, server"):
         hosts.equal_machines([laptop, *server], "desk")
 
 
