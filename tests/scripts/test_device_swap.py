@@ -428,7 +428,7 @@ def cell(device, draft_device, alone, speedup, low, high):
     [
         (2.0, 1.9, 2.1, ["Fastest here: main on CPU, draft on GPU with K = 4, 20.0 tokens/s, 2.00x (1.90-2.10)"]),
         (0.5, 0.4, 0.6, ["Fastest here: main on CPU, alone", "No draft on any device is faster: use the main model"]),
-        (0.9, 0.8, 1.1, ["Fastest here: main on CPU, alone", "some may be", "overlaps: main on CPU, draft on GPU"]),
+        (0.9, 0.8, 1.1, ["Fastest here: main on CPU, alone", "some may be", "noise of it: main on CPU, draft on GPU"]),
     ],
 )
 def test_the_answer_says_how_sure_it_is(speedup, low, high, words):

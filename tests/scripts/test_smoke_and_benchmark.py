@@ -174,7 +174,7 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
         ("GenAI, main alone", 1), ("GenAI, draft alone", 1), ("GenAI with the draft", 1), ("GenAI, prompt lookup", 1),
         ("ours with the draft", 1),
     ]  # fmt: skip
-    assert any("over the same texts" in line for line in result["summary"])
+    assert any("on identical texts" in line for line in result["summary"])
     assert any(line.startswith("Each process was started only once") for line in result["summary"])
     facts = result["environment"]
     assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
