@@ -84,7 +84,7 @@ def test_any_text_on_any_console_and_device(run, engine):
 @pytest.mark.parametrize(
     ("option", "value", "range_"),
     [
-        ("--temperature", "-1", "from 0 on"),
+        ("--temperature", "-1", "of 0 or more"),
         ("--top-p", "0", "above 0 and at most 1"),
         ("--top-p", "2", "above 0 and at most 1"),
         ("--top-k", "0", "from 1 to"),
