@@ -1,21 +1,22 @@
-"""Measure what a draft gains: every way to decode with this pair, in turns, on your prompts and devices.
+"""Benchmark every decoding method for a model pair, interleaved, on your prompts and devices.
 
     python scripts/benchmark.py models/embedded/main models/embedded/draft
 
-Paths (`--paths`), beside the main model alone: `draft`, the draft alone; `genai`, GenAI's pipeline with the draft,
-greedy, for each K; `lookup`, prompt lookup, which needs no draft, GenAI's and ours; `engine`, ours, greedy, for each K
-and adaptive; `sampled`, ours at `--temperature`, lossless. GenAI's own sampled mode with a draft is not
-(scripts/verify_lossless.py). Each path of GenAI and our engine hold the main model once, in a process of its own, as
-the place of loading moves the speed by 5 to 10 %: `--starts 3` starts them three times. Choose where memory is short.
+The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
+the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine; `engine`, our
+engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless. GenAI's own sampled mode
+with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each
+with its own copy of the main model: choose fewer paths if memory is short. As the memory a model is loaded into changes
+its speed by 5 to 10 %, `--starts 3` starts the processes three times.
 
-The same token ids for all, and the same number of new tokens (`ignore_eos`). Every round runs each prompt on every way,
-one after another, in changing order, so that whatever else the machine does falls on all alike. No prompt is answered
-from a cache (but with `--context`). Throughput is decode only (prompt excluded); speedup is over the main model alone
-in GenAI (sampled: alone in the engine), in the same round; shown are the median over the rounds and their range.
-Engines are compared by the prompts to which both gave the same text, with a bootstrap over them
-(speculative/bench/ratios.py). `forwards`: new tokens / main inferences. `outside`: the share of the decoding that is
-not spent in the models. Repeated 4-grams inflate acceptance: their share stands beside. A table for people on standard
-output, then one JSON object on its last line. Ctrl-C keeps the full rounds measured so far. How K matters:
+All methods get the same token ids and generate the same number of new tokens (`ignore_eos`). In every round, each
+prompt runs with every method, one after another and in varying order, so that background load affects all of them
+equally. No prompt is served from a cache (except with `--context`). Throughput is decode only (prompt excluded).
+Speedup is over the main model alone in GenAI (sampled: in our engine) in the same round; the table shows the median and
+range over the rounds. Engines are compared on the prompts for which both gave the same text, with a bootstrap over them
+(speculative/bench/ratios.py). `forwards`: new tokens / main-model forward passes. `outside`: share of the decoding time
+spent outside the models. `repetition`: share of repeated 4-grams, which inflate acceptance. Standard output is a table
+followed by one JSON object on the last line. Ctrl-C keeps the complete rounds. For the effect of K, see
 scripts/sweep_draft_length.py.
 """
 
@@ -60,7 +61,7 @@ from speculative.sequence import metrics
 
 OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
 PATHS = ("draft", "genai", "lookup", "engine", "sampled")
-REPEATS_ITSELF = 0.25  # repetition from which on it is said
+REPEATS_ITSELF = 0.25  # repetition above which the summary warns
 
 
 def names(text: str) -> list[str]:
@@ -77,17 +78,20 @@ def parse_arguments() -> argparse.Namespace:
         "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
     )
     parser.add_argument(
-        "--paths", type=names, default=",".join(PATHS), help=f"of {','.join(PATHS)} (default: all of them)"
+        "--paths", type=names, default=",".join(PATHS), help=f"comma-separated, from {','.join(PATHS)} (default: all)"
     )
     parser.add_argument(
-        "--temperature", type=above_zero, default=1.0, metavar="T", help="of the sampled paths (default: 1)"
+        "--temperature", type=above_zero, default=1.0, metavar="T", help="temperature of the sampled path (default: 1)"
     )
     parser.add_argument(
-        "--context", type=whole, metavar="N", help="put prompts behind N tokens of other text (their cache is kept)"
+        "--context",
+        type=whole,
+        metavar="N",
+        help="prepend N tokens of other text to every prompt (kept in the KV cache)",
     )
     add_starts_argument(parser)
     add_huge_pages_argument(parser)
-    parser.add_argument("--no-starts", action="store_true", help="leave out seconds to load and peak memory")
+    parser.add_argument("--no-starts", action="store_true", help="skip measuring load time and peak memory")
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -96,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def starts(arguments: argparse.Namespace) -> list[dict]:
-    """Load time and memory of what the paths need."""
+    """Load time and peak memory of the pipelines that the paths need."""
     kinds = [Start("GenAI, main alone", "GenAI", with_draft=False)]
     if "genai" in arguments.paths:
         kinds.append(Start("GenAI with the draft", "GenAI", with_draft=True))
@@ -106,7 +110,7 @@ def starts(arguments: argparse.Namespace) -> list[dict]:
 
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:
-    """What to compare, by processes: the main model alone first, our engine last where it is among them."""
+    """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
     alone = Job(
         name="GenAI, main alone",
@@ -138,7 +142,7 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 
 def our_ways(ks: list[int], paths: list[str], temperature: float):
-    """(name, draft length, temperature) of each way of our engine."""
+    """(name, draft length, temperature) of each method of our engine."""
     if {"engine", "lookup"} & set(paths):
         yield "ours, main alone", 0, 0.0
     for kind, path, t in (("ours", "engine", 0.0), ("ours, sampled", "sampled", temperature)):
@@ -153,7 +157,7 @@ def our_ways(ks: list[int], paths: list[str], temperature: float):
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
-    """The prompts, each behind the same `--context` tokens of other text."""
+    """The prompts, each preceded by the same `--context` tokens of other text."""
     if not arguments.context:
         return prompts
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
@@ -162,7 +166,7 @@ def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) 
     return [np.concatenate([before, one]) for one in prompts]
 
 
-# ---- what was found -------------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def baselines(ways: list[Way]) -> dict[bool, Way]:
@@ -171,7 +175,7 @@ def baselines(ways: list[Way]) -> dict[bool, Way]:
 
 
 def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
-    """One row for each way."""
+    """One row per method."""
     alone = baselines(ways)
     rows = [row(way, alone[way.temperature > 0]) for way in ways]
     for one in rows:
@@ -183,7 +187,7 @@ def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
 
 
 def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
-    """Speedup and acceptance of each way that drafts, over the prompts of each category."""
+    """Speedup and acceptance rate of each drafting method, per prompt category."""
     alone, found = baselines(ways), []
     categories: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -213,7 +217,7 @@ def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
 
 
 def compare(ways: list[Way]) -> list[dict]:
-    """What people ask of the table: ours against GenAI with the same K, adaptive against the best fixed K."""
+    """The comparisons readers ask for: ours against GenAI at the same K, adaptive against the best fixed K."""
 
     def find(engine: str, sampled: bool) -> dict[int | str, Way]:
         chosen = [way for way in ways if way.name != "GenAI, draft alone"]
@@ -251,7 +255,7 @@ def summary(
     load: BackgroundLoad,
     asked_rounds: int,
 ) -> list[str]:
-    """The answer in words; `compared` says which engine is faster."""
+    """The result in sentences; `compared` holds those that say which engine is faster."""
     lines, n = [], len(rows[0]["throughputs"])
     for sampled, kind in ((False, "greedy"), (True, "sampled")):
         best = fastest(rows, sampled)
@@ -260,21 +264,21 @@ def summary(
         low, high = best["speedup_range"]
         if best["speedup"] < 1:
             lines.append(
-                f"No {kind} way with a draft is faster than the main model alone: the best, {best['name']}, reaches "
-                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not draft here."
+                f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
+                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
             )
             continue
         lines.append(
-            f"{sentence(best['name'])} is the fastest {kind} way: {best['speedup']:.2f}x the main model alone "
+            f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
             f"({low:.2f}-{high:.2f} over {rounds(n)}), a gain of {best['gain_percent']:.0f} %, and "
-            f"{best['forward_speedup']:.2f} tokens for each main inference."
+            f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
         )
         if low < 1:
-            lines.append(f"In one round or more {best['name']} was slower than the main model alone: measure longer.")
+            lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
         if best["repetition"] > REPEATS_ITSELF:
             lines.append(
-                f"The text of {best['name']} repeats itself ({best['repetition']:.0%} of its 4-grams), which makes "
-                "acceptance and speedup look better than they are."
+                f"The text of {best['name']} is repetitive ({best['repetition']:.0%} of its 4-grams are repeated), "
+                "which inflates acceptance rate and speedup."
             )
     lines += compared
     main, best = rows[0], fastest(rows, False)
@@ -282,24 +286,24 @@ def summary(
     if chosen:
         low, *_, high = sorted(chosen, key=lambda part: part["speedup"])
         lines.append(
-            f"By category {best['name']} reaches from {low['speedup']:.2f}x ({low['category']}) to "
+            f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "
             f"{high['speedup']:.2f}x ({high['category']})."
         )
     if best and best["ttft"]:
         lines.append(
-            f"The first token comes after {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
+            f"Time to first token: {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
             f"{best['name']}."
         )
     draft = next((row for row in rows if row["name"] == "GenAI, draft alone"), None)
     if draft:
-        lines.append(f"The draft alone is {draft['speedup']:.1f}x as fast as the main model.")
+        lines.append(f"The draft model alone is {draft['speedup']:.1f}x as fast as the main model.")
     lines += [
         f"{sentence(cost['name'])}: {cost['first_seconds']:.1f} s to load, "
         f"{cost['second_seconds']:.1f} s with a model cache, {memory(cost['peak_bytes'])}."
         for cost in costs
     ]
     if n < asked_rounds:
-        lines.append(f"Interrupted: {n} of {asked_rounds} rounds were measured in full, and only these are shown.")
+        lines.append(f"Interrupted: {n} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 
@@ -312,16 +316,16 @@ def rounds(n: int) -> str:
 
 
 def memory(size: int | None) -> str:
-    return f"{size / 1e6:,.0f} MB at most" if size else "memory not told here"
+    return f"{size / 1e6:,.0f} MB at peak" if size else "memory: n/a"
 
 
-# ---- what people read -----------------------------------------------------------------------------------------------
+# ---- table ----------------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[dict], result: dict) -> str:
     lines = [
-        "way                       tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
-        "   block eff.   outside   repetition   text as alone"
+        "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
+        "   block eff.   outside   repetition       same text"
     ]
     best = [fastest(rows, False), fastest(rows, True)]
     for one in rows:
@@ -339,7 +343,7 @@ def table(rows: list[dict], result: dict) -> str:
     drafted = [one for one in rows if one["position_acceptance"]]
     if drafted:
         longest = max(len(one["position_acceptance"]) for one in drafted)
-        lines += ["", "acceptance at position  " + "".join(f"{i:>6}" for i in range(1, longest + 1))]
+        lines += ["", "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1))]
         lines += [f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in drafted]
     if result["iteration"]:
         lines += ["", "one iteration, ms          draft   verify   overhead"]
@@ -350,7 +354,7 @@ def table(rows: list[dict], result: dict) -> str:
     shown = {one["name"] for one in best if one}
     chosen = [part for part in result["categories"] if part["name"] in shown]
     if chosen:
-        lines += ["", "category               prompts   way                       speedup   acceptance   repetition"]
+        lines += ["", "category               prompts   method                    speedup   acceptance   repetition"]
         for part in chosen:
             acceptance = "" if part["acceptance_rate"] is None else f"{part['acceptance_rate']:.2f}"
             lines.append(
@@ -358,7 +362,7 @@ def table(rows: list[dict], result: dict) -> str:
                 f"   {acceptance:>10}   {part['repetition']:10.2f}"
             )
     if result["starts"]:
-        lines += ["", "start                     seconds   second time   peak memory"]
+        lines += ["", "load time, s                first    with cache   peak memory"]
     lines += [
         f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
         for cost in result["starts"]

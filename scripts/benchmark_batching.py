@@ -1,19 +1,20 @@
-"""Compare our batch decoder with GenAI's ContinuousBatchingPipeline: greedy, 1 to 16 texts, with and without draft.
+"""Compare our batch decoder with GenAI's ContinuousBatchingPipeline: greedy, 1 to 16 texts, with and without a draft.
 
     python scripts/benchmark_batching.py models/embedded/main models/embedded/draft
 
-A server may send greedy requests through either: this measures which is faster here, at what memory. Each way has a
-process of its own, as the place at which a process loads a model moves its speed; `--starts 3` starts them three times.
-They take turns at every number of texts, in changing order: each decodes so many texts at once for `--seconds`, a new
-one joining when one ends; the same token ids for all, none twice, each text `--max-new-tokens` long. GenAI drafts K
-tokens always (`-k`), ours as many as pay in the batch. GenAI alone has its default scheduler; with a draft its prompts
-are read in one piece (dynamic_split_fuse=False), as it needs to be right. Its prefix cache is off. Sampled requests are
-not compared: GenAI's are not lossless with a draft (scripts/verify_lossless.py).
+A server can run greedy requests with either engine: this measures which is faster here, and with how much memory. Each
+method runs in its own process; as the memory a model is loaded into changes its speed, `--starts 3` starts the
+processes three times. Methods are interleaved at every number of texts, in varying order: each decodes that many texts
+at once for `--seconds`, and a new text joins when one ends. All get the same token ids, none twice, and each text is
+`--max-new-tokens` long. GenAI always drafts K tokens (`-k`); our engine adapts its draft length to the batch. GenAI
+alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as its output is
+otherwise wrong. Its prefix cache is off. Sampled requests are not compared: GenAI's are not lossless with a draft
+(scripts/verify_lossless.py).
 
-Throughput: new tokens a second of all texts together, prompts and waiting included; medians over the rounds and their
-range; TTFT and TPOT: medians over the texts, and from 5 to 95 % of them. Memory: the peak of each process, with
-weights, caches and all, up to the largest number of texts. A table for people, then one JSON object on the last line.
-Ctrl-C keeps the full rounds. The same over HTTP: scripts/benchmark_serving.py.
+Throughput: new tokens per second of all texts together, prompts and queueing included; median and range over the
+rounds. TTFT and TPOT: median and 5th to 95th percentile over the texts. Memory: peak of each process, weights and
+caches included, up to the largest number of texts. Output: a table, then one JSON object on the last line. Ctrl-C keeps
+the complete rounds. For the same over HTTP: scripts/benchmark_serving.py.
 """
 
 from speculative.cli.program import prepare_output
@@ -39,7 +40,7 @@ from speculative.cli.arguments import (
     whole,
 )
 
-NUMBER_TOKENS = 16  # that the number before a prompt may take
+NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,20 +50,25 @@ def parse_arguments() -> argparse.Namespace:
     add_starts_argument(parser)
     add_huge_pages_argument(parser)
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=lengths, default="4", metavar="K", help="GenAI's, 4 or 2,4,8 (default: 4)"
+        "-k",
+        "--num-assistant-tokens",
+        type=lengths,
+        default="4",
+        metavar="K",
+        help="GenAI's draft lengths, 4 or 2,4,8 (default: 4)",
     )
     parser.add_argument(
         "--cache-tokens",
         type=whole,
         default=CACHE_TOKENS,
         metavar="N",
-        help="room for all texts together in our engine (default: %(default)s); GenAI's grows",
+        help="KV-cache size of our engine for all texts together (default: %(default)s); GenAI's grows as needed",
     )
     return parser.parse_args()
 
 
 def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
-    """What each process is made of; K aside, which one pipeline takes with each request."""
+    """The job of each process; K is not part of it, as a pipeline takes it per request."""
     shared = {
         "main": str(arguments.main),
         "device": arguments.device,
@@ -90,16 +96,16 @@ def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
         if name == "GenAI, draft":
             ways += [process.way(f"GenAI, K = {k}", k) for k in ks]
         else:
-            ways.append(process.way("ours, draft as pays" if name == "ours, draft" else name, 0))
+            ways.append(process.way("ours, adaptive draft" if name == "ours, draft" else name, 0))
     return ways
 
 
 def measure(
     processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
 ) -> tuple[bool, list[dict]]:
-    """Whether all rounds were measured, and the memory of each process at the end of the first start, if it had one.
+    """Whether all rounds were measured, and each process's memory at the end of the first start, if that was reached.
 
-    Raises KeyboardInterrupt where there is no full round.
+    Raises KeyboardInterrupt if there is no complete round.
     """
     memory: list[dict] = []
     try:
@@ -117,14 +123,14 @@ def measure(
     return True, memory
 
 
-# ---- what was found -------------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def compare(ways: list[Load], clients: list[int]) -> list[dict]:
-    """Ours over GenAI's, both alone; ours with a draft over the best of GenAI's, and over ours alone; by the number of
-    texts. `same_text`: how many of `texts` that both decoded are equal."""
+    """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
+    ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {way.name: way for way in ways}
-    ours, alone = by_name["ours, draft as pays"], by_name["ours, main alone"]
+    ours, alone = by_name["ours, adaptive draft"], by_name["ours, main alone"]
     genai = [way for way in ways if way.name.startswith("GenAI")]
     found = []
     for n in clients:
@@ -146,33 +152,32 @@ def compare(ways: list[Load], clients: list[int]) -> list[dict]:
 def summary(
     rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: BackgroundLoad
 ):
-    """The answer in words."""
+    """The result in sentences."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
     surely = [one for one in over_best if one["range"][0] > 1]
     slower = [one for one in over_best if one["range"][1] < 1]
     if len(surely) == len(over_best):
-        lines = ["Greedy requests are served faster by our engine at every number of texts that was measured."]
+        lines = ["Our engine is faster for greedy requests at every measured number of texts."]
     elif len(slower) == len(over_best):
-        lines = ["Greedy requests are served faster by GenAI's pipeline at every number of texts that was measured."]
+        lines = ["GenAI's pipeline is faster for greedy requests at every measured number of texts."]
     else:
         lines = [
-            f"Greedy requests: texts at once with which our engine is surely faster: {_numbers(surely)}; GenAI's "
-            f"pipeline: {_numbers(slower)}; else neither surely is."
+            f"Greedy requests: our engine is faster in every round at these numbers of texts: {_numbers(surely)}; "
+            f"GenAI's pipeline at: {_numbers(slower)}; otherwise the difference is within measurement noise."
         ]
     for compared in filter(None, (alone, over_best)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
-    ours = [row for row in rows if row["way"] == "ours, draft as pays"]
+    ours = [row for row in rows if row["way"] == "ours, adaptive draft"]
     lines += stops_paying(ours)
     lines += [
-        f"{one['name']}, with {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB at most in a "
-        "process of its own"
-        + (f", {one['cache_bytes'] / 1e6:,.0f} MB of them its KV caches." if one["cache_bytes"] else ".")
+        f"{one['name']}, {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB peak memory of its "
+        "process" + (f", including {one['cache_bytes'] / 1e6:,.0f} MB of KV caches." if one["cache_bytes"] else ".")
         for one in memory
         if one["peak_bytes"]
     ]
     if rounds < asked:
-        lines.append(f"Interrupted: {rounds} of {asked} rounds were measured in full, and only these are shown.")
+        lines.append(f"Interrupted: {rounds} of {asked} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 

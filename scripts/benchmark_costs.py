@@ -1,17 +1,16 @@
-"""Measure what the engine's steps cost, how that grows, and how far it is from what the memory allows.
+"""Measure the cost of the engine's steps, how it scales, and how close decoding comes to the memory-bandwidth limit.
 
     python scripts/benchmark_costs.py models/embedded/main models/embedded/draft
 
-- Inferences: the main model on 1 to 17 tokens and the draft on one, behind shorter and longer contexts; and whether a
-  step costs more because the one before was rolled back.
-- Beside the models: logits to distribution, draw and verify, by size of the vocabulary.
-- Start and memory, the models' files read before: without a model cache (CACHE_DIR), the first with one and the second,
-  peak memory against weights.
-- The limit: an iteration with K draft tokens reads the main model's weights once and the draft's K times. At the
-  bandwidth of reading, measured before and after each text, that takes a time; the ratio is what part of the
-  decoding time it is.
+- Forward passes: the main model over 1 to 17 tokens and the draft over one, with short and long contexts; and whether a
+  step costs more after a rollback.
+- Outside the models: logits to distribution, sampling and verification, by vocabulary size.
+- Load time and memory with the model files in the page cache: without a model cache (CACHE_DIR), with an empty one and
+  with a filled one; peak memory compared with the weights.
+- Bandwidth limit: an iteration with K draft tokens reads the main model's weights once and the draft's K times. The
+  time for this at the read bandwidth, measured before and after each text, is given as a fraction of the decoding time.
 
-Medians; the machine must be quiet. Tables on standard output, then one JSON object on its last line.
+Values are medians; the machine must be idle. Output: tables, then one JSON object on the last line.
 """
 
 from speculative.cli.program import prepare_output
@@ -62,18 +61,24 @@ TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.tx
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
-    parser.add_argument("-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="for the limit")
-    parser.add_argument("--max-new-tokens", type=whole, default=200, metavar="N", help="for the limit (default: 200)")
-    parser.add_argument("--repeat", type=whole, default=9, metavar="N", help="times of each measurement (default: 9)")
+    parser.add_argument(
+        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="for the bandwidth limit"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole, default=200, metavar="N", help="for the bandwidth limit (default: 200)"
+    )
+    parser.add_argument(
+        "--repeat", type=whole, default=9, metavar="N", help="repetitions of each measurement (default: 9)"
+    )
     add_huge_pages_argument(parser)
     return parser.parse_args()
 
 
-# ---- inferences -----------------------------------------------------------------------------------------------------
+# ---- forward passes -------------------------------------------------------------------------------------------------
 
 
 def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> dict:
-    """Milliseconds behind `context` tokens: of the main model by tokens, of a draft step, of a rollback."""
+    """Milliseconds with a context of `context` tokens: main model by number of tokens, draft step, rollback."""
     text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.width, draft.width)
     main.logits(text[:context])
     draft.logits(text[:context])
@@ -87,7 +92,7 @@ def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat:
         return 1000 * statistics.median([step(model, context, n) for _ in range(repeat + 1)][1:])
 
     differences = []
-    for _ in range(repeat):  # five tokens behind nine of which seven are dropped, and straight on
+    for _ in range(repeat):  # five tokens after dropping seven of nine, and without a rollback
         step(main, context, 9)
         rolled_back = step(main, context + 2, 5)
         step(main, context - 7, 9)
@@ -103,11 +108,11 @@ def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat:
     return row
 
 
-# ---- beside the models ----------------------------------------------------------------------------------------------
+# ---- outside the models ---------------------------------------------------------------------------------------------
 
 
 def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> dict:
-    """Microseconds of what an iteration does beside its inferences, over a vocabulary of `size`."""
+    """Microseconds of an iteration's work outside the forward passes, with a vocabulary of `size`."""
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
     text = random.integers(0, size, 200)
@@ -132,13 +137,13 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
     }
 
 
-# ---- start and memory -----------------------------------------------------------------------------------------------
+# ---- load time and memory -------------------------------------------------------------------------------------------
 
-STARTS = 3  # of each kind, in turn
+STARTS = 3  # of each kind, interleaved
 
 
 def starts(arguments: argparse.Namespace) -> list[dict]:
-    """Starts in new processes: without a model cache, one that fills it, one that uses it. Medians of several."""
+    """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
     found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
     ours = Start("ours with the draft", "ours", with_draft=True)
     read_files(arguments.main, arguments.draft)
@@ -157,13 +162,13 @@ def starts(arguments: argparse.Namespace) -> list[dict]:
     ]
 
 
-# ---- the limit ------------------------------------------------------------------------------------------------------
+# ---- bandwidth limit ------------------------------------------------------------------------------------------------
 
 
 class ReadBandwidth:
-    """Bytes a second at which all cores read memory together, by the largest of a gigabyte of numbers.
+    """Memory read bandwidth of all cores together, in bytes per second, from taking the maximum of 1 GiB of numbers.
 
-    Reading only, as decoding does: a copy moves more, because memory reads and writes at the same time.
+    Reads only, as decoding does: a copy moves more bytes, because memory reads and writes at the same time.
     """
 
     def __init__(self):
@@ -171,7 +176,7 @@ class ReadBandwidth:
         self.parts = [np.ones(2**30 // cores, np.int8) for _ in range(cores)]
 
     def measure(self, times: int = 3) -> float:
-        """The best of some tries, now: neighbours take their share of the memory at any time."""
+        """The best of several tries, as other tenants may use the memory at any time."""
         best = float("inf")
         for _ in range(times):
             begin = time.perf_counter()
@@ -185,7 +190,7 @@ class ReadBandwidth:
 
 
 def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
-    """The engine's throughput against what the weights' way through the memory allows, with and without the draft."""
+    """The engine's throughput as a fraction of the limit set by reading the weights, with and without the draft."""
     folders = {"main": arguments.main, "draft": arguments.draft}
     bytes_ = {
         name: weights.read(ov.Core().read_model(folder / "openvino_model.xml")).bytes_per_step
@@ -219,7 +224,7 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
     return facts | {name: statistics.median(ratios[1:]) for name, ratios in reached.items()}
 
 
-# ---- what people read -----------------------------------------------------------------------------------------------
+# ---- table ----------------------------------------------------------------------------------------------------------
 
 
 def table(inferences: list[dict], sampling: list[dict], started: list[dict], bound: dict, arguments) -> str:
@@ -236,16 +241,16 @@ def table(inferences: list[dict], sampling: list[dict], started: list[dict], bou
     on_disk = sum(Path(folder, "openvino_model.bin").stat().st_size for folder in (arguments.main, arguments.draft))
     lines += ["", "start      seconds   peak memory, MB   weights, MB   cache at full length, MB"]
     for row in started:
-        peak = f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else "not told here"
+        peak = f"{row['peak_bytes'] / 1e6:,.0f}" if row["peak_bytes"] else "n/a"
         lines.append(
             f"{row['start']:<9} {row['seconds']:>8.1f} {peak:>17} {on_disk / 1e6:>13,.0f}"
             f" {row['cache_bytes'] / 1e6:>26,.0f}"
         )
     lines += [
         "",
-        f"memory is read at {bound['bandwidth'] / 1e9:.1f} GB/s; an inference reads "
-        f"{bound['weight_bytes']['main'] / 1e6:,.0f} MB of main, {bound['weight_bytes']['draft'] / 1e6:,.0f} of draft",
-        f"reached of this limit: {bound['alone']:.2f} alone, {bound['draft']:.2f} with K = "
+        f"memory read bandwidth {bound['bandwidth'] / 1e9:.1f} GB/s; a forward pass reads "
+        f"{bound['weight_bytes']['main'] / 1e6:,.0f} MB (main), {bound['weight_bytes']['draft'] / 1e6:,.0f} MB (draft)",
+        f"fraction of this limit reached: {bound['alone']:.2f} alone, {bound['draft']:.2f} with K = "
         f"{arguments.num_assistant_tokens}",
     ]
     return "\n".join(lines)

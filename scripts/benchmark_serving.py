@@ -1,18 +1,19 @@
-"""Load a server: 1 to 16 clients at once, with and without the draft, in turns: throughput, TTFT, TPOT, acceptance.
+"""Load benchmark of a server with and without a draft: throughput, TTFT, TPOT and acceptance rate for 1 to 16 clients.
 
     python scripts/benchmark_serving.py models/embedded/main models/embedded/draft --html load.html
 
-starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and ends both. For servers that
-run already, of any make with OpenAI's API:
+starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both. For running
+servers, of any make with the OpenAI API:
 
     python scripts/benchmark_serving.py --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 
-Clients in a closed loop: each asks for a streamed answer, and for the next when it has it. The servers take turns at
-every number of clients (A B A B); both get the same prompts, none twice, so that nothing comes from a cache; answers
-are `--max-new-tokens` long (with --url: at most). Throughput: new tokens a second of all clients together, waiting and
-prompts included; medians over the rounds and their range; TTFT and TPOT: medians over the requests, and from 5 to 95 %
-of them. The clients run on this machine, and take some of it. A table for people, then one JSON object on the last
-line. Ctrl-C keeps the full rounds. In process, and beside GenAI's pipeline: scripts/benchmark_batching.py.
+Clients run in a closed loop: each requests a streamed answer and sends the next request when it is complete. The
+servers are interleaved at every number of clients (A B A B) and get the same prompts, none twice, so that nothing is
+served from a cache. Answers are `--max-new-tokens` long (with --url: at most). Throughput: new tokens per second of all
+clients together, queueing and prompts included; median and range over the rounds. TTFT and TPOT: median and 5th to 95th
+percentile over the requests. The clients run on this machine and use some of its processor time. Output: a table, then
+one JSON object on the last line. Ctrl-C keeps the complete rounds. For the same in process, compared with GenAI's
+pipeline: scripts/benchmark_batching.py.
 """
 
 from speculative.cli.program import prepare_output
@@ -32,35 +33,39 @@ from speculative.bench.prompts import read_prompts, shown_name, token_ids
 from speculative.cli.arguments import refuse_unsound
 from speculative.cli.properties import key_value
 
-NUMBER_TOKENS = 16  # that the number before a prompt may take
+NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 DRAFT, ALONE = "with draft", "main model alone"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder) of servers to start")
-    parser.add_argument("draft", type=Path, nargs="?", help="draft (IR folder)")
+    parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to start servers")
+    parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument(
         "--property", type=key_value, action="append", default=[], metavar="KEY=VALUE",
-        help="OpenVINO property of both models; repeat for more",
+        help="OpenVINO property for both models (repeatable)",
     )  # fmt: skip
-    parser.add_argument("--url", help="a server that runs: http://127.0.0.1:8000/v1")
-    parser.add_argument("--baseline-url", metavar="URL", help="the same without a draft, to compare with")
-    parser.add_argument("--model", help="name of the model there (default: the first one it has)")
-    parser.add_argument("--chat", action="store_true", help="ask /chat/completions, not /completions")
+    parser.add_argument("--url", help="a running server with a draft, like http://127.0.0.1:8000/v1")
+    parser.add_argument("--baseline-url", metavar="URL", help="a running server without a draft, as the baseline")
+    parser.add_argument("--model", help="model name on these servers (default: the first one listed)")
+    parser.add_argument("--chat", action="store_true", help="use /chat/completions instead of /completions")
     parser.add_argument(
-        "--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy; sampled is lossless, too"
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: 0)",
     )
     add_load_arguments(parser)
     arguments = parser.parse_args()
     if bool(arguments.url) == bool(arguments.main):
-        parser.error("name either MAIN and DRAFT, whose servers are started, or --url of a server that runs")
+        parser.error("give either MAIN and DRAFT, to start servers, or the --url of a running server")
     if arguments.main and not arguments.draft:
-        parser.error(f"there is no draft for {arguments.main}: name its folder, too")
+        parser.error(f"no draft given for {arguments.main}: add its folder")
     if arguments.baseline_url and not arguments.url:
-        parser.error("--baseline-url goes with --url, the server with a draft")
+        parser.error("--baseline-url requires --url, the server with a draft")
     return arguments
 
 
@@ -75,9 +80,9 @@ def temperature(text: str) -> float:
 
 
 def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endpoint]:
-    """Where to ask, by the name of the way; what is started ends with `stack`.
+    """The endpoints by method name; started servers are stopped by `stack`.
 
-    Raises ValueError for what is no server, RuntimeError where one does not start.
+    Raises ValueError if a URL is not a usable server, RuntimeError if a server does not start.
     """
     if arguments.url:
         urls = {DRAFT: arguments.url} | ({ALONE: arguments.baseline_url} if arguments.baseline_url else {})
@@ -100,14 +105,14 @@ def load(name: str, server: Endpoint, prompts: list[str], settings: dict) -> Loa
 
 
 def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> list[str]:
-    """The answer in words."""
+    """The result in sentences."""
     lines = stops_paying([one for one in rows if one["way"] == DRAFT])
     for way in dict.fromkeys(one["way"] for one in rows):
         best = max((one for one in rows if one["way"] == way), key=lambda one: one["throughput"])
-        lines.append(f"Most tokens {way}: {best['throughput']:.0f} a second, by {counted(best['clients'])}.")
+        lines.append(f"Peak throughput {way}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
     lines.append(losses(rows))
     if done < asked:
-        lines.append(f"Interrupted: {done} of {asked} rounds were measured in full, and only these are shown.")
+        lines.append(f"Interrupted: {done} of {asked} rounds completed; only these are shown.")
     return [*lines, other.sentence] if other.sentence else lines
 
 

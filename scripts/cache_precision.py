@@ -1,12 +1,12 @@
-"""How far the cache's precision moves the next token's distribution, with and without rejected tokens.
+"""Measure the effect of KV-cache precision on the next-token distribution, with and without rejected tokens.
 
     python scripts/cache_precision.py models/embedded/main
     python scripts/cache_precision.py models/embedded/main --text my.txt --tokens 200
 
-The reference is one inference on the whole text. Compared with it: plain decoding, a token an inference, and the same
-with four wrong tokens put into the cache and rolled back before each. Mean KL divergence (nats) and total variation of
-the next token, for the device's default cache, u8 keys by channel, by token, and f16. A table on standard output, then
-one JSON object on its last line.
+The reference is one forward pass over the whole text. It is compared with plain decoding, one token per forward pass,
+and with the same after caching and rolling back four wrong tokens before each. Reports mean KL divergence (nats) and
+total variation of the next token for the device's default cache, u8 keys by channel and by token, and f16. Output: a
+table, then one JSON object on the last line.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CACHES = {
     "u8 by token": {"KV_CACHE_PRECISION": "u8", "KEY_CACHE_QUANT_MODE": "BY_TOKEN"},
     "f16": {"KV_CACHE_PRECISION": "f16"},
 }
-PROMPT = 16  # tokens before the first that is judged
+PROMPT = 16  # tokens before the first one compared
 REJECTED = 4
 TEXT = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -36,7 +36,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def decoded(model: CachedModel, text: np.ndarray, rejected: int) -> np.ndarray:
-    """Distributions [tokens, V] of plain decoding, with so many wrong tokens rolled back before each token."""
+    """Distributions [tokens, V] of plain decoding, with `rejected` wrong tokens rolled back before each token."""
     model.forget()
     model.logits(text[:PROMPT])
     rows = []
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="IR folder")
     parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
-    parser.add_argument("--tokens", type=int, default=120, help="tokens of it (default: 120)")
+    parser.add_argument("--tokens", type=int, default=120, help="number of its tokens to use (default: 120)")
     arguments = parser.parse_args()
     tokenizer = openvino_genai.Tokenizer(str(arguments.model))
     ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8")).input_ids.data[0]

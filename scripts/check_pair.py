@@ -1,12 +1,12 @@
-"""Is anything wrong with this pair on this machine? The doctor: seconds, nothing is compiled but with --rollback.
+"""Check a model pair on this machine for problems. Takes seconds; compiles nothing without --rollback.
 
     python scripts/check_pair.py models/embedded/main models/embedded/draft
     python scripts/check_pair.py models/embedded/main models/embedded/draft --device GPU --draft-device CPU
 
-Looks at the files, both tokenizers token by token, special tokens, chat template and context, weight formats, KV
-caches, devices, memory and what a draft step should cost. Each finding is ok, a warning (works, with a limit) or an
-error (does not work), and says what to do. A table on standard output, then one JSON object on its last line; exit
-status 0 for a sound pair (warnings allowed), 1 where errors were found, 2 for bad usage.
+Checks the files, both tokenizers token by token, special tokens, chat templates, context lengths, weight formats, KV
+caches, devices, memory and the expected cost of a draft step. Each finding is ok, a warning (works, with a limit) or an
+error (does not work), and says what to do. Standard output is a table followed by one JSON object on the last line.
+Exit status: 0 for a sound pair (warnings allowed), 1 if errors were found, 2 for bad usage.
 """
 
 from speculative.cli.program import prepare_output
@@ -30,19 +30,17 @@ WIDEST = 120
 def folder(text: str) -> Path:
     if Path(text).is_dir():
         return Path(text)
-    raise argparse.ArgumentTypeError(f"there is no folder {text!r}: give the folder of an exported model")
+    raise argparse.ArgumentTypeError(f"folder {text!r} does not exist: give the folder of an exported model")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=folder, help="main model (IR folder)")
-    parser.add_argument("draft", type=folder, help="draft (IR folder)")
+    parser.add_argument("draft", type=folder, help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
-    parser.add_argument(
-        "--rollback", action="store_true", help="also compile both models and check that caches can be rolled back"
-    )
-    parser.add_argument("--json", action="store_true", help="the JSON object only, no table")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    parser.add_argument("--rollback", action="store_true", help="also compile both models and check KV-cache rollback")
+    parser.add_argument("--json", action="store_true", help="print only the JSON object")
     return parser.parse_args()
 
 
@@ -53,7 +51,7 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
         return findings
     try:
         findings += check_fit(arguments.main, arguments.draft, arguments.device, arguments.draft_device)
-    except UnusableFolder as error:  # a checkpoint: a sound pair perhaps, but not yet one to run
+    except UnusableFolder as error:  # a checkpoint: possibly a sound pair, but not exported yet
         return [*findings, Finding("error", "files", str(error))]
     if arguments.rollback:
         findings += check_rollback(arguments.main, arguments.draft, arguments.device, arguments.draft_device)

@@ -1,32 +1,34 @@
-"""Which devices for this pair? The matrix of main device x draft device, alone and speculative, over this machine.
+"""Benchmark a model pair on every combination of main and draft device, alone and speculative.
 
     python scripts/device_swap.py models/embedded/main models/embedded/draft
     python scripts/device_swap.py models/embedded/main models/embedded/draft --devices CPU,AUTO:CPU,NPU --emulate-npu
 
-Each cell runs in a process of its own with a time limit, so that a crashing driver costs one cell. In a cell the main
-model alone and with the draft take turns on the same prompts: the speedup is over the same main model alone on the same
-device, and shown are medians over the rounds. Throughput is decode only. Of several K the best is shown. Between cells
-minutes pass, so the throughput shown is the speedup times that of the main model alone over all cells of its device.
+Each cell of the matrix runs in a separate process with a time limit, so that a driver crash costs one cell. Within a
+cell, the main model alone and with the draft are interleaved on the same prompts: the speedup is over the same main
+model alone on the same device; values are medians over the rounds. Throughput is decode only. With several K, the best
+is shown. As cells are measured minutes apart, the throughput shown is the speedup times the median throughput of the
+main model alone over all cells of its device.
 
-The tokens of each cell are compared with those of the first, the main model alone on the CPU. Near-ties flip in low
-precision: where a text differs first, the main model in f32 (on the CPU) says by how much it prefers its own token, and
-what is within 0.5 nats is a near-tie (~), beyond it a real difference (!), as in speculative/bench/quality.py.
+Each cell's tokens are compared with those of the first cell, the main model alone on the CPU. Near-ties can resolve
+differently in low precision: at a text's first difference, the main model in f32 (on the CPU) gives the margin by which
+it prefers its own token. Within 0.5 nats it is a near-tie (~), beyond that a real difference (!), as in
+speculative/bench/quality.py.
 
-Every finished cell is appended to a results file, and the same command again goes on behind it: a cell is measured anew
-only if the pair, its devices, their properties, prompts, K, the engine or the versions are others. `--emulate-npu` runs
-the NPU's code path on the CPU: it tells whether the pair works there, and nothing about an NPU's speed.
+Finished cells are appended to a results file; rerun the command to resume. A cell is measured again only if the pair,
+devices, properties, prompts, K, engine or versions changed. `--emulate-npu` runs the NPU code path on the CPU: it shows
+whether the pair works there, not how fast an NPU is.
 
     python scripts/device_swap.py MAIN DRAFT --address HOST:PORT
 
-measures on the machines of a Ray cluster, each cell alone on one that has its devices: those OpenVINO finds there, or
-those its node was started with (--resources='{"intel_gpu": 1, "intel_npu": 1}'). The models must be at the same
-path on each machine; this project's code travels with the job. Equal machines share the cells; unequal ones measure
-only what the others have no devices for, as their tokens/s cannot be compared. A cell whose machine is lost goes to
-another one.
+measures on the machines of a Ray cluster, one cell at a time per machine, on machines with the required devices: those
+OpenVINO detects, or those given when starting the node (--resources='{"intel_gpu": 1, "intel_npu": 1}'). The models
+must be at the same path on each machine; this project's code is shipped with the job. Identical machines share the
+cells; different ones measure only cells whose devices the others lack, as tokens/s are not comparable between them. The
+cells of a lost machine are retried on another.
 
-A table for people, then one JSON object on the last line. Exit status 0 when a cell was measured, 1 when none was, a
-file could not be written or a machine was lost and no other could take its cells, 2 for bad usage, 130 for Ctrl-C (the
-table then has what was finished).
+Output: a table, then one JSON object on the last line. Exit status: 0 if a cell was measured; 1 if none was, a file
+could not be written, or a machine was lost and no other could take its cells; 2 for bad usage; 130 for Ctrl-C (the
+table then shows the finished cells).
 """
 
 from speculative.cli.program import prepare_output
@@ -54,10 +56,10 @@ from speculative.cli.arguments import above_zero, add_run_arguments, lengths, re
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
 
-LONGEST_ON_NPU = 7  # K of a main model on an NPU, which takes 16 tokens at once: GenAI lets K grow to twice that
+LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
 METHOD = (
-    2  # of devices/cell.py: raised when its figures mean something else, so that no kept cell is mixed in (2: no cache)
+    2  # of devices/cell.py: incremented when results change meaning, so that kept cells are not mixed in (2: no cache)
 )
 CELL_PROGRAM = [sys.executable, "-m", "speculative.bench.devices.cell"]
 
@@ -79,22 +81,23 @@ def draft_lengths(text: str) -> list[int | str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     parser.add_argument(
         "--devices",
         type=device_list,
         metavar="LIST",
-        help="like CPU,GPU.0,GPU.1,NPU,AUTO:GPU,CPU: what stands behind AUTO: or HETERO: belongs to it (default: all "
-        "of this machine)",
+        help="for example CPU,GPU.0,GPU.1,NPU,AUTO:GPU,CPU; AUTO: and HETERO: take the names that follow (default: all "
+        "on this machine)",
     )
-    parser.add_argument("--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or our engine")
+    parser.add_argument(
+        "--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or this project's engine"
+    )
     parser.add_argument(
         "--k",
         type=draft_lengths,
         default="4",
         metavar="K",
-        help="draft lengths, of which each cell shows the best: 4, 2,4,6 or 2-6; with --engine ours also adaptive "
-        "(default: 4)",
+        help="draft lengths: 4, 2,4,6 or 2-6, with --engine ours also adaptive; each cell shows the best (default: 4)",
     )
     add_run_arguments(parser, max_prompts=4)
     parser.add_argument(
@@ -103,33 +106,39 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="[DEVICE:]KEY=VALUE",
-        help="OpenVINO property of both models, on all devices or on one; repeat for more",
+        help="OpenVINO property for both models, on all devices or one (repeatable)",
     )
-    parser.add_argument("--emulate-npu", action="store_true", help="run the NPU's code path on the CPU, for NPU")
     parser.add_argument(
-        "--timeout", type=above_zero, default=600, metavar="SECONDS", help="limit of a cell with loading (default: 600)"
+        "--emulate-npu", action="store_true", help="run the NPU code path on the CPU in place of an NPU"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=above_zero,
+        default=600,
+        metavar="SECONDS",
+        help="time limit per cell, loading included (default: 600)",
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=Path("device_swap.jsonl"),
         metavar="FILE",
-        help="where finished cells are kept (default: device_swap.jsonl, in the current folder)",
+        help="file for finished cells (default: device_swap.jsonl in the current folder)",
     )
     parser.add_argument(
         "--address",
         type=ray_address,
         metavar="HOST:PORT",
-        help="head of a Ray cluster on whose machines cells are measured: HOST:PORT, ray://HOST:PORT or auto",
+        help="head of a Ray cluster to measure on: HOST:PORT, ray://HOST:PORT or auto",
     )
-    parser.add_argument("--fresh", action="store_true", help="measure all cells anew")
-    parser.add_argument("--retry", action="store_true", help="measure the cells anew that failed or took too long")
+    parser.add_argument("--fresh", action="store_true", help="measure all cells again")
+    parser.add_argument("--retry", action="store_true", help="measure cells again that failed or timed out")
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
     if arguments.k == ["adaptive"] and arguments.engine == "genai":
-        parser.error("--k adaptive is our engine's: add --engine ours, or give numbers")
+        parser.error("--k adaptive requires --engine ours")
     if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
-        parser.error("--emulate-npu needs NPU among the devices: add it to --devices")
+        parser.error("--emulate-npu requires NPU in --devices")
     return arguments
 
 
@@ -141,13 +150,13 @@ def this_machine(arguments: argparse.Namespace) -> Place:
     try:
         return hosts.of(None, run_here, arguments.devices, arguments.emulate_npu)
     except Failed as error:
-        note(f"looking the devices up failed ({error}), so each is tried in its own cells")
+        note(f"device detection failed ({error}), so each device is tried in its own cells")
         versions = [openvino_genai.__version__, ""]
         return hosts.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
 
 
 def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[int]]) -> list[Cell]:
-    """All cells, the first one first: the main model alone, on the CPU if that is among the devices."""
+    """All cells, starting with the reference: the main model alone, on the CPU if that is among the devices."""
     devices = hosts.all_devices(places)
     common = {
         "main": str(arguments.main.resolve()),
@@ -187,13 +196,13 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
 
 
 def names(device: Device) -> tuple[str, ...]:
-    """What a property may call the device, the most particular name last: it counts."""
+    """The names a property may use for the device, most specific last; the last match wins."""
     kind = device.name.partition(".")[0] if ":" not in device.name else device.name
     return ("", kind, device.name)
 
 
 def properties_of(device: Device, arguments: argparse.Namespace, prompts: list[list[int]]) -> dict:
-    """What was given for the device; an emulated NPU's disguise; and room for the texts in an NPU's static shapes."""
+    """The properties given for the device, plus NPU emulation and the lengths an NPU's static shapes need."""
     properties = {key: value for wanted in names(device) for name, key, value in arguments.property if name == wanted}
     if device.emulated:
         properties["NPUW_DEVICES"] = "CPU"
@@ -217,11 +226,11 @@ def _size_and_date(file: Path) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns
 
 
-# ---- measuring, and keeping it --------------------------------------------------------------------------------------
+# ---- measuring and saving -------------------------------------------------------------------------------------------
 
 
 def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place]) -> bool:
-    """Measure the cells that are not kept; False: Ctrl-C came."""
+    """Measure the cells that are not in the results file. Returns False after Ctrl-C."""
     present = [cell for cell in cells if cell.status != "absent"]
     for cell in present:
         for place in sorted(filter(lambda place: place.has(cell), places), key=lambda one: one.kind):
@@ -233,7 +242,7 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
     todo = [cell for cell in present if not cell.measured]
     done = len(present) - len(todo)
     if done:
-        say(f"{done} of {len(present)} cells are in {kept.path} already; --fresh measures them anew")
+        say(f"{done} of {len(present)} cells are already in {kept.path}; use --fresh to measure them again")
     try:
         with harness.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
@@ -252,7 +261,7 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
 def measure_in_cluster(
     todo: list[Cell], kept: ResultsFile, arguments: argparse.Namespace, places: list[Place], bar: tqdm
 ) -> None:
-    """All machines at once, each with one cell at a time. What no machine is left for is not run."""
+    """Measure on all machines concurrently, one cell at a time each. Cells with no machine left are not run."""
     bar.set_description(f"on {len(places)} machine{'s' * (len(places) > 1)}")
 
     def done(cell: Cell, _: Place, __: None) -> None:
@@ -294,17 +303,17 @@ def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tq
 
 
 def remark(cell: Cell, asked: list[int | str]) -> str:
-    """What is to be known of a cell that was measured."""
+    """Caveats of a measured cell."""
     notes = []
     if any(device.emulated for device in cell.devices):
-        notes.append("the NPU's code path on the CPU: its speed says nothing about an NPU")
+        notes.append("NPU code path on the CPU: not representative of an NPU's speed")
     if cell.draft and cell.job["draft_lengths"] != asked:
-        notes.append(f"K up to {LONGEST_ON_NPU} only, the longest for a main model on an NPU")
+        notes.append(f"K limited to {LONGEST_ON_NPU}, the maximum for a main model on an NPU")
     return "; ".join(notes)
 
 
 def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place]) -> None:
-    """By how much the main model in f32 prefers its own token where a text differs first: once for all cells."""
+    """Find the margin, in f32, at each text's first difference: one job for all cells."""
     differing = [cell for cell in cells if cell.difference]
     asked = [one for cell in differing for one in cell.difference["places"]]
     unique = [json.loads(text) for text in sorted({json.dumps(one, sort_keys=True) for one in asked})]
@@ -317,7 +326,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
         try:
             kept.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
         except (Failed, Lost) as error:
-            note(f"whether the texts that differ are near-ties was not found out: {error}")
+            note(f"could not determine whether the differences are near-ties: {error}")
             return
     margins = kept.lines[key]["margins"]
     for cell in differing:
@@ -380,7 +389,7 @@ def main() -> int:
         "rows": matrix.rows(cells),
     }
     if kept.problem:
-        say(f"error: {kept.path} was not written: {kept.problem}; make room or name another file with --results")
+        say(f"error: {kept.path} was not written: {kept.problem}; free space or use another file with --results")
     harness.write_outputs(arguments, result)
     if not finished:
         return 130
@@ -391,26 +400,24 @@ def main() -> int:
 def swap(
     arguments: argparse.Namespace, prompts: list, ids: list[list[int]], kept: ResultsFile, places: list[Place]
 ) -> tuple[list[Device], list[Cell], bool]:
-    """Measure what is missing, and compare: the devices, the cells, and whether Ctrl-C left them alone.
+    """Measure missing cells and compare all. Returns the devices, the cells, and False if Ctrl-C interrupted.
 
     Raises ValueError for bad usage, in one sentence.
     """
     if not places:
-        raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
+        raise ValueError("no machine of the Ray cluster is usable: all were skipped")
     devices = hosts.all_devices(places)
     known = {name for device in devices for name in names(device)}
     if unknown := [name for name, _, _ in arguments.property if name not in known]:
         raise ValueError(
-            f"--property is for {unknown[0]!r}, which is none of the devices: {', '.join(sorted(known - {''}))}"
+            f"--property names {unknown[0]!r}, which is not one of the devices: {', '.join(sorted(known - {''}))}"
         )
     cells = plan(arguments, places, ids)
     if arguments.fresh:
         try:
             kept.forget({cell.key() for cell in cells for place in places if place.has(cell) and not place.take(cell)})
         except OSError as error:
-            raise ValueError(
-                f"{kept.path} cannot be written ({error.strerror}): name another file with --results"
-            ) from None
+            raise ValueError(f"cannot write {kept.path} ({error.strerror}): use another file with --results") from None
     finished = measure(cells, kept, arguments, places)
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)

@@ -1,15 +1,15 @@
-"""Measure every figure of README and docs, and write it where it is shown: `make figures`. An hour; may be interrupted.
+"""Reproduce all benchmark results in README and docs: `make figures`. Takes an hour; can be interrupted and resumed.
 
-    python scripts/figures.py                     measure what is missing, one after another
-    python scripts/figures.py embedded,lossless   these only
-    python scripts/figures.py --again             also what another commit measured
-    python scripts/figures.py --list              names, minutes, and the commit that measured each
-    python scripts/figures.py --render            measure nothing, write the pages from what is kept
+    python scripts/figures.py                     measure missing results, one after another
+    python scripts/figures.py embedded,lossless   measure only these
+    python scripts/figures.py --again             also measure results of other commits again
+    python scripts/figures.py --list              list names, minutes, and the commit of each result
+    python scripts/figures.py --render            only render the pages from the saved results
 
-Each figure is a command of this project (the table FIGURES). What it printed is kept as docs/figures/NAME.json, with
-machine, versions, commit and date, which stand beside it on the page: between the lines `<!-- figures:NAME -->` and
-`<!-- /figures -->` of README.md and docs/benchmarks.md; figures:gains and figures:summary are tables of several. Large
-pairs are made in build/ first. The machine must be quiet.
+Each result is the output of a command (the table FIGURES), saved as docs/figures/NAME.json with machine, versions,
+commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md and
+docs/benchmarks.md; figures:gains and figures:summary are tables of several results. Large pairs are generated in build/
+first. The machine must be idle.
 """
 
 import argparse
@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
 PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
 BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-CODE = ("scripts", "speculative", "samples", "convert", "models/embedded")  # what a figure depends on
+CODE = ("scripts", "speculative", "samples", "convert", "models/embedded")  # paths that results depend on
 MACHINE = ("date", "processor", "cores", "memory", "os", "python", "openvino", "openvino_genai")
-LEFT_OUT = ("token_view",)  # of a result: for the HTML page
+LEFT_OUT = ("token_view",)  # not saved: only for the HTML report
 
 EMBEDDED = "models/embedded/main models/embedded/draft"
 LARGE = "build/tinyllama/main build/tinyllama/draft"
 FAST = "--huge-pages --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128"
-PAIRS = {  # made where a figure needs one and it is not there; the first one before the others
+PAIRS = {  # generated when needed; the others need the first one
     "build/tinyllama": "scripts/make_benchmark_pair.py build/tinyllama --shape TinyLlama-1.1B --acceptance 0.75",
     "build/tinyllama-useless": (
         "scripts/make_benchmark_pair.py build/tinyllama-useless --main-of build/tinyllama --acceptance 0"
@@ -50,7 +50,7 @@ PAIRS = {  # made where a figure needs one and it is not there; the first one be
 
 
 class Figure(NamedTuple):
-    """A command, without "python", and the minutes that it takes on two cores."""
+    """A command, without "python", and its duration in minutes on two cores."""
 
     command: str
     minutes: float
@@ -122,9 +122,11 @@ FIGURES = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", type=names, nargs="?", default=list(FIGURES), help="of figures: a,b (default: all)")
-    parser.add_argument("--again", action="store_true", help="measure also what another commit measured")
-    parser.add_argument("--render", action="store_true", help="measure nothing, write the pages")
+    parser.add_argument(
+        "names", type=names, nargs="?", default=list(FIGURES), help="results to measure: a,b (default: all)"
+    )
+    parser.add_argument("--again", action="store_true", help="also measure results of other commits again")
+    parser.add_argument("--render", action="store_true", help="only render the pages")
     parser.add_argument("--list", action="store_true", help="print names, minutes and commits")
     return parser.parse_args()
 
@@ -132,25 +134,25 @@ def parse_arguments() -> argparse.Namespace:
 def names(text: str) -> list[str]:
     unknown = [name for name in text.split(",") if name not in FIGURES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"there is no figure {unknown[0]!r}: take of {', '.join(FIGURES)}")
+        raise argparse.ArgumentTypeError(f"unknown result {unknown[0]!r}: choose from {', '.join(FIGURES)}")
     return text.split(",")
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- saved results --------------------------------------------------------------------------------------------------
 
 
 def read_kept() -> dict[str, dict]:
-    """What is kept of each figure that was measured."""
+    """The saved results by name."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(KEPT.glob("*.json"))}
 
 
 def missing(asked: list[str], kept: dict[str, dict], commit: str, again: bool) -> list[str]:
-    """The figures to measure: those that nobody has, with `again` those of another commit, too."""
+    """The results to measure: missing ones and, with `again`, those of another commit."""
     return [name for name in asked if name not in kept or (again and kept[name]["commit"] != commit)]
 
 
 def present_commit() -> str:
-    """Of the code here, with "and changes" where it was changed since."""
+    """The current commit, followed by "and changes" if there are uncommitted changes to the code."""
 
     def git(*arguments: str) -> str:
         try:
@@ -167,13 +169,13 @@ def present_commit() -> str:
 
 
 def measure(name: str, command: str, commit: str) -> dict:
-    """Run a figure's command; what is to be kept of it. Raises RuntimeError where it fails or gives no result."""
+    """Run a command and return the result to save. Raises RuntimeError if it fails or prints no result."""
     begin = time.monotonic()
     *printed, last = run(command)
     try:
         result = json.loads(last)
     except ValueError:
-        raise RuntimeError(f"the last line of `python {command}` is no JSON: {last[:100]!r}") from None
+        raise RuntimeError(f"the last line of `python {command}` is not JSON: {last[:100]!r}") from None
     return {
         "name": name,
         "command": f"python {command}",
@@ -186,11 +188,11 @@ def measure(name: str, command: str, commit: str) -> dict:
 
 
 def run(command: str) -> list[str]:
-    """The lines that a command of this project prints; its progress goes to the terminal. Raises RuntimeError, and
-    KeyboardInterrupt where it was interrupted."""
+    """The lines printed by a command of this project; its progress goes to the terminal. Raises RuntimeError if it
+    fails, KeyboardInterrupt if it was interrupted."""
     (ROOT / "build").mkdir(exist_ok=True)
     arguments = [sys.executable, *shlex.split(command)]
-    usual = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the command's, which ends what it started
+    usual = signal.signal(signal.SIGINT, lambda *_: None)  # the command handles Ctrl-C and cleans up
     try:
         done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
     finally:
@@ -198,7 +200,7 @@ def run(command: str) -> list[str]:
     if done.returncode in (130, -2):
         raise KeyboardInterrupt
     if done.returncode or not done.stdout.strip():
-        raise RuntimeError(f"`python {command}` ended with status {done.returncode}: run it to see why")
+        raise RuntimeError(f"`python {command}` exited with status {done.returncode}: run it to see why")
     return done.stdout.strip().split("\n")
 
 
@@ -210,7 +212,7 @@ def machine() -> dict:
 
 
 def pairs_for(command: str) -> list[str]:
-    """The commands that make what a command needs and is not there yet."""
+    """The commands that generate the missing pairs of a command."""
     needed = [pair for pair in PAIRS if f"{pair}/" in command]
     if needed and needed[0] != "build/tinyllama":
         needed.insert(0, "build/tinyllama")
@@ -221,7 +223,7 @@ def pairs_for(command: str) -> list[str]:
 
 
 def rendered(text: str, kept: dict[str, dict]) -> str:
-    """A page's text, what stands between the marks made from what is kept."""
+    """A page's text with the content between the markers generated from the saved results."""
 
     def block(found: re.Match) -> str:
         begin, name, end = found.groups()
@@ -278,7 +280,7 @@ def main() -> int:
                 run(making)
             figure = measure(name, command, commit)
         except KeyboardInterrupt:
-            print("Interrupted: what was measured is kept; the same command goes on from here.", file=sys.stderr)
+            print("Interrupted: completed results are saved; rerun the command to resume.", file=sys.stderr)
             return 130
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)

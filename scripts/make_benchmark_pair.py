@@ -1,25 +1,25 @@
-"""Make a benchmark pair: the embedded pair's function at the shape, size and cost of a real model, offline, in minutes.
+"""Generate a benchmark pair: the embedded pair's output at the shape, size and cost of a real model; offline, minutes.
 
     python scripts/make_benchmark_pair.py pairs/tinyllama --shape TinyLlama-1.1B --acceptance 0.75
     python scripts/make_benchmark_pair.py pairs/tinyllama-useless --main-of pairs/tinyllama --acceptance 0
     python scripts/make_benchmark_pair.py pairs/tinyllama-sampled --main-of pairs/tinyllama --temperature 1
 
-For measuring speed where no real model is at hand, not for judging text: what the main model writes is what
-models/embedded/main writes, token for token. It is that model, grown without changing its function (Net2Net, Chen et
-al. 2015, arXiv 1511.05641). Llama architecture, int8 weights. The tokenizer is the embedded pair's; the ids beyond it
-that fill the vocabulary are never predicted. Beyond the 1,024 tokens that model was trained on, the text is noise.
+The pair is for measuring speed when no real model is available, not for judging text: the main model generates the same
+tokens as models/embedded/main. It is that model, expanded without changing its function (Net2Net, Chen et al. 2015,
+arXiv 1511.05641), with Llama architecture and int8 weights. It uses the embedded pair's tokenizer; the additional ids
+that fill the vocabulary are never predicted. Beyond the 1,024 tokens the model was trained on, the text is noise.
 
-The draft is the embedded main model too, with only the layers that it was grown from, and with pseudo-random noise on
-the weights of its last norm: as much as gives the acceptance rate asked for. That is measured at K = 4, greedy or at
---temperature, where the same draft is accepted less, on the held-out prompts or on --prompts.
+The draft is also the embedded main model, but with only the layers it was grown from and with pseudo-random noise on
+the weights of its last norm, adjusted to reach the requested acceptance rate. The rate is measured at K = 4, greedy or
+at --temperature (where the same draft has a lower rate), on the held-out prompts or on --prompts.
 
---shape and --draft-shape take a name, dimensions, or a name with other dimensions:
+--shape and --draft-shape take a name, dimensions, or a name with some dimensions changed:
 
     --shape Llama-3.2-1B
     --shape layers=12,hidden=1024,heads=16,kv_heads=4,head_dim=64,intermediate=2816,vocabulary=8192,tied=1
     --shape TinyLlama-1.1B,layers=11
 
-Prints a summary, then one JSON object on the last line, which is OUT/pair.json.
+Prints a summary, then one JSON object on the last line, which is also saved as OUT/pair.json.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -57,7 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "models/embedded/main"
 PROMPTS = ROOT / "scripts/prompts/embedded_code.jsonl"
 
-# From the models' public config.json. Dimensions only: Qwen3 normalises queries and keys as well, which is left out.
+# From the models' public config.json. Dimensions only: Qwen3's normalisation of queries and keys is left out.
 SHAPES = {
     "TinyLlama-1.1B": Shape(22, 2048, 32, 4, 64, 5632, 32000, 0),
     "Llama-3.2-1B": Shape(16, 2048, 32, 8, 64, 8192, 128256, 1),
@@ -67,11 +67,11 @@ SHAPES = {
     "Qwen3-4B": Shape(36, 2560, 32, 8, 128, 9728, 151936, 1),
 }
 DRAFT_SHAPE = Shape(4, 512, 8, 4, 64, 2304, 32000, 1)  # 34 M
-CONTEXT = 8192  # that config.json states
+CONTEXT = 8192  # written to config.json
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 throughout
 DRAFT_LENGTH, NEW_TOKENS = 4, 64
 TOLERANCE, TRIES = 0.02, 6  # of the acceptance rate
-COMPARED = 4  # prompts on which main's greedy tokens are compared with the embedded main model's
+COMPARED = 4  # prompts for comparing main's greedy tokens with the embedded main model's
 NOTE = "benchmark pair: the function of a small model at the shape of a large one, for measuring speed, not text"
 TOKENIZER_FILES = ("*token*", "chat_template.jinja", "generation_config.json")
 
@@ -85,7 +85,7 @@ def shape(text: str) -> Shape:
     elif name in SHAPES:
         chosen = asdict(SHAPES[name])
     else:
-        raise argparse.ArgumentTypeError(f"no shape is called {name!r}; known are {', '.join(SHAPES)}")
+        raise argparse.ArgumentTypeError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
     known = [field.name for field in fields(Shape)]
     for part in rest:
         key, _, value = part.partition("=")
@@ -94,7 +94,7 @@ def shape(text: str) -> Shape:
         chosen[key] = int(value)
     missing = [key for key in known if key not in chosen]
     if missing:
-        raise argparse.ArgumentTypeError(f"{text!r} does not give {', '.join(missing)}")
+        raise argparse.ArgumentTypeError(f"{text!r} does not specify {', '.join(missing)}")
     return Shape(**chosen)
 
 
@@ -112,26 +112,26 @@ def rate(text: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("out", type=Path, help="folder to make: OUT/main, OUT/draft, OUT/pair.json")
-    add("--shape", type=shape, help=f"main model's: {', '.join(SHAPES)} or dimensions (default: TinyLlama-1.1B)")
-    add("--draft-shape", type=shape, help="draft's (default: 4 layers of 512, 34 M with a vocabulary of 32,000)")
+    add("out", type=Path, help="output folder for OUT/main, OUT/draft, OUT/pair.json")
+    add("--shape", type=shape, help=f"main model shape: {', '.join(SHAPES)} or dimensions (default: TinyLlama-1.1B)")
+    add("--draft-shape", type=shape, help="draft shape (default: 4 layers of 512, 34 M with a vocabulary of 32,000)")
     add("--acceptance", type=rate, default=0.75, metavar="A", help="acceptance rate of the draft (default: 0.75)")
     add(
         "--temperature",
         type=above_zero,
         default=0.0,
         metavar="T",
-        help="measure the acceptance sampled at this temperature, without top-k and top-p (default: greedy)",
+        help="measure acceptance with sampling at this temperature, without top-k and top-p (default: greedy)",
     )
     add(
         "--main-of",
         type=Path,
         metavar="PAIR",
-        help="take the main model of this benchmark pair, sharing its disk space",
+        help="reuse the main model of this benchmark pair, sharing its disk space",
     )
-    add("--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt" that the acceptance is measured on')
-    add("--seed", type=int, default=0, help="of the random weights and the noise (default: 0)")
-    add("--overwrite", action="store_true", help="replace OUT where it is a benchmark pair")
+    add("--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt" for measuring acceptance')
+    add("--seed", type=int, default=0, help="seed of the random weights and the noise (default: 0)")
+    add("--overwrite", action="store_true", help="replace OUT if it is a benchmark pair")
     add("--debug", action="store_true", help="show stack traces")
     arguments = parser.parse_args()
     out = arguments.out
@@ -140,23 +140,25 @@ def parse_arguments() -> argparse.Namespace:
     except ConvertError as error:
         parser.error(str(error))
     if out.exists() and not arguments.overwrite:
-        parser.error(f"{out} exists: choose another folder, or --overwrite")
+        parser.error(f"{out} exists: choose another folder, or use --overwrite")
     if out.exists() and not is_benchmark_pair(out):
-        parser.error(f"{out} is no benchmark pair, so it is not overwritten: choose another folder")
+        parser.error(f"{out} is not a benchmark pair and is not overwritten: choose another folder")
     if arguments.main_of:
         if arguments.shape:
-            parser.error("--main-of and --shape exclude each other: the main model there has its shape")
+            parser.error("--main-of and --shape exclude each other: the main model already has a shape")
         if not is_benchmark_pair(arguments.main_of):
-            parser.error(f"{arguments.main_of} is no benchmark pair: give a folder that this program made")
+            parser.error(f"{arguments.main_of} is not a benchmark pair: give a folder generated by this program")
         try:
             arguments.shape = Shape(**read_json(arguments.main_of / "pair.json")["main"]["shape"])
         except (KeyError, TypeError) as error:
-            parser.error(f"{arguments.main_of}/pair.json does not give the main model's shape ({error}): make it again")
+            parser.error(
+                f"{arguments.main_of}/pair.json lacks the main model's shape ({error}): generate the pair again"
+            )
     arguments.shape = arguments.shape or SHAPES["TinyLlama-1.1B"]
     arguments.draft_shape = arguments.draft_shape or replace(DRAFT_SHAPE, vocabulary=arguments.shape.vocabulary)
     if arguments.draft_shape.vocabulary != arguments.shape.vocabulary:
         parser.error(
-            f"the draft's vocabulary={arguments.draft_shape.vocabulary} is not the main model's "
+            f"the draft's vocabulary={arguments.draft_shape.vocabulary} differs from the main model's "
             f"{arguments.shape.vocabulary}: give both the same"
         )
     try:
@@ -164,11 +166,11 @@ def parse_arguments() -> argparse.Namespace:
     except (OSError, ValueError, KeyError, TypeError):
         arguments.prompts = []
     if not arguments.prompts:
-        parser.error('--prompts is no file of JSON lines with a "prompt" each: see scripts/prompts/embedded_code.jsonl')
+        parser.error('--prompts must be JSON lines with "prompt", like scripts/prompts/embedded_code.jsonl')
     try:
         arguments.source = llama_ir.read(SOURCE)
     except (OSError, RuntimeError, ValueError) as error:
-        parser.error(f"the embedded main model cannot be read: {' '.join(str(error).split())}")
+        parser.error(f"cannot read the embedded main model: {' '.join(str(error).split())}")
     arguments.draft_source = arguments.source
     if arguments.draft_shape.layers < len(arguments.source.layers):
         arguments.draft_source = essential(arguments.source)
@@ -184,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def is_benchmark_pair(folder: Path) -> bool:
-    """Whether this program made the folder, by its pair.json."""
+    """Whether the folder was generated by this program, according to its pair.json."""
     try:
         pair = read_json(folder / "pair.json")
     except (OSError, ValueError, RecursionError):
@@ -200,13 +202,13 @@ def essential(main: llama_ir.Llama) -> llama_ir.Llama:
 
 
 def with_noise(model: llama_ir.Llama, noise: float, seed: int) -> llama_ir.Llama:
-    """The weights of the last norm mixed with as large pseudo-random ones: none of them at noise 0, all at 1."""
+    """The model with equally large pseudo-random values mixed into its last norm: none at noise 0, only those at 1."""
     random = np.random.default_rng(seed).standard_normal(len(model.norm))
     return replace(model, norm=(model.norm * (np.sqrt(1 - noise**2) + noise * random)).astype(np.float32))
 
 
 def write(model: llama_ir.Llama, folder: Path) -> None:
-    """Write the IR, with the tokenizer and a config.json that states the shape."""
+    """Write the IR, the tokenizer and a config.json with the shape."""
     folder.mkdir(exist_ok=True)
     ov.save_model(llama_ir.build(model), folder / "openvino_model.xml", compress_to_fp16=False)
     for pattern in TOKENIZER_FILES:
@@ -240,7 +242,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
-    """At K = 4, over all prompts."""
+    """The acceptance rate at K = 4 over all prompts."""
     model = cached_model.load(main, "CPU")
     source = DraftModelProposer(cached_model.load(draft, "CPU"), model.width)
     engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
@@ -253,10 +255,10 @@ def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, desc
 
 
 def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Llama, float]:
-    """Write the draft with the noise that gives the acceptance asked for; return it and the noise.
+    """Write the draft with the noise that yields the requested acceptance rate; return it and the noise.
 
-    Measured with the embedded main model, as the large one writes the same. Acceptance falls with noise about as
-    1 - noise^2.5, which gives the first guess; further ones lie on the line between the nearest on both sides.
+    Measured with the embedded main model, as the large one generates the same text. Acceptance falls with noise roughly
+    as 1 - noise^2.5, which gives the first guess; further ones interpolate linearly between the nearest on both sides.
     """
     asked, tried = arguments.acceptance, {}
 
@@ -273,14 +275,14 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
     if asked <= TOLERANCE:
         try_with(1.0)
     elif (most := try_with(0.0)) > asked + TOLERANCE:
-        more, less = (0.0, most), (1.0, 0.0)  # noise and acceptance on both sides of what is asked for
+        more, less = (0.0, most), (1.0, 0.0)  # noise and acceptance on both sides of the requested rate
         noise = (1 - asked / most) ** 0.4
         while abs(try_with(noise) - asked) > TOLERANCE and len(tried) < TRIES:
             more, less = ((noise, tried[noise]), less) if tried[noise] > asked else (more, (noise, tried[noise]))
             noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
     elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
-            f"warning: the acceptance rate of this draft is at most {most:.3f}; for more, give --draft-shape with "
+            f"warning: the acceptance rate of this draft is at most {most:.3f}; for more, use --draft-shape with "
             f"layers={len(arguments.source.layers)} or more",
             file=sys.stderr,
         )
@@ -299,7 +301,7 @@ def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
 
 
 def same_tokens(main: Path, prompts: list[str]) -> dict:
-    """How many greedy tokens are the embedded main model's, up to the first other one of each prompt, in f32."""
+    """How many greedy tokens equal the embedded main model's, up to the first difference of each prompt, in f32."""
     small, large = (genai.load(folder, "CPU", None, "", EXACT, {}) for folder in (SOURCE, main))
     equal = 0
     for prompt in tqdm(prompts[:COMPARED], desc="same tokens", unit="prompt", leave=False):
@@ -310,9 +312,9 @@ def same_tokens(main: Path, prompts: list[str]) -> dict:
 
 
 def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
-    """What pair.json says of a model: zero_share of its weights are exactly zero; the time is the best of three runs.
+    """The facts on a model for pair.json. zero_share: share of weights that are exactly zero; time: best of three runs.
 
-    Raises RuntimeError where the file weighs less than its int8 weights.
+    Raises RuntimeError if the file is smaller than its int8 weights.
     """
     dimensions = shape_of(model)
     size = (folder / "openvino_model.bin").stat().st_size
@@ -334,7 +336,7 @@ def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
 
 
 def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
-    """Write main, draft, pair.json and README.md into `folder`; return what pair.json says."""
+    """Write main, draft, pair.json and README.md into `folder`; return the content of pair.json."""
     pair = {"format": 1, "kind": "benchmark pair", "note": NOTE, "openvino_genai": openvino_genai.__version__}
     draft, noise = make_draft(arguments, folder / "draft")
     if arguments.main_of:
@@ -366,14 +368,14 @@ def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
     (folder / "README.md").write_text(f"# {arguments.out.name}\n\nA {NOTE}; {made}.\n", encoding="utf-8")
     for finding in check_pair(folder / "main", folder / "draft").findings:
         if finding.level != "ok":
-            raise RuntimeError(f"the pair made is not sound: {finding.what}: {finding.message}")
+            raise RuntimeError(f"the generated pair is not sound: {finding.what}: {finding.message}")
     return pair
 
 
 def link_or_copy(source: str, target: str) -> None:
     try:
         Path(target).hardlink_to(source)
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or a file system without hard links
         shutil.copyfile(source, target)
 
 
@@ -382,7 +384,7 @@ def require_space(arguments: argparse.Namespace) -> None:
     free = shutil.disk_usage(arguments.out.parent).free
     if free < 1.1 * needed:
         raise OSError(
-            f"{arguments.out.parent} has {free / 1e9:.1f} GB free and this needs {1.1 * needed / 1e9:.1f} GB; make room"
+            f"{arguments.out.parent} has {free / 1e9:.1f} GB free, but {1.1 * needed / 1e9:.1f} GB are needed"
         )
 
 
@@ -391,19 +393,19 @@ def summary(pair: dict, out: Path) -> str:
     for role in ("main", "draft"):
         model = pair[role]
         size = f"{model['parameters'] / 1e6:,.1f} M parameters, {model['bytes'] / 1e6:,.1f} MB of int8 weights"
-        lines.append(f"{role:6} {size}, {model['milliseconds_per_token']} ms a token alone")
+        lines.append(f"{role:6} {size}, {model['milliseconds_per_token']} ms per token alone")
     acceptance, same = pair["acceptance"], pair["same_greedy_tokens"]
     lines.append(
         f"acceptance {acceptance['measured']:.3f} at K = {DRAFT_LENGTH}, temperature {acceptance['temperature']:g} "
-        f"(asked: {acceptance['asked']})"
+        f"(requested: {acceptance['asked']})"
     )
-    lines.append(f"{same['equal']} of {same['compared']} greedy tokens of main are those of models/embedded/main")
+    lines.append(f"{same['equal']} of {same['compared']} greedy tokens of main equal those of models/embedded/main")
     return "\n".join(lines)
 
 
 def main() -> int:
     utf8_output()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleaned up after as Ctrl-C is
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as on Ctrl-C
     try:
         arguments = parse_arguments()
         out = arguments.out
@@ -414,7 +416,7 @@ def main() -> int:
         print(json.dumps(pair, ensure_ascii=False))
         return 0
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing is left behind", file=sys.stderr)
+        print("\ninterrupted; partial files were removed", file=sys.stderr)
         return 130
     except Exception as error:
         if "--debug" in sys.argv:

@@ -1,12 +1,12 @@
-"""Draw what the scripts measured: one page with pictures for a browser, a table for spreadsheets, a plot.
+"""Render a benchmark result as an HTML report with charts, a CSV table or a PNG plot.
 
     python scripts/benchmark.py models/embedded/main models/embedded/draft --json result.json
     python scripts/report.py result.json page.html
     python scripts/report.py result.json rows.csv speedup.png
 
-RESULT is what `--json FILE` wrote, or the saved output of a script: its last line counts. The ending of each file
-decides what is drawn: .html is one page that holds all it shows and loads nothing; .csv is the main table; .png is the
-plot of speedup against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same.
+RESULT is a file written by `--json FILE`, or the saved output of a script, of which the last line is used. The
+extension of each output file selects the format: .html is a self-contained page; .csv is the main table; .png is a plot
+of speedup against draft length, or of a server under load. The scripts' own `--html` and `--csv` write the same files.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from speculative.cli.processes import prepare_output
 
 
 def read_result(text: str) -> dict:
-    """An argparse type: the result in a file of JSON or in the last line of a saved output."""
+    """An argparse type: the result in a JSON file or on the last line of a saved output."""
     path = Path(text)
     try:
         content = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(f"cannot read {text!r}: {error.strerror}") from None
     except UnicodeDecodeError:
         content = ""
     for candidate in (content, content.rpartition("\n")[2]):
@@ -37,17 +37,18 @@ def read_result(text: str) -> dict:
         if isinstance(result, dict) and {"program", "summary"} <= set(result):
             return result
     raise argparse.ArgumentTypeError(
-        f"{text!r} holds no result of these scripts: give what --json wrote, or an output whose last line is the JSON"
+        f"{text!r} is not a result of these scripts: give a file written by --json, or an output whose last line is "
+        "the JSON"
     )
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written, of a kind that can be drawn."""
+    """An argparse type: an output file in a supported format."""
     path = Path(text)
     if path.suffix not in (".html", ".csv", ".png"):
-        raise argparse.ArgumentTypeError(f"{text!r} ends neither in .html nor in .csv nor in .png: one of them decides")
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .html, .csv or .png, which select the format")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written, as there is no folder {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: folder {str(path.parent)!r} does not exist")
     return path
 
 
@@ -55,7 +56,7 @@ def main() -> int:
     prepare_output()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=read_result, help="JSON of a script, or its saved output")
-    parser.add_argument("files", type=output_file, nargs="+", metavar="FILE", help="what to write: .html, .csv, .png")
+    parser.add_argument("files", type=output_file, nargs="+", metavar="FILE", help="output files: .html, .csv, .png")
     arguments = parser.parse_args()
     for path in arguments.files:
         try:
@@ -67,10 +68,10 @@ def main() -> int:
             print(f"error: {path} cannot be drawn: {error}", file=sys.stderr)
             return 1
         except (KeyError, TypeError, AttributeError) as error:
-            reason = f"the result is not of the form that the scripts print ({type(error).__name__}: {error})"
-            print(f"error: {path} cannot be drawn: {reason}; give what --json wrote", file=sys.stderr)
+            reason = f"the result does not have the scripts' format ({type(error).__name__}: {error})"
+            print(f"error: {path} cannot be drawn: {reason}; give a file written by --json", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:  # what is half-written is gone
+        except KeyboardInterrupt:  # partial files are removed
             return 130
     print(*arguments.files, sep="\n")
     return 0

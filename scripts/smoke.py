@@ -1,11 +1,11 @@
-"""Smoke test of a pair, for your own CI: load, stream, compare with the main model alone, judge the acceptance rate.
+"""Smoke test of a pair for CI: load, stream, compare with the main model alone, check the acceptance rate.
 
     python scripts/smoke.py models/embedded/main models/embedded/draft --min-acceptance 0.3
 
-Greedy, in execution mode ACCURACY (f32 throughout), where the text with a draft must equal the text without, token by
-token: with GenAI's pipeline and with this project's engine (`speculative.decoder`), both against the main model alone
-in GenAI. Prints one JSON line; the exit status is 0 when everything holds, 1 when something does not (the line says
-what), 2 for bad usage.
+Decoding is greedy in execution mode ACCURACY (f32 throughout), where the output with a draft must equal the output
+without one, token by token. GenAI's pipeline and this project's engine (`speculative.decoder`) are both compared with
+the main model alone in GenAI. Prints one JSON line. Exit status: 0 if all checks pass, 1 if one fails (listed in
+`problems`), 2 for bad usage.
 """
 
 from speculative.cli.program import prepare_output
@@ -39,24 +39,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "main", type=Path, nargs="?", default=ROOT / "models/embedded/main", help="main model (IR folder)"
     )
-    parser.add_argument("draft", type=Path, nargs="?", default=ROOT / "models/embedded/draft", help="draft (IR folder)")
+    parser.add_argument(
+        "draft", type=Path, nargs="?", default=ROOT / "models/embedded/draft", help="draft model (IR folder)"
+    )
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length (default: 4)"
     )
-    parser.add_argument("--max-new-tokens", type=whole, default=48, metavar="N", help="tokens a prompt (default: 48)")
     parser.add_argument(
-        "--min-acceptance", type=share, default=0.3, metavar="RATE", help="lowest acceptance rate (default: 0.3)"
+        "--max-new-tokens", type=whole, default=48, metavar="N", help="new tokens per prompt (default: 48)"
     )
     parser.add_argument(
-        "--prompt", action="append", help="a prompt of your own, instead of the three built in; repeatable"
+        "--min-acceptance", type=share, default=0.3, metavar="RATE", help="minimum acceptance rate (default: 0.3)"
+    )
+    parser.add_argument(
+        "--prompt", action="append", help="prompt to use instead of the three built-in ones (repeatable)"
     )
     return parser.parse_args()
 
 
 def smoke(arguments: argparse.Namespace) -> dict:
-    """Run the test and return its result; `problems` is empty when everything holds."""
+    """Run the test and return its result; `problems` is empty if all checks pass."""
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
     prompts = arguments.prompt or PROMPTS
     references = main_alone(arguments, prompts, exact)
@@ -79,7 +83,7 @@ def smoke(arguments: argparse.Namespace) -> dict:
 
 
 def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> list[list[int]]:
-    """The greedy tokens that the main model alone gives after each prompt, in GenAI."""
+    """The greedy tokens of the main model alone in GenAI after each prompt."""
     pipe = genai.load(arguments.main, arguments.device, None, "", exact, {})
     encoded = [genai.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
     return [genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
@@ -88,7 +92,7 @@ def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dic
 def genai_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
-    """GenAI's pipeline with the draft: its figures, and what does not hold."""
+    """Metrics and failed checks of GenAI's pipeline with the draft."""
     pair = genai.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
@@ -116,7 +120,7 @@ def genai_with_draft(
 def engine_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
-    """This project's engine with the draft: its figures, and what does not hold."""
+    """Metrics and failed checks of this project's engine with the draft."""
     engine = decoder.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
@@ -145,16 +149,20 @@ def greedy(arguments: argparse.Namespace) -> openvino_genai.GenerationConfig:
 
 
 def difference(engine: str, prompt: str, tokens: list[int], reference: list[int]) -> list[str]:
-    """No sentence where the tokens are the reference's, else one that names the first that is not."""
+    """A sentence naming the first token that differs from the reference, if any."""
     if tokens == reference:
         return []
     pairs = zip(tokens, reference, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(reference)))
-    return [f"{engine}: the text after {prompt!r} differs from the main model's own at new token {place + 1}"]
+    return [f"{engine}: the output for {prompt!r} differs from the main model's at new token {place + 1}"]
 
 
 def stream_difference(engine: str, prompt: str, pieces: list[str], text: str) -> list[str]:
-    return [] if "".join(pieces) == text else [f"{engine}: the text streamed after {prompt!r} is not the text returned"]
+    return (
+        []
+        if "".join(pieces) == text
+        else [f"{engine}: the streamed text for {prompt!r} differs from the returned text"]
+    )
 
 
 def main() -> int:
@@ -164,7 +172,7 @@ def main() -> int:
     refuse_missing_devices(arguments)
     try:
         result = smoke(arguments)
-    except (RuntimeError, ValueError) as error:  # of loading: a broken file, a device that is not there
+    except (RuntimeError, ValueError) as error:  # from loading: a broken file, a missing device
         result = {"ok": False, "problems": [" ".join(str(error).split())]}
     print(json.dumps(result, ensure_ascii=False))
     return 0 if result["ok"] else 1

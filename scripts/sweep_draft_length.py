@@ -1,18 +1,18 @@
-"""Find the best draft length: speedup against K, measured and predicted.
+"""Find the best draft length for a pair: measured and predicted speedup per K.
 
     python scripts/sweep_draft_length.py models/embedded/main models/embedded/draft --k 1-10 --temperature 0,0.7,1
 
-Measured, for each K: the speedup in time, over the main model alone in the same engine and the same round, and in main
-inferences (new tokens / main inferences). Predicted (Leviathan et al. 2023, theorem 3.8, with a verify that is not
-free): tau / (v(K) + K c), with the cost ratio c (a draft step / a main step) and the verify ratio v(K) (main inference
-on K + 1 tokens / on one) measured between the rounds, and tau, the tokens of an iteration, as it was measured; and
-once more from alpha alone, the chance that a draft token is accepted, the same for all K. Where both differ by more
-than 10 % on average, it says which part of an iteration takes longer than its cost.
+Measured, for each K: the speedup over the main model alone in the same engine and the same round, and new tokens per
+main-model forward pass. Predicted (Leviathan et al. 2023, theorem 3.8, with the cost of verification): tau / (v(K) + K
+c). The cost ratio c (draft step / main-model step) and the verify ratio v(K) (main-model pass over K + 1 tokens / over
+one) are measured between the rounds, and tau, the tokens per iteration, during them. A second prediction uses only
+alpha, the probability that a draft token is accepted, the same for all K. If measured and predicted speedup differ by
+more than 10 % on average, the summary says which part of an iteration takes longer than its cost.
 
-The same number of new tokens everywhere, in turns, GenAI's two pipelines in processes of their own; the median over the
-rounds and their range; no prompt is answered from a cache. A table for people on standard output, then one JSON object
-on its last line. Ctrl-C keeps the full rounds measured so far. Temperatures above 0 are our engine's only: GenAI's
-sampled mode with a draft draws from another distribution (scripts/verify_lossless.py).
+All runs generate the same number of new tokens and are interleaved; GenAI's two pipelines run in separate processes.
+Values are medians and ranges over the rounds; no prompt is served from a cache. Standard output is a table followed by
+one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures above 0 require our engine: GenAI's
+sampled mode with a draft samples from another distribution (scripts/verify_lossless.py).
 """
 
 from speculative.cli.program import prepare_output
@@ -55,8 +55,8 @@ from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
 from speculative.sequence import metrics
 
-EXPLAINED = 0.1  # mean error of the prediction from which on it says why
-REPEATS = 3  # of the costs, between two rounds
+EXPLAINED = 0.1  # mean prediction error above which the summary explains it
+REPEATS = 3  # cost measurements between two rounds
 
 
 def temperatures(text: str) -> list[float]:
@@ -65,7 +65,7 @@ def temperatures(text: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 0,0.7,1 of temperatures from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of temperatures of 0 or more, like 0,0.7,1")
     return list(dict.fromkeys(values))
 
 
@@ -77,33 +77,37 @@ def parse_arguments() -> argparse.Namespace:
         "--k", "-k", type=lengths, default="1-10", metavar="K", help="draft lengths, 1-10 or 2,4,8 (default: 1-10)"
     )
     parser.add_argument(
-        "--temperature", type=temperatures, default="0", metavar="T", help="0 is greedy; 0,0.7,1 (default: 0)"
+        "--temperature",
+        type=temperatures,
+        default="0",
+        metavar="T",
+        help="one or more, like 0,0.7,1; 0 is greedy (default: 0)",
     )
-    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="whose decoding (default: ours)")
+    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="engine to measure (default: ours)")
     add_output_arguments(parser)
     parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
     arguments = parser.parse_args()
     if arguments.engine == "genai" and any(arguments.temperature):
         parser.error(
-            f"--temperature {max(arguments.temperature):g} is not for --engine genai, whose sampled mode with a draft "
-            "is not lossless: take --temperature 0 or --engine ours"
+            f"--temperature {max(arguments.temperature):g} is not supported with --engine genai, whose sampled mode "
+            "with a draft is not lossless: use --temperature 0 or --engine ours"
         )
     if arguments.png and not importlib.util.find_spec("matplotlib"):
-        parser.error("--png needs the package matplotlib, which is missing here: `pip install matplotlib`")
+        parser.error("--png requires matplotlib: `pip install matplotlib`")
     return arguments
 
 
-# ---- what a draft step and a verify cost ----------------------------------------------------------------------------
+# ---- cost of a draft step and of verification -----------------------------------------------------------------------
 
 
 @dataclass
 class MeasuredCosts:
-    """Seconds of the inferences of iterations without a text, again and again between the rounds."""
+    """Seconds per forward pass of synthetic iterations, measured repeatedly between the rounds."""
 
     main: CachedModel
     draft: CachedModel
     ks: list[int]
-    context: int  # tokens in the caches meanwhile
+    context: int  # tokens in the KV caches
     steps: list[float] = field(default_factory=list)  # draft steps
     verifies: dict[int, list[float]] = field(default_factory=dict)  # by number of draft tokens; 0: a plain step
 
@@ -121,10 +125,10 @@ class MeasuredCosts:
             return time.perf_counter() - begin
 
         for repeat in range(REPEATS + 1):
-            for k in (0, *self.ks):  # as in decoding: draft steps, then the check, which throws them out of the caches
+            for k in (0, *self.ks):  # as in decoding: draft steps, then verification, which evicts them from the caches
                 steps = [timed(self.draft, context + i, 1) for i in range(k)]
                 verify = timed(self.main, context, k + 1)
-                if repeat:  # the first of a shape is slower
+                if repeat:  # the first run of a shape is slower
                     self.steps += steps
                     self.verifies.setdefault(k, []).append(verify)
         for model in (self.main, self.draft):
@@ -149,8 +153,8 @@ class MeasuredCosts:
 
 
 def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
-    """For each temperature the main model alone and then each K; and our engine, in which the costs are measured.
-    Processes that are started are added to `processes`."""
+    """The methods (per temperature: main model alone, then each K), and our engine, in which costs are measured.
+    Started processes are appended to `processes`."""
     main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
     properties, n = dict(arguments.property), arguments.max_new_tokens
     ours = decoder.load(main, device, draft, draft_device, properties, properties)
@@ -170,11 +174,11 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
     return ways, ours
 
 
-# ---- what was found -------------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]:
-    """One point for each temperature and K."""
+    """One point per temperature and K."""
     points = []
     for t in dict.fromkeys(way.temperature for way in ways):
         drafted = [(way, one) for way, one in zip(ways, rows, strict=True) if way.temperature == t and way.draft_length]
@@ -216,11 +220,11 @@ def mean_error(points: list[dict], key: str = "predicted") -> float:
 
 
 def explain(ways: list[Way], costs: MeasuredCosts) -> str:
-    """What of an iteration takes longer, or shorter, than the costs it was predicted from; largest first."""
+    """Which parts of an iteration take longer or shorter than the costs used for the prediction; largest first."""
     drafted = [way for way in ways if way.draft_length]
     splits = [iteration_split(way) for way in drafted]
     if None in splits:
-        return "What GenAI's pipeline does beside the inferences cannot be seen from outside: try --engine ours."
+        return "GenAI's pipeline does not expose its time outside the forward passes: try --engine ours."
     alone = [iteration_split(way) for way in ways if not way.draft_length]
     plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
     predicted_draft = statistics.mean(1000 * way.draft_length * costs.draft_step for way in drafted)
@@ -230,12 +234,12 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
     parts = {
         "in the draft": found["draft_ms"] - predicted_draft,
         "in the main model": found["verify_ms"] - predicted_verify,
-        "beside both models": found["overhead_ms"],
+        "outside both models": found["overhead_ms"],
     }
     shown = [f"{ms:+.2f} ms {where}" for where, ms in sorted(parts.items(), key=lambda part: -abs(part[1]))]
     return (
-        f"Behind it, on average over K: an iteration takes {sum(found.values()):.2f} ms where its costs add up to "
-        f"{whole:.2f} ({', '.join(shown)}), and a plain token takes {plain:.2f} ms where its inference costs "
+        f"Reason, averaged over K: an iteration takes {sum(found.values()):.2f} ms, but its costs add up to "
+        f"{whole:.2f} ({', '.join(shown)}); a token without a draft takes {plain:.2f} ms, but its forward pass costs "
         f"{1000 * costs.verify(0):.2f}."
     )
 
@@ -252,35 +256,36 @@ def summary(
         kind = f"At temperature {t:g}" if t else "Greedy"
         if best["speedup"] < 1:
             lines.append(
-                f"{kind}, no K makes it faster: the best, K = {best['k']}, reaches {best['speedup']:.2f}x the main "
-                f"model alone ({low:.2f}-{high:.2f}). Do not draft here."
+                f"{kind}, no K is faster than the main model alone: the best, K = {best['k']}, reaches "
+                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
             )
             continue
         near = [point["k"] for point in of_t if point["speedup"] >= low and not point["best"]]
         over = f"over {rounds} round{'s' if rounds > 1 else ''}"
-        also = f"; within its spread: K = {', '.join(map(str, near))}" if near else ""
+        also = f"; within measurement noise: K = {', '.join(map(str, near))}" if near else ""
         lines.append(
             f"{kind}, K = {best['k']} is the best: {best['speedup']:.2f}x the main model alone ({low:.2f}-{high:.2f} "
-            f"{over}), {best['forward_speedup']:.2f} tokens for each main inference; predicted: K = {expected['k']} "
-            f"with {expected['predicted']:.2f}x{also}."
+            f"{over}), {best['forward_speedup']:.2f} tokens per main-model forward pass; predicted: K = "
+            f"{expected['k']} with {expected['predicted']:.2f}x{also}."
         )
         if low < 1:
-            lines.append(f"In one round or more it was slower than the main model alone ({low:.2f}x): measure longer.")
+            lines.append(f"In at least one round it was slower than the main model alone ({low:.2f}x): measure longer.")
     error = mean_error(points)
     lines.append(
         f"The prediction is off by {error:.1%} on average over K (from alpha alone by "
-        f"{mean_error(points, 'predicted_from_alpha'):.1%}); a draft step costs {costs.cost_ratio:.3f} of a main step."
+        f"{mean_error(points, 'predicted_from_alpha'):.1%}); a draft step costs {costs.cost_ratio:.3f} of a main-model "
+        "step."
     )
     if error > EXPLAINED:
         lines.append(explain(ways, costs))
     if rounds < asked_rounds:
-        lines.append(f"Interrupted: {rounds} of {asked_rounds} rounds were measured in full, and only these are shown.")
+        lines.append(f"Interrupted: {rounds} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
 
 
 def table(points: list[dict]) -> str:
     lines = [
-        "temperature    K   speedup (range)      in main inferences   predicted   from alpha   acceptance   v(K)"
+        "temperature    K   speedup (range)      tokens per forward   predicted   from alpha   acceptance   v(K)"
         "   repetition"
     ]
     expected = {}
@@ -294,7 +299,7 @@ def table(points: list[dict]) -> str:
         ) if is_so]  # fmt: skip
         lines.append(
             f"{point['temperature']:>11g} {point['k']:>4}   {point['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
-            f"   {point['forward_speedup']:17.2f}x   {point['predicted']:8.2f}x   {point['predicted_from_alpha']:9.2f}x"
+            f"   {point['forward_speedup']:18.2f}   {point['predicted']:8.2f}x   {point['predicted_from_alpha']:9.2f}x"
             f"   {acceptance:>10}   {point['verify_ratio']:4.2f}   {point['repetition']:10.2f}"
             f"{'   <- ' + ', '.join(marks) if marks else ''}"
         )

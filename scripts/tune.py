@@ -1,35 +1,36 @@
-"""Does a draft help this main model here, and with which K, engine, devices and properties is it fastest?
+"""Tune speculative decoding for a model pair: find the fastest K, engine, devices and properties, if a draft helps.
 
     python scripts/tune.py models/embedded/main models/embedded/draft --minutes 5
 
-Ends with one recommendation, greedy: the command and the lines of Python, or "do not use this draft", each with the
-measured reason. It is written to recommended.json beside the two folders; the samples take it with --recommended.
+Prints one recommendation for greedy decoding, with the measured reason: a command and the equivalent Python, or "do not
+use this draft". It is saved as recommended.json next to the two model folders; samples load it with --recommended.
 
-Successive halving under a time budget. First devices and plugin properties, by the time of one iteration (K draft steps
-and one check), K guessed from costs and a trial of each draft; then engine, draft, K, confidence threshold and adaptive
-length for the sets that are left, by decoding. All are measured a little, the better half more, all in turns, beside
-the main model alone with its defaults. The last ones decode longer, in several rounds; the main model alone is among
-them with each engine and scheduler, so that a draft is credited with nothing that these gain without it. What is
-chosen then decodes in new rounds: their medians and ranges are reported, as the fastest of many is partly the luckiest.
-A draft is recommended if it gains 5 % in the median of these rounds, and something in the worst of them.
+The search is successive halving within a time budget. Devices and plugin properties come first, ranked by the time of
+one iteration (K draft steps and one verification), with K estimated from costs and a trial of each draft. For the
+remaining property sets, engine, draft, K, confidence threshold and adaptive length are ranked by decoding. All
+candidates get a short measurement and the better half a longer one, always interleaved with the main model alone with
+its defaults. Finalists decode longer, in several rounds; they include the main model alone with each engine and
+scheduler, so that a draft gets no credit for gains available without it. The choice is then measured again in new
+rounds, whose medians and ranges are reported, because the fastest of many candidates is partly the luckiest. A draft is
+recommended if its median gain in these rounds is at least 5 % and even the worst round gains.
 
-Speed never hides what a setting does to the text (speculative/bench/quality.py says how that is judged, and where the
-limit is): a set of properties beyond it is shown and marked, and recommended only with --allow-quality-loss.
+The effect on the text is always reported (speculative/bench/quality.py defines the measure and its limit): a property
+set beyond the limit is listed and marked, and recommended only with --allow-quality-loss.
 
-Ctrl-C ends it early with the best so far. Several drafts may be given: the best one is found. All models are in a
-process of their own: a driver's crash costs the candidate that was tried just then, which is listed as failed; the
-others are loaded again and go on, with what was measured of them so far.
+Ctrl-C stops early with the best result so far. If several drafts are given, the best one is chosen. The models run in
+a separate process: if a driver crashes, only the current candidate is listed as failed; the others are reloaded and
+continue with their measurements so far.
 
     python scripts/tune.py MAIN DRAFT --address HOST:PORT
 
-shares the work among the equal machines of a Ray cluster (same processor, cores, devices, versions); the others are
-left out, as what is fastest on one kind of machine says nothing about another: --machine NAME tunes for that one and
-its equals. The models must be at the same path on each machine. Ratios stay fair because each machine measures the main
-model alone beside its share of the candidates, in turns with them, and compares with that; the last ones are measured
-on all machines, each round on one of them. A machine that is lost costs its share a retry on another one.
+distributes the work over the identical machines of a Ray cluster (same processor, cores, devices, versions). Other
+machines are skipped, as results do not transfer between kinds of machine: --machine NAME tunes for that machine and
+those identical to it. The models must be at the same path on each machine. Ratios stay comparable because each machine
+measures the main model alone interleaved with its share of the candidates; finalists are measured on all machines, each
+round on one of them. If a machine is lost, its share is retried on another.
 
---exhaustive MINUTES checks the choice afterwards: it decodes with every set of properties, engine and draft length, and
-says how near to the fastest of them the choice comes. Nobody needs that to tune; it is how to see what tuning is worth.
+--exhaustive MINUTES validates the choice afterwards: it decodes with every combination of properties, engine and draft
+length and reports how close the choice is to the fastest. It is not needed for tuning; it shows how good tuning is.
 """
 
 from speculative.cli.program import prepare_output
@@ -58,7 +59,7 @@ from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
 
-KINDS = ["CPU", "GPU", "NPU"]  # of devices that are tried unless others are named
+KINDS = ["CPU", "GPU", "NPU"]  # device types tried by default
 
 
 def minutes(text: str) -> float:
@@ -74,25 +75,27 @@ def minutes(text: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("drafts", type=Path, nargs="+", metavar="draft", help="draft (IR folder), or several")
+    parser.add_argument("drafts", type=Path, nargs="+", metavar="draft", help="draft model (IR folder), one or more")
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time budget (default: 10)")
     parser.add_argument(
         "--devices",
         type=device_list,
         metavar="CPU,GPU",
-        help="for main and draft (default: those of CPU, GPU, NPU here); as in OpenVINO, the names behind AUTO: or "
-        "HETERO: belong to it",
+        help="devices for main and draft (default: all available of CPU, GPU, NPU); as in OpenVINO, AUTO: and HETERO: "
+        "take the names that follow",
     )
     parser.add_argument(
         "--address",
         type=ray_nodes.ray_address,
         metavar="HOST:PORT",
-        help="head of a Ray cluster whose equal machines share the work: HOST:PORT, ray://HOST:PORT or auto",
+        help="head of a Ray cluster whose identical machines share the work: HOST:PORT, ray://HOST:PORT or auto",
     )
-    parser.add_argument("--machine", metavar="NAME", help="with --address: tune for this machine and its equals")
+    parser.add_argument(
+        "--machine", metavar="NAME", help="with --address: tune for this machine and those identical to it"
+    )
     add_prompt_arguments(parser, max_prompts=40)
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens of the longest runs (default: 100)"
+        "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens in the longest runs (default: 100)"
     )
     parser.add_argument(
         "--property",
@@ -100,29 +103,32 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="OpenVINO property that everything has, main and draft",
+        help="OpenVINO property for main and draft in every candidate",
     )
     parser.add_argument(
-        "--allow-quality-loss", action="store_true", help="recommend what changes the text beyond the limits, too"
+        "--allow-quality-loss", action="store_true", help="also recommend settings that exceed the quality limits"
     )
     parser.add_argument(
         "--exhaustive",
         type=minutes,
         metavar="M",
-        help="afterwards take so many minutes more to compare the choice with all settings, decoding with each",
+        help="then spend M more minutes comparing the choice with every setting by decoding",
     )
     parser.add_argument(
-        "--out", type=harness.output_file, metavar="FILE", help="write the recommendation here, not beside the pair"
+        "--out",
+        type=harness.output_file,
+        metavar="FILE",
+        help="write the recommendation here instead of next to the pair",
     )
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
     if arguments.max_new_tokens < 8:
-        parser.error(f"--max-new-tokens {arguments.max_new_tokens} leaves too little to time: take 8 or more")
+        parser.error(f"--max-new-tokens {arguments.max_new_tokens} is too few to time: use 8 or more")
     arguments.drafts = list(dict.fromkeys(arguments.drafts))
     arguments.draft = arguments.drafts[0]
     if arguments.machine and not arguments.address:
-        parser.error("--machine is for a cluster: add --address")
-    if arguments.address:  # where the other machines have them, too
+        parser.error("--machine requires --address")
+    if arguments.address:  # the same paths on the other machines
         arguments.main, arguments.drafts = arguments.main.resolve(), [one.resolve() for one in arguments.drafts]
     return arguments
 
@@ -135,35 +141,37 @@ def this_machine(names: list[str] | None) -> list[Place]:
     try:
         return [hosts.of(None, run_here, names or KINDS, False)]
     except Failed as error:
-        raise ValueError(f"looking the devices up failed ({error}): name those that work with --devices") from None
+        raise ValueError(f"device detection failed ({error}): name working devices with --devices") from None
 
 
 def in_cluster(machines: list, arguments: argparse.Namespace) -> list[Place]:
-    """The equal machines that are to be tuned for; the others are noted."""
+    """The identical machines to tune for; a note is printed for each skipped one."""
     note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
     places = hosts.in_cluster(machines, arguments.devices or KINDS, False, note)
     if not places:
-        raise ValueError("no machine of the Ray cluster can be measured on: all are left out")
+        raise ValueError("no machine of the Ray cluster is usable: all were skipped")
     equal = hosts.equal_machines(places, arguments.machine)
     for place in places:
         if place not in equal:
-            note(f"machine {place.name} is left out, as it is another kind ({place.kind}): --machine tunes for it")
+            note(
+                f"machine {place.name} is skipped, as it is of another kind ({place.kind}): tune for it with --machine"
+            )
     return equal
 
 
 def choose_devices(arguments: argparse.Namespace, place: Place) -> None:
-    """Those that were named, if they are there, or all that are."""
+    """Set the named devices, if available, or all available ones."""
     for name in arguments.devices or []:
-        if place.devices[name].missing and kind(name) != "NPU":  # which NPUW_DEVICES=CPU stands in for
+        if place.devices[name].missing and kind(name) != "NPU":  # NPUW_DEVICES=CPU can simulate an NPU
             raise ValueError(f"--devices names {name!r}, but {place.devices[name].missing}")
     if not arguments.devices:
         arguments.devices = [one.name for one in place.devices.values() if not one.missing]
-    arguments.device = arguments.draft_device = arguments.devices[0]  # for the environment
+    arguments.device = arguments.draft_device = arguments.devices[0]  # for environment()
 
 
 @contextmanager
 def nothing_lost():
-    """Yields a list; Ctrl-C ends the block and leaves True in it."""
+    """Yield a list; Ctrl-C ends the block and appends True to it."""
     interrupted: list[bool] = []
     try:
         with harness.ctrl_c_raises():
@@ -173,7 +181,7 @@ def nothing_lost():
 
 
 def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
-    """Run it: the other load, whether Ctrl-C came, and why it could not go on."""
+    """Run it. Returns the background load, whether Ctrl-C was pressed, and the reason if it had to stop."""
     ended = ""
     with harness.BackgroundLoad() as load, nothing_lost() as interrupted:
         try:
@@ -188,7 +196,7 @@ def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
 
 
 def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
-    """What an exhaustive sweep makes of the choice. None: Ctrl-C, or what is to be compared failed."""
+    """Compare the choice with an exhaustive sweep. None after Ctrl-C or if a compared setting failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
     there = {choice, every.baseline} <= set(every.choosing.ways)
@@ -196,16 +204,16 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
 
 
 def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
-    """Where it was written, or why it was not, in one sentence."""
+    """Write it; return a sentence saying where, or why not."""
     file = arguments.out or recommendation.place(arguments.main, [draft])
     if not file:
         return (
-            f"{arguments.main} and {draft} share no folder, so no recommended.json was written: --out FILE says where."
+            f"{arguments.main} and {draft} share no parent folder, so no recommended.json was written: use --out FILE."
         )
     try:
         recommendation.write(file, found)
     except OSError as error:
-        return f"{file} was not written ({error.strerror}): --out FILE writes it elsewhere."
+        return f"{file} was not written ({error.strerror}): choose another path with --out FILE."
     return f"Written to {file}."
 
 
@@ -228,7 +236,7 @@ def main() -> int:
             tuning = Tuning(arguments, prompts, places)
             stack.callback(lambda: [bench.close() for bench in tuning.benches])
             load, interrupted, ended = tune(tuning)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is known is printed whole
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
             verdict, checked = tune_verdict.judge(tuning), None
             if wanted := arguments.exhaustive and verdict and not (interrupted or ended):
                 checked = check(tuning, verdict.choice, arguments.exhaustive)
@@ -238,19 +246,19 @@ def main() -> int:
     if verdict:
         sentences = verdict.sentences
     elif interrupted:
-        sentences = ["Nothing was decoded with the draft yet, so there is nothing to recommend."]
+        sentences = ["Interrupted before anything was decoded with the draft: no recommendation."]
     else:
         reasons = [ended] if ended else list(tuning.failed.values())
-        print(f"error: nothing could be decoded: {'; '.join(reasons)}", file=sys.stderr)
+        print(f"error: all decoding failed: {'; '.join(reasons)}", file=sys.stderr)
         return 1
     sentences = [*sentences, *([load.sentence] if load.sentence else [])]
     left = [bench.machine.name for bench in tuning.benches if bench.machine]
     if lost := [name for name in tuning.machines if name not in left]:
-        sentences.append(f"Lost on the way, so that others measured their share: {', '.join(lost)}.")
+        sentences.append(f"Machines lost during tuning (others measured their share): {', '.join(lost)}.")
     if ended:
-        sentences.append(f"It ended early: {ended}; recommended.json is only written at the end.")
+        sentences.append(f"Stopped early: {ended}; recommended.json was not written.")
     elif interrupted:
-        sentences.append("Interrupted: recommended.json is only written at the end.")
+        sentences.append("Interrupted: recommended.json was not written.")
     else:
         sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
     if wanted:

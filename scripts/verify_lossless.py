@@ -1,24 +1,23 @@
-"""Is speculative decoding with this pair lossless? Checked for this project's engine and for GenAI's pipeline.
+"""Verify that speculative decoding with a pair is lossless, in this project's engine and in GenAI's pipeline.
 
     python scripts/verify_lossless.py models/embedded/main models/embedded/draft
 
-Greedy: the tokens of every path against those of the main model alone in GenAI (or, where that fails, of the main model
-alone in this project's engine), after each prompt. Where they differ, the first difference is shown with the margin of
-the logits there: a near-tie, which rounding decides, or a real one. Without either reference nothing is compared, which
-is a failure.
+Greedy: every path's tokens are compared with those of the main model alone in GenAI (or, if that fails, in this
+project's engine) for each prompt. The first difference is shown with its logit margin: a near-tie, decided by rounding,
+or a real difference. Without either reference nothing is compared, which counts as a failure.
 
-Sampled: many draws of the first tokens after the first prompt, against their exact joint distribution, computed from
-the main model's logits. The total-variation distance (TV; 0: the same, 1: nothing in common) stands beside the noise,
-what perfect draws have on average at this number, and p is how often perfect draws look as wrong as these. No number of
-draws shows that there is no difference: `finds` is the TV that is found with 90 % power at this number of draws,
-whatever differs between the cells; a cell is a sequence of tokens, or many rare ones together. More draws (`--draws
-20000`) find smaller ones. This project's engine has 3,000 unless --draws is given; GenAI, whose defect is gross, 300.
+Sampled: many samples of the first tokens after the first prompt are compared with their exact joint distribution,
+computed from the main model's logits. The table shows the total-variation distance (TV; 0: identical, 1: disjoint), its
+noise (the expected TV of exact samples at this sample size) and p, the p-value of the test. No number of samples proves
+that there is no difference: `finds` is the TV detected with 90 % power at this sample size, however it is spread over
+the cells; a cell is a token sequence, or many rare ones together. More samples (`--draws 20000`) detect smaller
+differences. The defaults are 3,000 for this project's engine and 300 for GenAI, whose defect is large.
 
-A crash of a request is counted; GenAI's pipeline is then made anew, as after one it goes on without drafting; after 5
-the path ends. Everything runs in execution mode ACCURACY unless `--property` is given: in the default one, u8 caches
-and quantized activations round differently with the number of tokens in an inference. Tables for people on standard
-output, then one JSON object on its last line. The exit status is 0 when the engine's paths hold, 1 when one does not
-(with `--strict`: or one of GenAI's), 2 for bad usage.
+Crashes of requests are counted. GenAI's pipeline is reloaded after a crash, as it otherwise continues without drafting;
+after 5 crashes the path ends. Everything runs in execution mode ACCURACY unless `--property` is given: in the default
+mode, the rounding of u8 caches and quantized activations depends on the number of tokens in a forward pass. Output:
+tables, then one JSON object on the last line. Exit status: 0 if the engine's paths pass, 1 if one does not (with
+`--strict`: or one of GenAI's), 2 for bad usage.
 """
 
 from speculative.cli.program import prepare_output
@@ -57,19 +56,19 @@ PROMPTS = (
 )
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
 GREEDY_K, SAMPLED_K = [1, 4, 8], [2]
-NGRAM = 3  # tokens that prompt lookup looks for, at most
-CONFIDENCE = 0.4  # of the draft, below which a draft ends that goes by it
-FINEST = 0.002  # probability from which a sequence is counted on its own, at least
-ALPHA = 1e-4  # p-value below which draws are called wrong: one false alarm in 10,000 paths
-POWER = 0.9  # chance with which the distance that is named is found
-DRAWS, GENAI_DRAWS = 3_000, 300  # of a path, of our engine and of GenAI
-NEAR_TIE = 0.03  # of the logits' spread: what rounding in a u8 cache may move them by
-MOST_CRASHES = 5  # of one path
-FEWEST_DRAWS = 100  # with fewer even GenAI's defect may pass
+NGRAM = 3  # maximum n-gram length of prompt lookup
+CONFIDENCE = 0.4  # draft confidence threshold of the path that uses one
+FINEST = 0.002  # minimum probability of a sequence to be counted separately
+ALPHA = 1e-4  # p-value below which samples are called wrong: one false alarm in 10,000 paths
+POWER = 0.9  # probability of detecting the reported distance
+DRAWS, GENAI_DRAWS = 3_000, 300  # samples per path of our engine and of GenAI
+NEAR_TIE = 0.03  # fraction of the logits' standard deviation by which rounding in a u8 cache may change them
+MOST_CRASHES = 5  # per path
+FEWEST_DRAWS = 100  # with fewer, even GenAI's defect may go undetected
 
 
 class Draw(NamedTuple):
-    """The new tokens of one request; how many draft tokens were proposed for them and accepted, where that is known."""
+    """The new tokens of one request, and the numbers of proposed and accepted draft tokens, if known."""
 
     tokens: list[int]
     proposed: int = 0
@@ -77,14 +76,14 @@ class Draw(NamedTuple):
 
 
 class Engine:
-    """This project's decoder; its random numbers go on from request to request."""
+    """This project's decoder; its random number generator continues from request to request."""
 
     def __init__(self, decoder: Decoder, seed: int):
         self._decoder = decoder
         decoder.reset(seed)
 
     def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
-        """The first `wanted` tokens after `prompt`. Raises RuntimeError for a crash."""
+        """The first `wanted` tokens after `prompt`. Raises RuntimeError on a crash."""
         tokens, proposed, accepted = [], 0, 0
         steps = self._decoder.stream(prompt, config)
         for step in steps:
@@ -99,52 +98,52 @@ class Engine:
 
 
 class Pipeline:
-    """GenAI's LLMPipeline, loaded when first used and again after a crash."""
+    """GenAI's LLMPipeline, loaded on first use and reloaded after a crash."""
 
     def __init__(self, load: Callable[[], openvino_genai.LLMPipeline]):
         self._load = load
         self._pipe: openvino_genai.LLMPipeline | None = None
 
     def request(self, prompt: np.ndarray, config: GenerationConfig, wanted: int) -> Draw:
-        """The first `wanted` tokens after `prompt`. Raises RuntimeError for a crash."""
+        """The first `wanted` tokens after `prompt`. Raises RuntimeError on a crash."""
         try:
             self._pipe = self._pipe or self._load()
             result = self._pipe.generate(ov.Tensor(prompt[None]), config)
         except RuntimeError:
             self._pipe = None
             raise
-        drafting = result.extended_perf_metrics  # which leaves out the last iteration
+        drafting = result.extended_perf_metrics  # excludes the last iteration
         counts = (drafting.get_num_draft_tokens(), drafting.get_num_accepted_tokens()) if drafting else (0, 0)
         return Draw(list(result.tokens[0][:wanted]), *counts)
 
     def close(self) -> None:
-        """Free the memory; the next request loads it again."""
+        """Free the memory; the next request reloads the pipeline."""
         self._pipe = None
 
 
 @dataclass
 class Way:
-    """One way to decode, and what its requests gave: None for a crash."""
+    """One decoding path and the results of its requests; None stands for a crash."""
 
     name: str
     ours: bool
     runner: Engine | Pipeline
     settings: dict  # of the GenerationConfig
-    is_greedy: bool = True  # greedy texts are wanted
-    is_sampled: bool = True  # draws are wanted
-    is_alone: bool = False  # plain decoding: what the others may be compared with
-    texts: list[Draw | None] = field(default_factory=list)  # greedy, one of each prompt
+    is_greedy: bool = True  # generate greedy texts
+    is_sampled: bool = True  # generate samples
+    is_alone: bool = False  # plain decoding: a possible reference
+    texts: list[Draw | None] = field(default_factory=list)  # greedy, one per prompt
     draws: list[Draw | None] = field(default_factory=list)
     crash: str = ""
 
     def request(self, prompt: np.ndarray, wanted: int, settings: dict) -> Draw | None:
-        # Room for a whole draft behind the last token wanted: no way drafts more than it can still use.
+        # Leave room for a full draft after the last wanted token: no path drafts more than max_new_tokens allows.
         room = self.settings.get("num_assistant_tokens", LONGEST if self.ours else 0)
         config = GenerationConfig(max_new_tokens=wanted + room, ignore_eos=True, **settings, **self.settings)
         try:
             draw = self.runner.request(prompt, config, wanted)
             if len(draw.tokens) < wanted:
-                raise RuntimeError(f"the text ended after {len(draw.tokens)} of {wanted} tokens")
+                raise RuntimeError(f"generation ended after {len(draw.tokens)} of {wanted} tokens")
             return draw
         except RuntimeError as error:
             self.crash = " ".join(str(error).split())
@@ -154,51 +153,55 @@ class Way:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     parser.add_argument(
-        "--prompts", type=Path, help='JSON lines with "prompt", or one prompt a line (default: three built in)'
+        "--prompts", type=Path, help='JSON lines with "prompt", or one prompt per line (default: three built-in ones)'
     )
     parser.add_argument(
         "-k",
         "--num-assistant-tokens",
         type=lengths,
         metavar="K",
-        help="draft lengths, as 1-4 or 2,8 (default: 1,4,8 greedy, 2 sampled)",
+        help="draft lengths, like 1-4 or 2,8 (default: 1,4,8 greedy, 2 sampled)",
     )
-    parser.add_argument("--max-new-tokens", type=whole, default=64, metavar="N", help="of greedy runs (default: 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=whole, default=64, metavar="N", help="new tokens per greedy text (default: 64)"
+    )
     parser.add_argument(
         "--draws",
         type=whole,
         metavar="N",
-        help=f"sampled texts of each path (default: {DRAWS} of this project's engine, {GENAI_DRAWS} of GenAI)",
+        help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
     )
-    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens of a draw (default: 4)")
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="of the draws (default: 1)")
-    parser.add_argument("--top-k", type=whole, metavar="N", help="of the draws (default: off)")
-    parser.add_argument("--top-p", type=above_zero, default=1.0, metavar="P", help="of the draws (default: 1, off)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draws (default: 1)")
+    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
+    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
+    parser.add_argument(
+        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", help="device of the draft (default: the main model's)")
+    parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
     parser.add_argument(
         "--property",
         type=key_value,
         action="append",
         metavar="KEY=VALUE",
-        help="OpenVINO property of both models, instead of EXECUTION_MODE_HINT=ACCURACY",
+        help="OpenVINO property for both models, replaces EXECUTION_MODE_HINT=ACCURACY (repeatable)",
     )
-    parser.add_argument("--strict", action="store_true", help="fail where one of GenAI's paths does not hold, too")
+    parser.add_argument("--strict", action="store_true", help="also fail if one of GenAI's paths does not pass")
     arguments = parser.parse_args()
     if arguments.draws is not None and arguments.draws < FEWEST_DRAWS:
-        parser.error(f"--draws {arguments.draws} tells nothing: take {FEWEST_DRAWS} or more")
+        parser.error(f"--draws {arguments.draws} is too few for a result: use {FEWEST_DRAWS} or more")
     if arguments.top_p > 1:
-        parser.error(f"--top-p {arguments.top_p:g} is above 1: give a share of the probability")
+        parser.error(f"--top-p {arguments.top_p:g} is above 1: give a probability")
     arguments.genai_draws = arguments.draws or GENAI_DRAWS
     arguments.draws = arguments.draws or DRAWS
     return arguments
 
 
 def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
-    """All ways to decode; first those without a draft. Pipelines are loaded when used."""
+    """All decoding paths, those without a draft first. Pipelines are loaded on use."""
     draft_device = arguments.draft_device or arguments.device
     no_prefix_cache = openvino_genai.SchedulerConfig()
     no_prefix_cache.enable_prefix_caching = False
@@ -246,7 +249,7 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
 
 
 def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.ndarray], sampling: dict) -> None:
-    """Make every way's greedy texts and draws."""
+    """Generate every path's greedy texts and samples."""
     wanted = {True: arguments.draws, False: arguments.genai_draws}
     total = sum(way.is_greedy * len(prompts) + way.is_sampled * wanted[way.ours] for way in all_ways)
     with tqdm(total=total, unit="request", dynamic_ncols=True) as bar:
@@ -265,10 +268,10 @@ def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.nda
 
 
 def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
-    """The exact joint distribution of a draw; sequences that too few draws would fall on are counted together."""
+    """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
     next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
     resolution = max(lossless_check.EXPECTED / max(arguments.draws, arguments.genai_draws), FINEST)
-    with tqdm(unit=" inferences", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
+    with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
         def counted(tokens: tuple[int, ...]) -> np.ndarray:
             bar.update()
@@ -278,12 +281,12 @@ def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.nda
 
 
 def reference_of(all_ways: list[Way]) -> Way | None:
-    """The first way that decodes with the main model alone and has all its texts."""
+    """The first path of the main model alone without a crash."""
     return next((way for way in all_ways if way.is_alone and way.texts and None not in way.texts), None)
 
 
 def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: list[np.ndarray]) -> dict:
-    """One row: are the greedy texts the reference's? Without a reference nothing is compared, and nothing holds."""
+    """One row: whether the greedy texts equal the reference's. Without a reference nothing passes."""
     differences, same = [], 0
     for i, text in enumerate(way.texts if reference else ()):
         expected = reference.texts[i]
@@ -299,7 +302,7 @@ def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: lis
     elif way is reference:
         verdict = "reference"
     elif all(difference["near_tie"] for difference in differences):
-        verdict = "equal but for near-ties" if differences else "equal"
+        verdict = "equal except near-ties" if differences else "equal"
     else:
         verdict = "NOT equal"
     return {
@@ -316,7 +319,7 @@ def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: lis
 
 
 def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int], tokens: list[int]) -> dict:
-    """Where two greedy texts part, and by how much the main model prefers the expected token there."""
+    """Position of the first difference of two greedy texts, and the main model's logit margin there."""
     place = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
     main.forget()
     logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
@@ -325,7 +328,7 @@ def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int],
 
 
 def judge_draws(way: Way, cells: lossless_check.Cells) -> dict:
-    """One row: do the draws have the exact distribution?"""
+    """One row: whether the samples have the exact distribution."""
     drawn = [draw.tokens for draw in way.draws if draw]
     crashes = way.draws.count(None)
     row = {
@@ -382,16 +385,16 @@ def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
 
 
 def power_sentences(rows: list[dict]) -> list[str]:
-    """What "no difference found" means, for each number of draws; what was not compared, and why."""
+    """The meaning of "no difference found" at each sample size, and why a path was not compared."""
     found = {(row["draws"], row["detectable_total_variation"]) for row in rows if row["holds"]}
     lines = [
-        f"No difference found in {draws} draws: a TV above {finds:.3f} between the cells would have been found with "
-        f"{POWER:.0%} power."
+        f"No difference found in {draws} samples: a TV above {finds:.3f} would have been detected with {POWER:.0%} "
+        "power."
         for draws, finds in sorted(found)
     ]
     if any(row["verdict"] == "not compared" for row in rows):
         lines.append(
-            "Not compared: no sequence of tokens is likely enough to be counted with so many draws: take more --draws, "
+            "Not compared: no token sequence is likely enough to be counted at this sample size: use more --draws, "
             "fewer --tokens or a lower --temperature."
         )
     return lines

@@ -1,12 +1,12 @@
-"""Pipelines that are compared, each in a process of its own: the place at which a process loads a model moves its speed
-by 5 to 10 %, whoever's pipeline it is.
+"""Interleaved comparison of pipelines, each in its own process, started several times if needed: the memory a process
+loads a model into changes its speed by 5 to 10 %, for any pipeline.
 
-    processes = [DecodingProcess(alone), DecodingProcess(pair)]  # of a Job each
+    processes = [DecodingProcess(alone), DecodingProcess(pair)]  # one Job each
     ways = [way for process in processes for way in process.ways]
     complete = measure(processes, ways, prompts, rounds=3, starts=3)
 
-The processes live side by side, so that runs alternate between them; each start ends them all and starts new ones, in
-another order. Time is taken in the process that decodes.
+The processes coexist, so that runs alternate between them; each start replaces all of them, in a different order. Time
+is measured in the process that decodes.
 """
 
 import sys
@@ -25,7 +25,7 @@ WORKER = "speculative.bench.decoding_worker"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process loads, and the ways in which it decodes: (name, draft length, temperature)."""
+    """The models a process loads and its decoding methods: (name, draft length, temperature)."""
 
     name: str
     engine: str  # "GenAI" or "ours"
@@ -36,13 +36,13 @@ class Job:
     properties: dict
     max_new_tokens: int
     ways: tuple[tuple[str, int | str, float], ...]
-    lookup: bool = False  # GenAI's prompt lookup, which is a pipeline of its own
+    lookup: bool = False  # GenAI's prompt lookup, which needs a separate pipeline
     keep_caches: bool = False
     huge_pages: bool = False
 
 
 class DecodingProcess:
-    """A job's process; `starts` has what each start was: seconds to load, and bytes in huge pages."""
+    """A job's process; `starts` has the load time and bytes in huge pages of each start."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -51,7 +51,7 @@ class DecodingProcess:
         self.ways = [self._way(*way) for way in job.ways]
 
     def start(self) -> None:
-        """Load the models in a new process. Raises RuntimeError or ValueError where they are refused, and Failed."""
+        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or Failed."""
         self._worker.close()
         told = self._worker.call("load", self.job)
         self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **told})
@@ -78,9 +78,9 @@ class DecodingProcess:
 def measure(
     processes: list[DecodingProcess], ways: list[Way], prompts: list[np.ndarray], rounds: int, starts: int
 ) -> bool:
-    """Add `rounds` rounds of each of `starts` starts to every way.
+    """Add `rounds` rounds of each of `starts` starts to every method.
 
-    False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
+    Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
     try:
         with ctrl_c_raises():
@@ -99,7 +99,7 @@ def measure(
 
 @dataclass
 class Closing:
-    """A context at whose end every process is ended."""
+    """A context that closes every process on exit."""
 
     processes: list[DecodingProcess] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""The child's side of speculative/bench/decoding_process.py: one pipeline, and the ways in which it decodes."""
+"""Child process of speculative/bench/decoding_process.py: one pipeline and its decoding methods."""
 
 import time
 
@@ -14,26 +14,26 @@ from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
 from speculative.models import huge_pages
 
-FIRST_PROMPT = np.arange(1, 9)  # a pipeline has allocated what it needs when it has decoded once
+FIRST_PROMPT = np.arange(1, 9)  # a pipeline allocates all its memory in the first run
 
 
 class Pipeline:
-    """The models of a job. Its methods are called by their names."""
+    """The models of a job. Its methods are called by name."""
 
     def load(self, job: Job) -> dict:
-        """Seconds to load, and bytes of this process in huge pages, where the system tells them."""
+        """Load the models. Returns the load time and this process's bytes in huge pages, if the system reports them."""
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
         make = self._ours if job.engine == "ours" else self._genai
         self.ways = {way.name: way for way in make()}
         seconds = time.perf_counter() - begin
-        if job.huge_pages:  # both engines alike, by the same means
+        if job.huge_pages:  # the same way for both engines
             next(iter(self.ways.values())).decode(FIRST_PROMPT)
             huge_pages.move(before)
         return {"load_seconds": seconds, "huge_bytes": huge_pages.in_use()}
 
     def decode(self, name: str, ids: np.ndarray) -> tuple[Run | GenerationResult, list[list[float]]]:
-        """The run, and the seconds of its inferences by model, where they are timed."""
+        """The run, and the seconds of its forward passes by model, if timed."""
         way = self.ways[name]
         for seconds in way.seconds:
             seconds.clear()

@@ -1,13 +1,13 @@
-"""What the scripts that measure share: ways to decode, timed in turns; other load; the environment; what is written.
+"""Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
     way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
 
-Fair by construction: each round runs each prompt on every way, one after another, so that whatever else the machine
-does falls on all alike, in another order each time, so that no way always has the same predecessor in the processor's
-caches; warm-up first; the median over the rounds and their range.
+Each round runs each prompt with every method, one after another, so that background load affects all equally. The order
+varies, so that no method always follows the same predecessor in the processor's caches. A warm-up comes first; results
+are the median and range over the rounds.
 """
 
 import argparse
@@ -43,29 +43,29 @@ from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
 Item = TypeVar("Item")
-NOTICED = 0.1  # share of the processor time that others take, from which on it is said
+NOTICED = 0.1  # background share of processor time above which it is reported
 
 
-# ---- ways to decode, in turns ---------------------------------------------------------------------------------------
+# ---- decoding methods, interleaved ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Way:
-    """One way to decode. Lists by round have one entry for each full round after the warm-up."""
+    """One decoding method. Per-round lists have one entry for each complete round after the warm-up."""
 
     name: str  # "GenAI, K = 4"
     engine: str  # "GenAI" or "ours"
     draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
-    seconds: list[list[float]] = field(default_factory=list)  # of each inference of main and draft, where timed
-    rounds: list[list[Run | GenerationResult]] = field(default_factory=list)  # one of each prompt
-    outside: list[float] = field(default_factory=list)  # seconds not spent in inferences, by round
-    drafting: list[float] = field(default_factory=list)  # seconds in the draft's inferences, by round
-    verifying: list[float] = field(default_factory=list)  # in the main model's after the prompt's, by round
+    seconds: list[list[float]] = field(default_factory=list)  # per forward pass of main and draft, if timed
+    rounds: list[list[Run | GenerationResult]] = field(default_factory=list)  # one run per prompt
+    outside: list[float] = field(default_factory=list)  # seconds outside forward passes, per round
+    drafting: list[float] = field(default_factory=list)  # seconds in the draft's forward passes, per round
+    verifying: list[float] = field(default_factory=list)  # in the main model's after the prompt, per round
 
     def throughput(self, round_: int, prompts: Sequence[int] | None = None) -> float:
-        """New tokens a second in a round, decode only; of all prompts or of those with these numbers."""
+        """New tokens per second in a round, decode only, over all prompts or those with these indices."""
         runs = self.rounds[round_]
         runs = runs if prompts is None else [runs[i] for i in prompts]
         return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
@@ -75,7 +75,7 @@ class Way:
 
 
 def time_in(model: CachedModel) -> list[float]:
-    """Have every inference of `model` timed from now on; the list grows by its seconds."""
+    """Time every forward pass of `model` from now on; the returned list grows by its seconds."""
     seconds: list[float] = []
     run = model.backend.run
 
@@ -97,9 +97,9 @@ def interleave(
     describe: str = "",
     before_round: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Add `rounds` rounds to every way, after `warm_up` rounds that are not kept. `before_round` is called before each.
+    """Add `rounds` rounds to every method after `warm_up` discarded rounds. `before_round` is called before each.
 
-    False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
+    Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
     before = len(ways[0].rounds)
     total = (warm_up + rounds) * len(prompts) * len(ways)
@@ -111,7 +111,7 @@ def interleave(
                 if number >= warm_up:
                     _keep(done)
     except KeyboardInterrupt:
-        for way in ways:  # the signal may come anywhere
+        for way in ways:  # the signal can arrive at any point
             for kept in (way.rounds, way.outside, way.drafting, way.verifying):
                 del kept[min(len(way.rounds) for way in ways) :]
         if len(ways[0].rounds) == before:
@@ -122,7 +122,7 @@ def interleave(
 
 @contextmanager
 def ctrl_c_raises():
-    """Ctrl-C raises KeyboardInterrupt within, whatever it does elsewhere."""
+    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,12 +134,12 @@ def ctrl_c_raises():
 
 
 def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
-    """`items` in the order of their turn number `turn`: the same in every program, another one in the next turn."""
+    """`items` in the pseudo-random order number `turn`, which is the same in every program."""
     return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
 
 
 def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
-    """Each prompt on each way; of each way: itself, its runs, and seconds outside, drafting and verifying."""
+    """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | GenerationResult]] = [[] for _ in ways]
     spent = np.zeros((len(ways), 3))
     for number, ids in enumerate(prompts):
@@ -163,11 +163,11 @@ def _keep(done: list[tuple]) -> None:
         way.rounds.append(runs)
 
 
-# ---- the figures of a way -------------------------------------------------------------------------------------------
+# ---- results of a method --------------------------------------------------------------------------------------------
 
 
 def row(way: Way, baseline: Way) -> dict:
-    """A way's figures over its rounds; `baseline` decodes without a draft, in the same rounds."""
+    """A method's results over its rounds; `baseline` decodes without a draft in the same rounds."""
     rounds = range(len(way.rounds))
     speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
     runs = way.runs()
@@ -187,7 +187,7 @@ def row(way: Way, baseline: Way) -> dict:
         "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
         "gain_percent": 100 * (speedup - 1),
-        "forward_speedup": metrics.block_efficiency([*gained, *[1] * len(runs)]),  # the prompts' inferences too
+        "forward_speedup": metrics.block_efficiency([*gained, *[1] * len(runs)]),  # plus the prompts' forward passes
         "acceptance_rate": metrics.acceptance_rate(proposed, gained),
         "position_acceptance": metrics.position_acceptance(proposed, gained),
         "block_efficiency": metrics.block_efficiency(gained),
@@ -204,7 +204,7 @@ def row(way: Way, baseline: Way) -> dict:
 
 
 def iteration_split(way: Way) -> dict | None:
-    """Milliseconds of one iteration in the draft, in the main model and beside both; None where nothing was timed."""
+    """Milliseconds per iteration in the draft, in the main model and outside both; None if nothing was timed."""
     runs = way.runs()
     iterations = sum(len(run.gained) for run in runs)
     if not way.seconds or not iterations:
@@ -220,9 +220,9 @@ def iteration_split(way: Way) -> dict | None:
 
 
 class BackgroundLoad:
-    """The share of the machine's processor time that other programs took while this context was open.
+    """The share of the machine's processor time used by other programs while this context was open.
 
-    Of its own are this process and its children. What a virtual machine's host took away (steal) counts as others'.
+    Other means not this process or its children. Time taken by a virtual machine's host (steal) counts as other.
     """
 
     def __init__(self):
@@ -238,17 +238,17 @@ class BackgroundLoad:
 
     @property
     def sentence(self) -> str:
-        """Empty where it was little."""
+        """A warning, empty if the load was small."""
         if self.share < NOTICED:
             return ""
         return (
-            f"Other programs took {self.share:.0%} of the machine's processor time while this was measured: "
-            "the figures are lower and less sure than on a quiet machine."
+            f"Other programs used {self.share:.0%} of the machine's processor time during the measurement: "
+            "the results are lower and less reliable than on an idle machine."
         )
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Seconds of all processors so far: in all, busy, and busy for this process and its children."""
+        """Processor seconds so far: total, busy, and busy for this process and its children."""
         times = psutil.cpu_times()._asdict()
         for counted_twice in ("guest", "guest_nice"):
             times.pop(counted_twice, None)
@@ -258,7 +258,7 @@ class BackgroundLoad:
         for process in (me, *me.children(recursive=True)):
             try:
                 used = process.cpu_times()
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
             own += used.user + used.system + used.children_user + used.children_system
         total = sum(times.values())
@@ -266,7 +266,7 @@ class BackgroundLoad:
 
 
 def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> dict:
-    """What a published figure has to carry: when, how, on what, with which versions."""
+    """What every published result must state: date, command, hardware, versions."""
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])
     memory = devices.main_memory()
@@ -296,42 +296,43 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
 
 
 def precision(folder: Path, device: str, properties: dict) -> str:
-    """The weight format, read from the IR, and the inference precision, as the device tells it."""
+    """The weight format, read from the IR, and the inference precision reported by the device."""
     core = ov.Core()
     formats = weights.read(core.read_model(folder / "openvino_model.xml"))
     try:
         core.set_property(device, properties)
         hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
-    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not tell
+    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not report it
         hint = "the device's default"
     return f"{formats} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the JSON of the last line here too")
-    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows as a table for spreadsheets")
-    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a page with pictures, for a browser")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows as CSV")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write an HTML report with charts")
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written; looked at now, not after minutes of measuring."""
+    """An argparse type: a writable file; checked now, not after minutes of measuring."""
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file name")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written, as there is no folder {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: folder {str(path.parent)!r} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its permissions do not allow it")
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: permission denied")
     return path
 
 
 def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") -> None:
-    """Write `result` to the files that were asked for; print `table`, for people, and `result` as the last line.
+    """Write `result` to the requested files; print `table`, then `result` as JSON on the last line.
 
-    Where a file cannot be written, all else is, and the program ends with status 1. Files first: `| head` ends it.
+    If a file cannot be written, everything else is, and the program exits with status 1. Files are written first, as
+    `| head` may end the program.
     """
     line = json.dumps(result, ensure_ascii=False)
     failed = False
@@ -340,7 +341,10 @@ def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") 
             write_whole(path, text)
         except OSError as error:
             reason = error.strerror or type(error).__name__
-            print(f"error: {path} was not written: {reason}; the last line of the output has it all", file=sys.stderr)
+            print(
+                f"error: {path} was not written: {reason}; the last line of the output has the full result",
+                file=sys.stderr,
+            )
             failed = True
     print(*([table] if table else []), line, sep="\n", flush=True)
     if failed:

@@ -1,8 +1,8 @@
-"""The ways to decode that are compared: GenAI's pipeline and our engine, each alone, with a draft and by prompt lookup.
+"""Decoding methods under comparison: GenAI's pipeline and our engine, each alone, with a draft and with prompt lookup.
 
-No way is answered from a cache: the same prompt comes in every round, and a cache that still holds it would make the
-time to the first token that of one token. GenAI's prefix cache is off, and our engine forgets its caches before each
-run. With `keep_caches` both stay on, for contexts that take long to read.
+No prompt is served from a cache: every round repeats the prompts, and with a cache hit the time to first token would be
+that of a single token. GenAI's prefix cache is off, and our engine clears its caches before each run. With
+`keep_caches` both keep theirs, for long contexts.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer
 
-LOOKUP, NGRAM = 5, 3  # draft tokens of prompt lookup, and tokens that it looks for at most
+LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
 
 
 def genai_pipeline(
@@ -30,12 +30,12 @@ def genai_pipeline(
     lookup: bool = False,
     keep_caches: bool = False,
 ):
-    """An `LLMPipeline` as `LLMPipeline(main, device)` makes it, but for its prefix cache."""
+    """An `LLMPipeline` as created by `LLMPipeline(main, device)`, except for its prefix cache."""
     given = dict(properties)
     if "NPU" not in device + draft_device and not keep_caches:  # NPUs have none
         scheduler = SchedulerConfig()
         scheduler.enable_prefix_caching = False
-        scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: a prompt is one inference
+        scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
         given["scheduler_config"] = scheduler
     if lookup:
         return openvino_genai.LLMPipeline(str(main), device, prompt_lookup=True, **given)
@@ -56,11 +56,11 @@ def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> 
 
 
 def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
-    """GenAI does not tell how many tokens it looked up: nothing stands as proposed."""
+    """GenAI does not report the number of tokens it looked up, so `proposed` is empty."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
     result = pipe.generate(genai.inputs(ids), config)
-    gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's inference
+    gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's forward pass
     return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
@@ -73,7 +73,8 @@ def our_way(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Way:
-    """`engine` has main model and draft; `seconds` are those of their inferences. Each way learns for itself."""
+    """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
+    adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None

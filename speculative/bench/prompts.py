@@ -1,10 +1,10 @@
-"""Prompts from a file or a Hugging Face data set.
+"""Prompt reader for files and Hugging Face data sets.
 
-A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one prompt a line. A JSON line has "prompt",
-or "turns" (a conversation, of which the first turn is the prompt), and may have "id" and "category".
+A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one prompt per line. A JSON line has "prompt"
+or "turns" (a conversation whose first turn is the prompt), and optionally "id" and "category".
 
-A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder that has one; that
-needs the package `datasets`, which downloads what is named and nothing else.
+A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing one. This
+requires the package `datasets`, which downloads only the named data set.
 """
 
 import json
@@ -21,24 +21,24 @@ from speculative.pair.model_info import config_facts
 
 DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # looked for where none is named
+COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # tried in this order by default
 SPLITS = ("test", "validation", "train")
 FILES = (".jsonl", ".json", ".txt", ".md", ".csv")
 
 
 class Prompt(NamedTuple):
-    """One prompt. `turns` are all user turns of a conversation, the prompt itself first."""
+    """One prompt. `turns` are all user turns of a conversation, starting with the prompt."""
 
     text: str
-    category: str  # "" where the file names none
-    id: str  # the line number where the file names none
+    category: str  # "" if not given
+    id: str  # the line number if not given
     turns: tuple[str, ...]
 
 
 def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
-    """Prompts of a file (.jsonl, or text) or a data set; with `most`, that many at most, evenly from all of them.
+    """Read prompts from a file (.jsonl or text) or a data set; with `most`, at most that many, evenly from all.
 
-    Raises ValueError, which names the line, for a broken one, and for a prompt that stood before.
+    Raises ValueError naming the line for an invalid or repeated prompt.
     """
     path = Path(source)
     named = DATA_SET.fullmatch(str(source))
@@ -48,23 +48,24 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
         prompts = _read_data_set(**named.groupdict())
     else:
         raise ValueError(
-            f"{source} is not a file: give JSON lines (.jsonl), a text file with one prompt a line or a data set's name"
+            f"{source} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or the name of a "
+            "data set"
         )
     if not prompts:
-        raise ValueError(f"{source} has no prompts: give JSON lines (.jsonl) or a text file with one prompt a line")
+        raise ValueError(f"{source} has no prompts: give JSON lines (.jsonl) or a text file with one prompt per line")
     taken = min(most or len(prompts), len(prompts))
     return [prompts[i * len(prompts) // taken] for i in range(taken)]
 
 
 def shown_name(source: str) -> str:
-    """Without the folder of a file."""
+    """The source's name, without the folder of a file."""
     return Path(source).name if Path(source).is_file() else source
 
 
 def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarray]:
-    """The prompts as the main model's token ids [n], through its chat template if it has one.
+    """The prompts as the main model's token ids [n], with its chat template if it has one.
 
-    Raises ValueError, which names the prompt, where behind it there is no room for `room` tokens.
+    Raises ValueError naming the prompt if the context has no room for `room` tokens after it.
     """
     tokenizer = openvino_genai.Tokenizer(str(main))
     context = config_facts(main).context_length
@@ -73,8 +74,8 @@ def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarr
         ids = encode(tokenizer, prompt.text).input_ids.data[0]
         if context and len(ids) + room > context:
             raise ValueError(
-                f"prompt {prompt.id} has {len(ids):,} tokens, which with {room:,} more do not fit into the main "
-                f"model's context of {context:,}: take shorter prompts or fewer new tokens"
+                f"prompt {prompt.id} has {len(ids):,} tokens, which with {room:,} more do not fit in the main "
+                f"model's context of {context:,}: use shorter prompts or fewer new tokens"
             )
         all_ids.append(ids)
     return all_ids
@@ -93,7 +94,7 @@ def _read_file(path: Path) -> list[Prompt]:
         try:
             prompt = _json_prompt(line, number) if path.suffix == ".jsonl" else Prompt(line, "", str(number), (line,))
         except ValueError as error:
-            raise ValueError(f"line {number} of {path} {error}: mend or remove it") from None
+            raise ValueError(f"line {number} of {path} {error}: fix or remove it") from None
         if prompt.turns in lines:
             raise ValueError(f"line {number} of {path} repeats the prompt of line {lines[prompt.turns]}: remove one")
         lines[prompt.turns] = number
@@ -110,19 +111,19 @@ def _json_prompt(line: str, number: int) -> Prompt:
         raise ValueError('is not a JSON object like {"prompt": "..."}')
     turns = content.get("turns", [content.get("prompt")])
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError('has no text as "prompt" and no list of texts as "turns"')
+        raise ValueError('has neither a string "prompt" nor a list of strings "turns"')
     if content.get("prompt", turns[0]) != turns[0]:
-        raise ValueError('has another "prompt" than its first turn')
+        raise ValueError('has a "prompt" that differs from its first turn')
     return Prompt(turns[0], str(content.get("category", "")), str(content.get("id", number)), tuple(turns))
 
 
 def _read_data_set(name: str, subset: str | None, column: str | None, split: str | None) -> list[Prompt]:
-    """Texts, or lists of texts (turns), of one column; empty ones and repeated ones are left out."""
+    """Prompts from one column of texts or lists of texts (turns); empty and repeated ones are skipped."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{name} is no file here, and to read it as a Hugging Face data set the package `datasets` is needed "
+            f"{name} is not a file, and reading it as a Hugging Face data set requires the package `datasets` "
             f"({' '.join(str(error).split())}): name a file, or `pip install datasets`"
         ) from None
     datasets.disable_progress_bars()
@@ -131,20 +132,20 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
             there = datasets.get_dataset_split_names(name, subset)
             split = next((one for one in SPLITS if one in there), there[0])
         rows = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # of the hub, the network, the files: all of them say why
-        raise ValueError(f"the data set {name} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # from the hub, the network or the files, each with its reason
+        raise ValueError(f"cannot read the data set {name}: {' '.join(str(error).split())[:300]}") from None
     column = column or next((one for one in COLUMNS if one in rows.column_names), None)
     if column not in rows.column_names:
         raise ValueError(
-            f"the data set {name} has no column {column or 'that is known to hold prompts'}, only "
-            f"{', '.join(rows.column_names)}: name one as {name}:{rows.column_names[0]}"
+            f"the data set {name} has no column {column or 'with a known prompt name'}, only "
+            f"{', '.join(rows.column_names)}: specify one as {name}:{rows.column_names[0]}"
         )
     categories = rows["category"] if "category" in rows.column_names else [""] * len(rows)
     prompts: dict[tuple[str, ...], Prompt] = {}
     for number, (value, category) in enumerate(zip(rows[column], categories, strict=True)):
         turns = value if isinstance(value, list) else [value]
         if not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"row {number} of the data set {name} has no text in {column}: name a column of texts")
+            raise ValueError(f"row {number} of the data set {name} has no text in {column}: specify a column of texts")
         if turns and turns[0].strip():
             prompts.setdefault(tuple(turns), Prompt(turns[0], str(category or ""), str(number), tuple(turns)))
     return list(prompts.values())

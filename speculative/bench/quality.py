@@ -1,16 +1,15 @@
-"""What a setting does to the text: compared with the main model's greedy text in f32, token by token.
+"""Output quality of a property set: token-by-token comparison with the main model's greedy text in f32.
 
-Speed never hides it. The reference is the main model alone with EXECUTION_MODE_HINT=ACCURACY: its greedy text and its
-logits. A set of plugin properties gets that text, in inferences on a few tokens as a draft's check has them, and is
-judged by its own logits there:
+The reference is the main model alone with EXECUTION_MODE_HINT=ACCURACY: its greedy text and logits. The model under
+test reads that text in forward passes over a few tokens, as in verification, and its logits are compared:
 
 - agreement: share of positions where its most likely token is the reference's;
-- near-tie or real: where it is not, by how much the reference preferred its own token (logit margin, in nats). Up to
-  NEAR_TIE the other word was about as good to the exact model, too; beyond, the text is really another one;
-- mean KL: of its distribution from the reference's, in nats a token.
+- near-tie or real: at the other positions, the reference's preference for its own token (logit margin, in nats). Up to
+  NEAR_TIE the exact model rated both tokens about equal; beyond that the text really differs;
+- mean KL: divergence of its distribution from the reference's, in nats per token.
 
-The grade is the worst that holds: "exact" (the same tokens), "near-ties" (no real difference), "slight" (real ones, but
-within the limits below), "loss". The draft and its length change none of it: the main model has the last word.
+Grades: "exact" (same tokens), "near-ties" (no real difference), "slight" (real differences within the limits below),
+"loss". Draft and draft length do not affect the grade, since the main model verifies every token.
 """
 
 from collections.abc import Iterable
@@ -21,19 +20,19 @@ import numpy as np
 from speculative.models.cached_model import CachedModel
 
 NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
-MOST_REAL = 0.01  # share of tokens that really differ, up to which a loss is slight
-MOST_KL = 0.01  # nats a token, likewise; bf16 with quantized activations takes about 0.0005
-CHECKED_AT_ONCE = 5  # tokens in one inference, as with K = 4
-KEPT = 1024  # tokens of which a reference text has the probabilities
-LEAST = 1e-9  # probability of all others, below which it is rounding
+MOST_REAL = 0.01  # largest share of real differences graded "slight"
+MOST_KL = 0.01  # nats per token, likewise; bf16 with quantized activations has about 0.0005
+CHECKED_AT_ONCE = 5  # tokens per forward pass, as with K = 4
+KEPT = 1024  # likeliest tokens whose probabilities a reference keeps
+LEAST = 1e-9  # combined probability of the other tokens below which it is rounding error
 GRADES = ("exact", "near-ties", "slight", "loss")
 
 
 @dataclass
 class ReferenceText:
-    """One greedy text in f32: the prompt's token ids [p], the new tokens [n], and of each new token's distribution the
-    KEPT likeliest tokens [n, k], likeliest first, with their log probabilities [n, k]. The others are known
-    together only: whole logits of eight texts would be hundreds of megabytes with a large vocabulary."""
+    """One greedy text in f32: prompt token ids [p], new tokens [n], and for each new token the KEPT likeliest tokens
+    [n, k], likeliest first, with their log probabilities [n, k]. Of the other tokens only the total probability is
+    known: full logits of eight texts would take hundreds of megabytes with a large vocabulary."""
 
     prompt: np.ndarray
     tokens: np.ndarray
@@ -42,12 +41,12 @@ class ReferenceText:
 
     @classmethod
     def of(cls, prompt: np.ndarray, tokens: np.ndarray, logits: Iterable[np.ndarray]) -> "ReferenceText":
-        """`logits` are rows [V], one of each new token."""
+        """`logits` yields one row [V] per new token."""
         return cls(prompt, np.asarray(tokens), *map(np.array, zip(*map(_likeliest, logits), strict=True)))
 
     def margin(self, position: int, token: int) -> float:
-        """By how much the reference preferred its own token at `position` to this one, in nats; of a token that is
-        none of the likeliest: to the least likely of them, so at least that much."""
+        """Log-probability margin, in nats, of the reference's own token at `position` over `token`; a lower bound if
+        `token` is not among the KEPT likeliest."""
         found = np.flatnonzero(self.likeliest[position] == token)
         row = self.log_probabilities[position]
         return float(row[0] - row[found[0] if len(found) else -1])
@@ -55,10 +54,10 @@ class ReferenceText:
 
 @dataclass
 class Quality:
-    """What a set of properties does at each of `tokens` positions."""
+    """The quality of a property set, compared at `tokens` positions."""
 
     tokens: int
-    margins: list[float]  # of the positions where it prefers another token
+    margins: list[float]  # at the positions where it prefers another token
     mean_kl: float
 
     @property
@@ -67,7 +66,7 @@ class Quality:
 
     @property
     def real(self) -> int:
-        """Differences that are no near-ties."""
+        """Number of differences that are not near-ties."""
         return sum(margin > NEAR_TIE for margin in self.margins)
 
     @property
@@ -85,13 +84,13 @@ class Quality:
     def __str__(self) -> str:
         differences = len(self.margins)
         if not differences:
-            return f"all {self.tokens} tokens are those of f32, mean KL {self.mean_kl:.5f}"
-        kind = "near-ties all" if not self.real else f"{self.real} of them real, up to {max(self.margins):.1f} nats"
+            return f"all {self.tokens} tokens match f32, mean KL {self.mean_kl:.5f}"
+        kind = "all near-ties" if not self.real else f"{self.real} of them real, up to {max(self.margins):.1f} nats"
         return f"{differences} of {self.tokens} tokens differ from f32 ({kind}), mean KL {self.mean_kl:.5f}"
 
 
 def reference_text(model: CachedModel, prompt: np.ndarray, new_tokens: int) -> ReferenceText:
-    """Decode greedily, past any end of text. `model` is the main model in f32 (EXECUTION_MODE_HINT=ACCURACY)."""
+    """Decode greedily, ignoring EOS. `model` is the main model in f32 (EXECUTION_MODE_HINT=ACCURACY)."""
     text, rows = prompt, []
     for _ in range(new_tokens):
         logits = model.logits(text)[0]
@@ -101,7 +100,7 @@ def reference_text(model: CachedModel, prompt: np.ndarray, new_tokens: int) -> R
 
 
 def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
-    """Give the reference texts to the main model with other properties and compare its logits."""
+    """Run the main model with other properties over the reference texts and compare its logits."""
     margins, divergences = [], []
     for reference in references:
         text = np.concatenate([reference.prompt, reference.tokens])
@@ -117,7 +116,7 @@ def judge(model: CachedModel, references: list[ReferenceText]) -> Quality:
 
 
 def first_difference(reference: ReferenceText, tokens: list[int]) -> tuple[int, float] | None:
-    """Where a text of one's own leaves the reference and by which margin; behind that, two texts cannot be compared."""
+    """Position and margin of the first difference from the reference; later tokens are not comparable."""
     for position, (theirs, ours) in enumerate(zip(reference.tokens.tolist(), tokens, strict=False)):
         if theirs != ours:
             return position, reference.margin(position, ours)
@@ -125,7 +124,7 @@ def first_difference(reference: ReferenceText, tokens: list[int]) -> tuple[int, 
 
 
 def _likeliest(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The KEPT likeliest tokens of logits [V], or all, likeliest first, and their log probabilities."""
+    """The (at most KEPT) likeliest tokens of logits [V], likeliest first, and their log probabilities."""
     log_probabilities = _log_softmax(logits[None])[0]
     kept = min(KEPT, len(logits))
     tokens = np.argpartition(-log_probabilities, kept - 1)[:kept]
@@ -134,9 +133,9 @@ def _likeliest(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _divergence(reference: ReferenceText, positions: slice, logits: np.ndarray) -> np.ndarray:
-    """KL(reference || other) at these positions, `logits` [n, V] being the other's, in nats: of the likeliest tokens
-    one by one and all others together. That is never more than of all one by one, and less by what the distribution
-    within the others, which have hardly any probability, differs."""
+    """KL(reference || other) in nats at these positions, given the other's `logits` [n, V]: the likeliest tokens
+    individually, all others as one. This is a lower bound on the full KL; the gap is the divergence within the others,
+    which have hardly any probability."""
     p = reference.log_probabilities[positions]
     q = np.take_along_axis(_log_softmax(logits), reference.likeliest[positions], axis=1)
     listed = (np.exp(p) * (p - q)).sum(axis=1)

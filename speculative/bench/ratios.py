@@ -1,8 +1,8 @@
-"""How much faster one way to decode is than another: the ratio, its range over the rounds, its interval over prompts.
+"""Speed ratios between two decoding methods, with the range over the rounds and a confidence interval over prompts.
 
-Timings of the same few texts, again and again, agree well and say nothing about other texts: the interval is that of
-a bootstrap over the prompts (Efron 1979), 95 %. Two engines are compared by the prompts to which both gave the same
-tokens, as another text has another acceptance; what the others say stands apart.
+Repeated timings of the same few texts agree well and say nothing about other texts; the interval is therefore a 95 %
+bootstrap over the prompts (Efron 1979). Engines are compared on the prompts for which both gave the same tokens, as a
+different text has a different acceptance rate; the other prompts are reported separately.
 """
 
 import statistics
@@ -18,24 +18,24 @@ Units = Callable[[Run], int]
 
 
 def tokens(run: Run) -> int:
-    """New tokens of the timed part: all but the first."""
+    """New tokens in the timed part: all but the first."""
     return len(run.tokens) - 1
 
 
 def iterations(run: Run) -> int:
-    """Inferences of the main model after the prompt's."""
+    """Forward passes of the main model after the prompt."""
     return len(run.gained)
 
 
 def ratio(what: str, one: Way, other: Way, prompts: Sequence[int] | None = None, units: Units = tokens) -> dict:
-    """Units a second of `one` over those of `other`, on the prompts with these numbers (default: all).
+    """Units per second of `one` over those of `other`, on the prompts with these indices (default: all).
 
-    `ratio`: the median over the rounds; `range`: of the rounds; `interval`: over prompts, None where there is one only.
+    `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, None if there is only one.
     """
     chosen = list(range(len(one.rounds[0]))) if prompts is None else list(prompts)
     measured = [_measured(way, chosen, units) for way in (one, other)]
     counts, seconds = (np.stack(part) for part in zip(*measured, strict=True))
-    speeds = counts.sum(-1) / seconds.sum(-1)  # [way, round]
+    speeds = counts.sum(-1) / seconds.sum(-1)  # [method, round]
     ratios = (speeds[0] / speeds[1]).tolist()
     return {
         "what": what,
@@ -47,13 +47,13 @@ def ratio(what: str, one: Way, other: Way, prompts: Sequence[int] | None = None,
 
 
 def same_tokens(one: Way, other: Way) -> list[int]:
-    """The numbers of the prompts to which both ways gave the same tokens in every round."""
+    """Indices of the prompts for which both methods gave the same tokens in every round."""
     rounds = list(zip(one.rounds, other.rounds, strict=True))
     return [i for i in range(len(one.rounds[0])) if all(a[i].tokens == b[i].tokens for a, b in rounds)]
 
 
 def engines(where: str, ours: Way, genai: Way) -> list[dict]:
-    """Our engine over GenAI's pipeline: per token and per iteration over the same texts, and over the others."""
+    """Our engine over GenAI's pipeline: per token and per iteration on identical texts, and on the others."""
     same = same_tokens(ours, genai)
     others = [i for i in range(len(ours.rounds[0])) if i not in same]
     what, found = f"ours / GenAI, greedy, {where}", []
@@ -66,7 +66,7 @@ def engines(where: str, ours: Way, genai: Way) -> list[dict]:
 
 
 def verdict(facts: list[dict], starts: int) -> list[str]:
-    """Who is faster, and where, in words. Faster is who is so in every round and at both ends of the interval."""
+    """Which engine is faster where, in sentences. Faster means in every round and at both ends of the interval."""
     compared = [fact for fact in facts if fact.get("where")]
     if not compared:
         return []
@@ -76,27 +76,27 @@ def verdict(facts: list[dict], starts: int) -> list[str]:
         kind = "faster" if min(bounds) > 1 else "slower" if max(bounds) < 1 else "level"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
     said = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
-    lines = [f"Our engine against GenAI's pipeline, tokens a second over the same texts: {said}."]
+    lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {said}."]
     if starts == 1:
         lines.append(
-            "Each process was started once, and a start moves its speed by 5 to 10 %: --starts 3 is surer of who is "
-            "faster."
+            "Each process was started only once, and speed varies by 5 to 10 % between starts: use --starts 3 for a "
+            "reliable comparison."
         )
     return lines
 
 
 def _measured(way: Way, prompts: list[int], units: Units) -> tuple[np.ndarray, np.ndarray]:
-    """Units and seconds, [round, prompt] each."""
+    """Units and seconds, each [round, prompt]."""
     runs = [[round_[i] for i in prompts] for round_ in way.rounds]
     counts = [[units(run) for run in round_] for round_ in runs]
     return np.array(counts, float), np.array([[run.decode_seconds for run in round_] for round_ in runs])
 
 
 def _interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
-    """95 % of the ratios of resampled prompts; `counts` and `seconds` are [way, prompt]."""
+    """95 % interval of the ratio over resampled prompts; `counts` and `seconds` are [method, prompt]."""
     n = counts.shape[1]
     if n < 2:
         return None
     drawn = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
-    speeds = counts[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)  # [way, resample]
+    speeds = counts[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)  # [method, resample]
     return np.quantile(speeds[0] / speeds[1], (0.025, 0.975)).tolist()

@@ -1,9 +1,9 @@
-"""What a start costs: seconds to load, the first and the second time, and the peak memory; each in a new process.
+"""Load time and peak memory of a pipeline, with an empty and a filled model cache, each in a new process.
 
     python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
 
-That is one start, as `start_costs` runs it: from here to a text of 32 tokens, printed as JSON. The files of the models
-are read once before, so that nobody's start is the one that waits for the disk, and kinds of start alternate.
+This is one start, as run by `start_costs`: loading and a text of 32 tokens, reported as JSON. All model files are read
+once beforehand, so that no start has to wait for the disk, and kinds of start alternate.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
 
 TOKENS = 32
-PIECE = 2**24  # bytes of a file read at once
+PIECE = 2**24  # bytes per read
 
 
 class Start(NamedTuple):
-    """A kind of start."""
+    """A pipeline to start."""
 
     name: str
     engine: str  # "GenAI" or "ours"
@@ -37,12 +37,12 @@ class Start(NamedTuple):
 
 
 def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[dict]:
-    """Two starts of each kind that share a model cache (CACHE_DIR), which is empty at the first; all of it `repeats`
-    times: medians and ranges of the seconds, and the largest memory. Raises RuntimeError, with what went wrong, where
-    one fails."""
+    """Start each kind twice with a shared model cache (CACHE_DIR) that is empty the first time, all `repeats` times.
+    Returns medians and ranges of the seconds, and the largest peak memory. Raises RuntimeError with the reason if a
+    start fails."""
     found: dict[Start, list[list[dict]]] = {kind: [] for kind in kinds}
     read_files(arguments.main, arguments.draft)
-    with ctrl_c_raises():  # a folder must not be left behind
+    with ctrl_c_raises():  # do not leave a temporary folder behind
         for _ in range(repeats):
             for kind, pairs in found.items():
                 with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def _row(kind: Start, pairs: list[list[dict]]) -> dict:
 
 
 def read_files(*folders: Path) -> None:
-    """Have the system keep what is in these folders in its memory, as far as there is room."""
+    """Read the files in these folders, so that they are in the system's page cache if they fit."""
     for folder in folders:
         for path in filter(Path.is_file, folder.iterdir()):
             with path.open("rb", buffering=0) as file:
@@ -70,7 +70,7 @@ def read_files(*folders: Path) -> None:
 
 
 def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
-    """What a child is asked; `more` are properties."""
+    """The job of a child process; `more` are additional properties."""
     draft = (str(arguments.draft), arguments.draft_device) if kind.with_draft else (None, "")
     return {
         "engine": kind.engine,
@@ -83,11 +83,11 @@ def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
 
 
 def run(asked: dict) -> dict:
-    """One start in a process of its own. Raises RuntimeError, with what went wrong, where it fails."""
+    """One start in a new process. Raises RuntimeError with the reason if it fails."""
     command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if process.returncode:
-        said = process.stderr.strip().splitlines() or [f"it ended with status {process.returncode}"]
+        said = process.stderr.strip().splitlines() or [f"the process exited with status {process.returncode}"]
         raise RuntimeError(said[-1].removeprefix("error: "))
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -111,7 +111,7 @@ def one_start(asked: dict) -> dict:
 
 
 def peak_memory() -> int | None:
-    """Of this process so far, in bytes; None where the system does not tell."""
+    """Peak memory of this process so far, in bytes; None if the system does not report it."""
     status = Path("/proc/self/status")
     if status.is_file():
         told = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]

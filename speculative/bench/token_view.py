@@ -1,4 +1,4 @@
-"""One text as pieces: which the draft proposed and the main model kept, which it rejected, and its own."""
+"""Token-by-token view of one text: accepted draft tokens, rejected draft tokens, and the main model's own tokens."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from speculative.drafting.proposers import Proposal, Proposer, Transform
 
 
 class Noted:
-    """A draft source that notes what it proposed."""
+    """A proposer that records its proposals."""
 
     def __init__(self, source: Proposer):
         self.source = source
@@ -30,7 +30,7 @@ class Noted:
 def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max_new_tokens: int) -> dict:
     """{"prompt": text, "steps": [{"accepted": [piece], "rejected": [piece], "main": piece}]}, greedy.
 
-    `draft_length` is K; anything else stands for the engine's own rule.
+    `draft_length` is K; any other value selects the engine's default policy.
     """
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if isinstance(draft_length, int):
@@ -53,6 +53,6 @@ def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max
 
 
 def pieces(tokenizer: openvino_genai.Tokenizer, before: list[int], tokens: list[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens comes with the last of them."""
+    """The text added by each token; a character spanning several tokens is attributed to the last of them."""
     texts = [tokenizer.decode([*before, *tokens[:n]]).rstrip("\ufffd") for n in range(len(tokens) + 1)]
     return [text[len(shorter) :] for shorter, text in pairwise(texts)]

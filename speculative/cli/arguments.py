@@ -1,4 +1,4 @@
-"""What the scripts ask of their arguments alike."""
+"""Command-line arguments shared by the scripts, with their types and checks."""
 
 import argparse
 import sys
@@ -13,16 +13,16 @@ PROMPTS = Path(__file__).resolve().parents[2] / "scripts/prompts/embedded_code.j
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", default="CPU", help="device of the draft (default: CPU)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument(
         "--property",
         type=key_value,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="OpenVINO property of both models; repeat for more",
+        help="OpenVINO property for both models (repeatable)",
     )
 
 
@@ -31,20 +31,20 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> N
         "--prompts",
         default=str(PROMPTS),
         metavar="FILE",
-        help='JSON lines with "prompt", text with one prompt a line, or a Hugging Face data set as '
+        help='JSON lines with "prompt", text with one prompt per line, or a Hugging Face data set as '
         "NAME[@SUBSET][:COLUMN[:SPLIT]] (default: code prompts)",
     )
     parser.add_argument(
-        "--max-prompts", type=whole, default=max_prompts, metavar="N", help="prompts to take, evenly from all of them"
+        "--max-prompts", type=whole, default=max_prompts, metavar="N", help="number of prompts, taken evenly from all"
         f" (default: {max_prompts})",
     )  # fmt: skip
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
-    """What is decoded, and how often."""
+    """Prompts, number of new tokens and rounds."""
     add_prompt_arguments(parser, max_prompts)
     parser.add_argument(
-        "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens a run (default: 100)"
+        "--max-new-tokens", type=two_or_more, default=100, metavar="N", help="new tokens per run (default: 100)"
     )
     parser.add_argument(
         "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
@@ -55,7 +55,7 @@ def add_huge_pages_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--huge-pages",
         action="store_true",
-        help="all weights in pages of 2 MiB (Linux), as in a server",
+        help="keep all weights in huge pages of 2 MiB (Linux), as the server does",
     )
 
 
@@ -65,7 +65,7 @@ def add_starts_argument(parser: argparse.ArgumentParser) -> None:
         type=whole,
         default=1,
         metavar="N",
-        help="times that the processes of all engines are started, with --rounds rounds each (default: 1)",
+        help="number of times to start the processes of all engines, with --rounds rounds each (default: 1)",
     )
 
 
@@ -88,9 +88,9 @@ def above_zero(text: str) -> float:
 
 
 def two_or_more(text: str) -> int:
-    """An argparse type: new tokens, of which the first is not timed as decoding."""
+    """An argparse type: new tokens, of which the first does not count as decoding."""
     if whole(text) == 1:
-        raise argparse.ArgumentTypeError("'1' leaves nothing to time behind the first token: take 2 or more")
+        raise argparse.ArgumentTypeError("'1' leaves nothing to time after the first token: use 2 or more")
     return int(text)
 
 
@@ -109,7 +109,7 @@ def lengths(text: str) -> list[int]:
 
 
 def refuse_unsound(main: Path, draft: Path) -> None:
-    """End with exit status 2 and the first reason where the two folders are no sound pair."""
+    """Exit with status 2 and the first reason if the two folders are not a sound pair."""
     for finding in check_pair(main, draft).findings:
         if finding.level == "error":
             print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
@@ -117,8 +117,8 @@ def refuse_unsound(main: Path, draft: Path) -> None:
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:
-    """End with exit status 2 where OpenVINO does not find a device that was asked for. The NPU's code path may be there
-    without an NPU (NPUW_DEVICES)."""
+    """Exit with status 2 if OpenVINO does not find a requested device. The NPU code path can be used without an NPU
+    (NPUW_DEVICES)."""
     emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
     for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
         facts = devices.look_up(device)

@@ -1,4 +1,4 @@
-"""What every sample needs around its idea: arguments, checked input, streaming, Ctrl-C, summary, one-sentence errors.
+"""Console support shared by the samples: arguments, input checks, streaming, Ctrl-C, summary, one-sentence errors.
 
 The pipeline, the draft model and the generation config stay in the sample itself.
 """
@@ -24,8 +24,8 @@ import openvino_genai
 from speculative.cli.properties import key_value
 from speculative.models.config import context_length, read_config
 
-MAX_DRAFT_LENGTH = 64  # far above any K that pays; the engine would draft up to max_new_tokens
-MAX_DRAFT_LENGTH_NPU = 7  # for a main model on an NPU, which takes 16 tokens at once: the engine lets K grow to twice K
+MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
+MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 MAX_NEW_TOKENS = 1_000_000
 ALL_TOKENS = openvino_genai.GenerationConfig().top_k
 RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in speculative/pair/recommendation.py
@@ -39,7 +39,7 @@ WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16":
 
 
 def run(main):
-    """Run a sample and end the process: 0 done, 1 failed, 2 bad usage, 130 Ctrl-C. A stack trace only with --debug."""
+    """Run a sample and exit: 0 success, 1 failure, 2 bad usage, 130 Ctrl-C. Stack traces only with --debug."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     ctrl_c.listen()
@@ -50,7 +50,7 @@ def run(main):
         sys.exit(130)
     except Exception as error:
         if isinstance(error, BrokenPipeError) or getattr(error, "errno", None) == errno.EINVAL:  # EINVAL: on Windows
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more: end quietly
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: exit quietly
             sys.exit(0)
         if "--debug" in sys.argv:
             raise
@@ -58,37 +58,35 @@ def run(main):
 
 
 def say(text):
-    """Print one line on stderr: stdout is the model's text alone."""
+    """Print one line to stderr; stdout is reserved for the model's text."""
     print(text, file=sys.stderr, flush=True)
 
 
 def fail(sentence, status=2):
-    """End the process with one sentence: status 2 for bad usage, 1 for a job that failed."""
+    """Exit with a one-sentence error: status 2 for bad usage, 1 for a failure."""
     say(f"error: {sentence}")
     sys.exit(status)
 
 
 def sentence(error):
-    """Return an error of the engine on one line, without its source locations."""
+    """Return an engine error on one line, without source locations."""
     text = getattr(error, "strerror", None) or str(error)
     if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
-        return (
-            "not enough memory for the models and their caches: close programs, or convert to a smaller format (int4)."
-        )
+        return "not enough memory for the models and their KV caches: close programs or use a smaller format (int4)."
     lines = (line.strip() for line in text.splitlines())
     kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return " ".join(kept or [text or type(error).__name__]) + " (--debug shows where)"
+    return " ".join(kept or [text or type(error).__name__]) + " (use --debug for a stack trace)"
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(description, *names):
-    """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE gives one another default), check all that can be checked
-    before a model is compiled, say what is loaded. `args.property` and `args.draft_property` come back as dictionaries.
-    """
+    """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE overrides a default), check everything that can be
+    checked before compiling a model, and print what is loaded. `args.property` and `args.draft_property` are
+    dictionaries."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: fail(f"{message} (--help shows the usage)")
+    parser.error = lambda message: fail(f"{message} (see --help)")
     for name in (*names, "--debug"):
         name, _, default = name.partition("=")
         flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name,)
@@ -106,7 +104,7 @@ def parse_arguments(description, *names):
     models = {"main": (args.main, args.device, args.property)}
     if "draft" in names:
         if args.draft_device == args.device or "NPU" not in (args.draft_device, args.device):
-            args.draft_property = args.draft_property or args.property  # the engine's own rule
+            args.draft_property = args.draft_property or args.property  # as the engine does
         args.draft_property = dict(args.draft_property)
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
     for role, (folder, device, properties) in models.items():
@@ -118,7 +116,7 @@ def parse_arguments(description, *names):
         too_long = "--num-assistant-tokens" in names and args.num_assistant_tokens > MAX_DRAFT_LENGTH_NPU
         if too_long and args.device == "NPU":
             k = args.num_assistant_tokens
-            fail(f"-k {k} is too long for a main model on NPU: take 1 to {MAX_DRAFT_LENGTH_NPU}.")
+            fail(f"-k {k} is too large for a main model on NPU: use 1 to {MAX_DRAFT_LENGTH_NPU}.")
         check_pair(Path(args.main), Path(args.draft))
     if "prompt" in names:
         args.prompt = read_prompt(args.prompt)
@@ -128,7 +126,7 @@ def parse_arguments(description, *names):
 
 
 def whole_number(low, high):
-    """Return an argparse type that takes whole numbers from `low` to `high`, both included."""
+    """Return an argparse type for whole numbers from `low` to `high` inclusive."""
 
     def parse(text):
         if text.isdecimal() and low <= int(text) <= high:
@@ -139,7 +137,7 @@ def whole_number(low, high):
 
 
 def draft_length(text):
-    """Parse 1 to MAX_DRAFT_LENGTH tokens, or auto, which is 0, or a threshold of the draft's confidence below 1."""
+    """Parse 1 to MAX_DRAFT_LENGTH tokens, auto (returned as 0), or a draft confidence threshold between 0 and 1."""
     try:
         if "." in text:
             return decimal(lambda value: 0 < value < 1, "between 0 and 1")(text)
@@ -149,14 +147,14 @@ def draft_length(text):
 
 
 def set_draft_length(args, value):
-    """Split what draft_length() gives into GenAI's two names: a number of tokens, or a threshold; both 0 for auto."""
+    """Split the value of draft_length() into GenAI's two options, number of tokens and threshold; both 0 for auto."""
     is_threshold = isinstance(value, float)
     args.num_assistant_tokens = 0 if is_threshold else value
     args.assistant_confidence_threshold = value if is_threshold else 0.0
 
 
 def decimal(valid, range_):
-    """Return an argparse type that takes the numbers of which `valid` is true; `range_` says which these are."""
+    """Return an argparse type for numbers for which `valid` is true; `range_` describes them."""
 
     def parse(text):
         try:
@@ -170,11 +168,11 @@ def decimal(valid, range_):
     return parse
 
 
-temperature = decimal(lambda value: 0 <= value < math.inf, "from 0 on")
+temperature = decimal(lambda value: 0 <= value < math.inf, "of 0 or more")
 
 
 def scheduler_config(settings):
-    """Return GenAI's SchedulerConfig with these [(name, value)]."""
+    """Return GenAI's SchedulerConfig with these [(name, value)] set."""
     config = openvino_genai.SchedulerConfig()
     for name, value in settings:
         if not hasattr(config, name):
@@ -182,61 +180,61 @@ def scheduler_config(settings):
         try:
             setattr(config, name, {"True": True, "False": False}.get(value, value))
         except TypeError:
-            fail(f"--scheduler {name}={value}: GenAI's SchedulerConfig takes no such {name}.")
+            fail(f"--scheduler {name}={value}: not a valid value for {name} in GenAI's SchedulerConfig.")
     return config
 
 
 DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
-DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # of our own engine, which knows auto; of GenAI's
+DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our engine, with auto; and for GenAI
 PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
 ARGUMENTS = {
     "main": {"help": "folder of the main model (OpenVINO IR)"},
-    "draft": {"help": "folder of the draft model (OpenVINO IR): smaller, with the same tokenizer"},
-    "prompt": {"help": "the text to go on from; - reads it from standard input (less one newline at its end)"},
+    "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
+    "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
     "--device": DEVICE,
     "--draft-device": DEVICE,
     "--num-assistant-tokens": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
         "default": 5,
         "metavar": "K",
-        "help": f"tokens drafted for one inference of the main model, 1 to {MAX_DRAFT_LENGTH} (default: %(default)s)",
+        "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH} (default: %(default)s)",
     },
     "-k": {
         "type": draft_length,
         "default": "auto",
         "metavar": "K",
-        "help": f"tokens drafted for each inference, 1 to {MAX_DRAFT_LENGTH}; auto: as many as pay; 0.4: until the "
-        "draft is less sure of one than that (default: auto)",
+        "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH}; auto: adaptive; a threshold like 0.4: until the "
+        "draft's confidence in a token is lower (default: auto)",
     },
     "--temperature": {
         "type": temperature,
         "default": "1",
         "metavar": "T",
-        "help": "below 1 likely tokens become likelier, above 1 less so; 0 is greedy (default: %(default)s)",
+        "help": "sampling temperature; 0 is greedy (default: %(default)s)",
     },
     "--top-k": {
         "type": whole_number(1, MAX_NEW_TOKENS),
         "default": ALL_TOKENS,
         "metavar": "N",
-        "help": "draw from the N most probable tokens only (default: all)",
+        "help": "sample only from the N most probable tokens (default: all)",
     },
     "--top-p": {
-        "type": decimal(lambda value: 1e-9 <= value <= 1, "above 0 and at most 1"),  # less is 0 in float32
+        "type": decimal(lambda value: 1e-9 <= value <= 1, "above 0 and at most 1"),  # smaller is 0 in float32
         "default": 1.0,
         "metavar": "P",
-        "help": "draw from the fewest tokens whose probabilities exceed P (default: all)",
+        "help": "sample from the smallest set of tokens whose total probability exceeds P (default: all)",
     },
     "--seed": {
         "type": whole_number(0, 2**32 - 1),
         "default": random.getrandbits(32),
         "metavar": "N",
-        "help": "the same seed gives the same text again on the same machine (default: a random one, which is shown)",
+        "help": "random seed; the same seed reproduces the text on the same machine (default: random, printed)",
     },
     "--max-ngram-size": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
         "default": 3,
         "metavar": "N",
-        "help": "longest run of last tokens that is looked up in the text so far (default: %(default)s)",
+        "help": "longest n-gram to look up in the text so far (default: %(default)s)",
     },
     "--max-new-tokens": {
         "type": whole_number(1, MAX_NEW_TOKENS),
@@ -244,39 +242,39 @@ ARGUMENTS = {
         "metavar": "N",
         "help": "stop after N new tokens (default: %(default)s)",
     },
-    "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32; repeat for more"},
-    "--draft-property": {**PROPERTY, "help": "the same for the draft (default: the main model's)"},
-    "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1; repeat for more"},
+    "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32 (repeatable)"},
+    "--draft-property": {**PROPERTY, "help": "OpenVINO property of the draft model (default: the main model's)"},
+    "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {
         "action": "store_true",
-        "help": f"start from what scripts/tune.py found ({RECOMMENDED} beside the main model's folder)",
+        "help": f"use the settings saved by scripts/tune.py ({RECOMMENDED} next to the main model's folder)",
     },
-    "--debug": {"action": "store_true", "help": "show the stack trace of an error"},
+    "--debug": {"action": "store_true", "help": "show stack traces of errors"},
 }
 
 
-# ---- what was recommended -------------------------------------------------------------------------------------------
+# ---- recommended settings -------------------------------------------------------------------------------------------
 
 
 def take_recommendation(parser, args, engine):
-    """Parse again with the settings that tune.py found best for `engine` as defaults; `args.recommended` says so."""
+    """Parse again with tune.py's settings for `engine` as defaults; `args.recommended` describes their origin."""
     file, tune = Path(args.main).resolve().parent / RECOMMENDED, "`python scripts/tune.py MAIN DRAFT`"
     folders = {role: Path(vars(args)[role]) for role in ("main", "draft") if role in args}
     for role, folder in folders.items():
         check_model(role, folder)
     if not file.exists():
-        fail(f"there is no {file}: make it with {tune}.")
+        fail(f"{file} does not exist: create it with {tune}.")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         settings, best, measured_on = found["settings"], found["best"], found["measured_on"]
         others = [folder for role, folder in folders.items() if fingerprint(folder) != found[role]["fingerprint"]]
         reason = (
-            found["reason"] if best == "alone" else "with the pair, this engine gains too little or was not measured"
+            found["reason"] if best == "alone" else "for this pair, this engine gains too little or was not measured"
         )
     except (OSError, ValueError, KeyError, TypeError):
-        fail(f"{file} cannot be read as a recommendation: make it anew with {tune}.", status=1)
+        fail(f"{file} is not a valid recommendation: create it again with {tune}.", status=1)
     if others:
-        fail(f"{file} was measured with other weights than those in {others[0]}: tune again with {tune}.")
+        fail(f"{file} was measured with different weights than those in {others[0]}: tune again with {tune}.")
     if engine not in settings:
         fail(f"{file} recommends samples/{SAMPLE_OF[best]} --recommended instead: {reason}")
     note_changes(measured_on)
@@ -288,14 +286,14 @@ def take_recommendation(parser, args, engine):
     if "draft" in args:
         own["draft_device"] = settings["draft_device"]
         own["num_assistant_tokens"] = settings["assistant_confidence_threshold"] or settings["num_assistant_tokens"]
-        if settings["draft_properties"] != settings["properties"]:  # where equal, the draft takes the main model's
+        if settings["draft_properties"] != settings["properties"]:  # if equal, the draft inherits the main model's
             own["draft_property"] = list(settings["draft_properties"].items())
     parser.set_defaults(**own)
     args = parser.parse_args()
     overridden = [name for name, value in own.items() if vars(args)[name] != value]
     args.recommended = f"by {file}"
     if overridden:
-        args.recommended += f", but for --{', --'.join(name.replace('_', '-') for name in overridden)}"
+        args.recommended += f", except --{', --'.join(name.replace('_', '-') for name in overridden)}"
     return args
 
 
@@ -312,20 +310,20 @@ def fingerprint(folder):
 
 
 def note_changes(measured_on):
-    """Say what differs from when the recommendation was measured: openvino_genai's version, a device's full name."""
+    """Print what changed since the recommendation was measured: openvino_genai's version, a device's full name."""
     core = openvino.Core()
     now = {name: core.get_property(name, "FULL_DEVICE_NAME") for name in core.available_devices}
     now["openvino_genai"] = openvino_genai.__version__
     for name, before in measured_on.items():
         if name in now and before != now[name]:
-            say(f"note: the recommendation was measured with {name} {before}, this is {now[name]}: tune again.")
+            say(f"note: the recommendation was measured with {name} {before}, not {now[name]}: tune again.")
 
 
-# ---- checked input --------------------------------------------------------------------------------------------------
+# ---- input checks ---------------------------------------------------------------------------------------------------
 
 
 def check_model(role, folder):
-    """Refuse a folder that the engine cannot load, with the reason."""
+    """Reject a folder that the engine cannot load, with the reason."""
     if not folder.is_dir():
         fail(f"{folder} is not a folder: give the {role} model's folder of OpenVINO IR.")
     if not (folder / "openvino_model.xml").exists():
@@ -341,21 +339,21 @@ def check_model(role, folder):
     for part in ("model", "tokenizer", "detokenizer"):
         xml, weights = folder / f"openvino_{part}.xml", folder / f"openvino_{part}.bin"
         if not xml.exists():
-            if (role, part) == ("draft", "detokenizer"):  # a draft needs none, and some are published without
+            if (role, part) == ("draft", "detokenizer"):  # not needed for a draft, and some are published without
                 continue
             command = f"convert_tokenizer HUB_ID_OR_CHECKPOINT --with-detokenizer -o {folder}"
-            fail(f"{folder} has no openvino_{part}.xml: make it with `{command}`.")
+            fail(f"{folder} has no openvino_{part}.xml: create it with `{command}`.")
         try:
             needed = max((offset + size for offset, size in constants(xml)), default=0)
         except ElementTree.ParseError as error:
             fail(f"{xml} is corrupt ({error}): copy or convert the model again.", status=1)
         found = weights.stat().st_size if weights.exists() else 0
         if found < needed:
-            fail(f"{weights} has {found} of {needed} bytes: copy or convert the model again.", status=1)
+            fail(f"{weights} is truncated ({found} of {needed} bytes): copy or convert the model again.", status=1)
 
 
 def constants(xml):
-    """Return {(offset, size): element type} of the constants in the .bin beside an IR's .xml, in bytes."""
+    """Return {(offset, size): element type} of the constants in an IR's .bin, in bytes, from its .xml."""
     nodes = ElementTree.iterparse(xml)
     found = [node.attrib for _, node in nodes if node.tag == "data" and "offset" in node.attrib]
     if nodes.root.tag != "net":
@@ -364,27 +362,27 @@ def constants(xml):
 
 
 def check_device(device, properties):
-    """Refuse a device of which OpenVINO finds none here. AUTO:GPU,-CPU names two, GPU.1 is one of the GPUs."""
+    """Reject a device that OpenVINO does not find. AUTO:GPU,-CPU names two devices; GPU.1 is one of the GPUs."""
     here = openvino.Core().available_devices
     kinds = {name.partition(".")[0] for name in here} | {"AUTO", "HETERO", "MULTI", "BATCH"}
-    if "NPUW_DEVICES" in properties:  # the NPU's code path on another device
+    if "NPUW_DEVICES" in properties:  # the NPU code path on another device
         kinds.add("NPU")
     for name in (device.partition(":")[2] or device).split(","):
         if not name.startswith("-") and name.partition(".")[0].partition("(")[0] not in kinds:
-            fail(f"there is no device {name!r} here, only {', '.join(here)}: install its driver or choose another.")
+            fail(f"device {name!r} not found, only {', '.join(here)}: install its driver or choose another device.")
 
 
 def check_pair(main, draft):
-    """Refuse a draft whose tokens are not the main model's: the engine compares a token count and the special ids."""
+    """Reject a draft with a different vocabulary; the engine itself compares only the token count and special ids."""
     first, second = openvino_genai.Tokenizer(main), openvino_genai.Tokenizer(draft)
-    advice = "take a draft with the same tokenizer."
+    advice = "use a draft with the same tokenizer."
     text = "def f(x):\n    return x ** 2  # naïve Σ 你好 🙂 1234\n"
     if (draft / "openvino_detokenizer.xml").exists():
         differ = sorted(first.get_vocab().items() ^ second.get_vocab().items(), key=lambda entry: entry[1])
         if differ:
             shown = ", ".join(f"{token.decode(errors='replace')!r} = {number}" for token, number in differ[:4])
             fail(f"the tokenizers of {main} and {draft} differ ({shown}, ...): {advice}")
-    else:  # which lists the tokens
+    else:  # only a detokenizer lists the tokens: compare encodings
         text += "\n".join(token.decode(errors="ignore") for token in first.get_vocab())
     ours, theirs = (tokenizer.encode(text).input_ids.data[0].tolist() for tokenizer in (first, second))
     if ours != theirs:
@@ -402,18 +400,16 @@ def read_prompt(prompt):
         except UnicodeDecodeError as error:
             fail(f"standard input is not UTF-8 (byte {error.start}): save the prompt as UTF-8.")
     if not prompt:
-        fail("the prompt is empty: give the text to go on from.")
+        fail("the prompt is empty: give some text to continue.")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        fail(
-            f"the prompt is not UTF-8 (character {error.start + 1}): set a UTF-8 locale, or give it by standard input."
-        )
+        fail(f"the prompt is not UTF-8 (character {error.start + 1}): set a UTF-8 locale or use standard input.")
     return prompt
 
 
 def fit_in_context(args):
-    """Refuse a prompt that fills the context; lower max_new_tokens, and say so, where the context leaves less."""
+    """Reject a prompt that fills the context; lower max_new_tokens, with a note, if the context leaves less room."""
     context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
     tokenizer = openvino_genai.Tokenizer(args.main)
     text = args.prompt
@@ -428,10 +424,10 @@ def fit_in_context(args):
 
 
 class Streamer(openvino_genai.StreamerBase):
-    """Print the text as it comes and keep what the summary needs; time starts when the streamer is made.
+    """Print the text as it is generated and record data for the summary; timing starts at construction.
 
-    The engine calls `write` from a thread of its own with the tokens of one inference of the main model: accepted draft
-    tokens, then one of the main model's own. `gained` holds their number for each inference.
+    The engine calls `write` from its own thread with the tokens of one main-model forward pass: accepted draft tokens,
+    then one token of the main model. `gained` holds their number per forward pass.
     """
 
     def __init__(self, folder, tokenizer):
@@ -441,7 +437,7 @@ class Streamer(openvino_genai.StreamerBase):
         self.started = time.perf_counter()
         self.times, self.gained, self.text = [], [], ""
         self.at_end = False  # the last token ended the text
-        self.error = None  # what happened to stdout; an exception would be lost in the engine's thread
+        self.error = None  # an error of stdout; an exception would be lost in the engine's thread
         self._ids, self._begin, self._shown = [], 0, 0
         ctrl_c.pressed.clear()
 
@@ -449,7 +445,7 @@ class Streamer(openvino_genai.StreamerBase):
         ctrl_c.streaming = True
         self.times.append(time.perf_counter())
         tokens = tokens if isinstance(tokens, list) else [tokens]
-        # Where an NPU takes part, the engine looks for an end at the last of these tokens only, and runs past others.
+        # With an NPU, the engine checks only the last of these tokens for a stop token and runs past others.
         end = next((i for i, token in enumerate(tokens) if token in self.stop_tokens), None)
         self.at_end = end is not None
         tokens = tokens if end is None else tokens[: end + 1]
@@ -467,7 +463,8 @@ class Streamer(openvino_genai.StreamerBase):
         self.print(self.text_of(tokens))
 
     def text_of(self, tokens, last=False):
-        """Return what `tokens` add to the text. The bytes of an unfinished character wait for the next tokens."""
+        """Return the text added by `tokens`. The bytes of an incomplete character are held back until it is
+        complete."""
         self._ids += tokens
         before = self.tokenizer.decode(self._ids[self._begin : self._shown])
         both = self.tokenizer.decode(self._ids[self._begin :])
@@ -487,7 +484,7 @@ class Streamer(openvino_genai.StreamerBase):
             self.error = error
 
     def check(self):
-        """Raise what stopped the text before its end: an error of stdout, or Ctrl-C."""
+        """Raise the exception that stopped generation early: an error of stdout, or Ctrl-C."""
         if self.error:
             raise self.error
         if ctrl_c.pressed.is_set():
@@ -495,7 +492,7 @@ class Streamer(openvino_genai.StreamerBase):
 
 
 def stop_tokens(folder, tokenizer):
-    """Return the ids that end a text, as the engine finds them."""
+    """Return the stop token ids, determined as the engine does."""
     file = Path(folder, "generation_config.json")
     ids = openvino_genai.GenerationConfig(file).stop_token_ids if file.exists() else set()
     return ids or {tokenizer.get_eos_token_id()}
@@ -505,13 +502,13 @@ def stop_tokens(folder, tokenizer):
 
 
 def print_summary(args, config, streamer, result):
-    """Print the figures of one generation, by GenAI or by our own engine, and what made it on stderr."""
+    """Print the metrics and settings of one generation, by GenAI or our engine, to stderr."""
     streamer.check()
     rows = figures(args, config, streamer, result)
     if "temperature" in args:
         rows["draft length"] = result.draft_length
         rows["sampling"] = sampling(args)
-    if getattr(result, "kv_cache", ""):  # our own engine
+    if getattr(result, "kv_cache", ""):  # our engine
         rows["KV cache"] = result.kv_cache
     if getattr(args, "recommended", False):
         rows["settings"] = f"recommended {args.recommended}"
@@ -523,18 +520,18 @@ def print_summary(args, config, streamer, result):
 
 
 def figures(args, config, streamer, result):
-    """Return {name: figure with its unit}. The prompt's inference gives the first token; the others are decoding."""
+    """Return {name: value with unit}. The prompt's forward pass yields the first token; the others are decoding."""
     first, last = streamer.times[0], streamer.times[-1]
     tokens, inferences = sum(streamer.gained) - 1, len(streamer.gained) - 1
     rows = {"new tokens": tokens + 1, "time to first token": f"{(first - streamer.started) * 1000:.0f} ms"}
     if tokens:
         rows["throughput"] = f"{tokens / (last - first):.1f} tokens/s (decode only)"
-        rows["main inferences"] = f"{inferences} after the prompt's"
-        rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per main inference"
-    if hasattr(result, "from_draft"):  # our own engine
+        rows["forward passes"] = f"{inferences} of the main model after the prompt"
+        rows["block efficiency"] = f"{tokens / inferences:.2f} tokens per forward pass"
+    if hasattr(result, "from_draft"):  # our engine
         proposed, accepted = sum(result.proposed), sum(result.from_draft)
         if result.finish_reason == "length" and tokens + 1 < config.max_new_tokens:
-            rows["new tokens"] = f"{tokens + 1}, as the cache has no room for more"
+            rows["new tokens"] = f"{tokens + 1} (KV cache full)"
     else:
         proposed, accepted = draft_tokens(args, config, streamer, result)
     if proposed:
@@ -543,11 +540,11 @@ def figures(args, config, streamer, result):
 
 
 def draft_tokens(args, config, streamer, result):
-    """Return how many tokens the draft proposed and how many were accepted.
+    """Return the numbers of proposed and accepted draft tokens.
 
-    GenAI leaves out a text's last iteration, except where an NPU takes part. Where the text ended by its length it is
-    added: the draft was as long as K and the tokens still wanted allowed. At an end token the draft stops as well, and
-    how far it was is not told: there the last iteration stays out.
+    GenAI does not count the last iteration of a text, except with an NPU. If the text ended at its maximum length, the
+    iteration is added: its draft length was K or what the remaining tokens allowed. If it ended at a stop token, the
+    draft stopped there too, GenAI does not report its length, and the last iteration stays excluded.
     """
     drafting, gained = result.extended_perf_metrics, streamer.gained
     if not drafting:  # no draft model
@@ -562,15 +559,15 @@ def draft_tokens(args, config, streamer, result):
 
 
 def sampling(args):
-    """Return how the next token is chosen, in words."""
+    """Return a description of the sampling settings."""
     if args.temperature <= 1e-6:
-        return f"none: temperature {args.temperature:g} is greedy"
+        return f"greedy (temperature {args.temperature:g})"
     top_k = "all" if args.top_k == ALL_TOKENS else args.top_k
     return f"temperature {args.temperature:g}, top-k {top_k}, top-p {args.top_p:g}, seed {args.seed}"
 
 
 def precision(folder, device, properties):
-    """Return the weight format, read from the IR, and the inference precision, as the device tells it."""
+    """Return the weight format, read from the IR, and the inference precision reported by the device."""
     sizes = Counter()
     for (_, size), element_type in constants(Path(folder, "openvino_model.xml")).items():
         sizes[WEIGHT_FORMATS.get(element_type, element_type)] += size
@@ -579,6 +576,6 @@ def precision(folder, device, properties):
     try:
         core.set_property(device, {name: value for name, value in properties.items() if name != "scheduler_config"})
         hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
-    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not tell
+    except RuntimeError:  # AUTO, HETERO and a simulated NPU do not report it
         hint = "the device's default"
     return f"{weights} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types

@@ -1,4 +1,4 @@
-"""Ctrl-C in a console program: at once while the engine is imported, heard by the streamer later."""
+"""Ctrl-C handling for console programs: exits immediately during imports, stops the streamer during generation."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine t
 
 
 class CtrlC:
-    """Ctrl-C, heard while the engine holds the main thread.
+    """Ctrl-C that works while the engine holds the main thread.
 
-    Python runs a signal handler between two bytecodes of the main thread, and loading or generating is one long call
-    there. But the C-level handler writes to the wakeup socket at once, and a thread reads that: while text streams it
-    sets `pressed`, which the streamer looks at; at any other time, and the second time, it ends the process.
+    Python runs a signal handler between two bytecodes of the main thread, but loading or generating is one long call
+    there. The C-level handler, however, writes to the wakeup socket immediately, and a thread reads it: during
+    streaming it sets `pressed`, which the streamer checks; otherwise, and on the second Ctrl-C, it ends the process.
     """
 
     def __init__(self):
         self.pressed = threading.Event()
-        self.streaming = False  # a streamer will look at `pressed`
+        self.streaming = False  # a streamer is checking `pressed`
 
     def listen(self):
         self._socket, wakeup = socket.socketpair()
@@ -53,5 +53,5 @@ ctrl_c = CtrlC()
 
 
 def raise_keyboard_interrupt():
-    """From here on Ctrl-C raises KeyboardInterrupt, so that what was begun can be tidied."""
+    """Make Ctrl-C raise KeyboardInterrupt from now on, so that unfinished work can be cleaned up."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What is different on Windows about processes: groups, Ctrl-C, and the encoding and the end of a program's output."""
+"""Process handling that differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ NEW_PROCESS_GROUP = 0x200  # subprocess.CREATE_NEW_PROCESS_GROUP, which Python d
 
 
 def own_group() -> dict:
-    """Arguments of subprocess.Popen for a child that leads a process group: Ctrl-C in this program's terminal does not
-    reach it, and `kill_group` ends it with everything that it started."""
+    """Arguments of subprocess.Popen for a child that leads a process group: it does not receive Ctrl-C from this
+    program's terminal, and `kill_group` ends it together with everything it started."""
     return {"creationflags": NEW_PROCESS_GROUP} if os.name == "nt" else {"start_new_session": True}
 
 
 def interrupt_group(leader: subprocess.Popen) -> None:
-    """Ctrl-C for a whole group; on Windows Ctrl-Break, as Ctrl-C cannot be sent to one group of a console."""
+    """Send Ctrl-C to a whole group; on Windows Ctrl-Break, as Ctrl-C cannot be sent to a single group of a console."""
     if os.name == "nt":
         leader.send_signal(signal.CTRL_BREAK_EVENT)
     else:
@@ -26,7 +26,7 @@ def interrupt_group(leader: subprocess.Popen) -> None:
 
 
 def terminate_group(leader: subprocess.Popen) -> None:
-    """Ask a whole group to end. Windows has no such request: there it is killed."""
+    """Ask a whole group to terminate. Windows has no such request: there it is killed."""
     if os.name == "nt":
         kill_group(leader)
     else:
@@ -34,7 +34,7 @@ def terminate_group(leader: subprocess.Popen) -> None:
 
 
 def kill_group(leader: subprocess.Popen) -> None:
-    """Kill a whole group, whether or not its leader still runs; on Windows the leader's tree, while the leader runs."""
+    """Kill a whole group, whether or not its leader is running; on Windows the leader's tree, if the leader is."""
     if os.name != "nt":
         _signal_group(leader, signal.SIGKILL)
     elif leader.poll() is None:
@@ -43,32 +43,32 @@ def kill_group(leader: subprocess.Popen) -> None:
 
 
 def _signal_group(leader: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left: PermissionError on macOS
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone: PermissionError on macOS
         os.killpg(leader.pid, number)
 
 
 def utf8_output() -> None:
-    """Output is UTF-8 from now on, whatever the console's code page; what cannot be encoded is escaped."""
+    """Switch output to UTF-8, whatever the console's code page; characters that cannot be encoded are escaped."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def end_with_reader() -> None:
-    """Where the reader of the output goes away, as `| head` does, the program ends without a message. For programs that
-    leave nothing half-written."""
+    """Exit silently if the reader of the output goes away, as with `| head`. Only for programs that leave no partial
+    files."""
     if _pipes_have_a_signal():
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def prepare_output() -> None:
-    """Both of the above, for the start of a program."""
+    """Call both of the above; for the start of a program."""
     utf8_output()
     end_with_reader()
 
 
 @contextlib.contextmanager
 def no_sigpipe() -> Iterator[None]:
-    """Writing to a process that has ended raises BrokenPipeError, also after `end_with_reader`."""
+    """Within the block, writing to a process that has ended raises BrokenPipeError, even after `end_with_reader`."""
     if not _pipes_have_a_signal():
         yield
         return

@@ -1,6 +1,6 @@
-"""The start of a program: Ctrl-C ends it at once while the engine is imported.
+"""Program startup: Ctrl-C ends the program immediately while the engine is being imported.
 
-Import this module first. A program that has something to keep sets a handler of its own later.
+Import this module first. A program with results to keep installs its own handler later.
 """
 
 import signal

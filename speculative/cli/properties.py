@@ -1,4 +1,4 @@
-"""OpenVINO properties on a command line: KEY=VALUE, read the same way by every program."""
+"""Parser for OpenVINO properties on the command line (KEY=VALUE), shared by all programs."""
 
 import argparse
 import re

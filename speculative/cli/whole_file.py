@@ -1,13 +1,13 @@
-"""Write a file whole or not at all: what stood there before is replaced when its new content is complete."""
+"""Atomic file write: an existing file is replaced only when its new content is complete."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Raises OSError where it cannot be written; then nothing has changed and nothing is left beside it."""
+    """Write atomically. Raises OSError on failure; then nothing has changed and no temporary file is left."""
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a pipe or a device has nothing to keep
+    if path.exists() and not path.is_file():  # a pipe or a device has no content to preserve
         path.write_bytes(data)
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")

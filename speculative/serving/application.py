@@ -1,4 +1,4 @@
-"""The application on Ray Serve: started, drained, ended."""
+"""Lifecycle of the Ray Serve application: start, drain, stop."""
 
 import argparse
 import time
@@ -18,7 +18,7 @@ from speculative.serving.deployment import Replica
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[2])
 ATTEMPTS = 3  # to load the models
-MARGIN = 60  # seconds beyond what a request may take, for its body and its way
+MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
 class Failed(Exception):
@@ -26,7 +26,7 @@ class Failed(Exception):
 
 
 def start(args: argparse.Namespace) -> DeploymentHandle:
-    """Returns when every replica is ready. Raises Failed."""
+    """Start the application; returns when every replica is ready. Raises Failed."""
     try:
         serve.start(
             proxy_location="EveryNode" if args.address else "HeadOnly",
@@ -41,12 +41,12 @@ def start(args: argparse.Namespace) -> DeploymentHandle:
         raise Failed(_reason() or str(error)) from error
     url = f"http://{in_url(args.host)}:{args.port}/health"
     if not _answers(url):
-        raise Failed(f"{url} does not answer: is Ray Serve there already, with another host or port?")
+        raise Failed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
 
 def options(args: argparse.Namespace) -> dict:
-    """The deployment's, as Ray Serve calls them."""
+    """The options of the Ray Serve deployment."""
     replicas = {"num_replicas": args.replicas}
     if args.max_replicas:
         usual = {"target_ongoing_requests": args.max_running}
@@ -54,11 +54,11 @@ def options(args: argparse.Namespace) -> dict:
     return {
         **replicas,
         "max_ongoing_requests": args.limits.ongoing,
-        "max_queued_requests": args.limits.ongoing,  # a proxy's, beyond what replicas look at
+        "max_queued_requests": args.limits.ongoing,  # in a proxy, beyond those at the replicas
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
-        # of a replica that autoscaling removes; of all when the server is stopped, `drain` ends what is left before
+        # for a replica removed by autoscaling; when the server stops, `drain` has already finished all replicas
         "graceful_shutdown_timeout_s": args.timeout + MARGIN,
         "max_constructor_retry_count": ATTEMPTS,
         "ray_actor_options": {
@@ -70,12 +70,12 @@ def options(args: argparse.Namespace) -> dict:
 
 
 def drain(handle: DeploymentHandle, seconds: float) -> int:
-    """Refuse what comes, and wait for the answers under way; returns how many are not out after `seconds`."""
+    """Reject new requests and wait for running ones; returns how many are unfinished after `seconds`."""
     return sum(handle.broadcast("drain", seconds).results(timeout_s=seconds + 5))
 
 
 def stop() -> None:
-    """End the application, and Ray Serve unless it serves others."""
+    """Stop the application, and Ray Serve too unless it serves others."""
     with suppress(RuntimeError):  # nothing was started
         serve.delete(NAME)
     if not serve.status().applications:
@@ -83,7 +83,7 @@ def stop() -> None:
 
 
 def _reason() -> str | None:
-    """Why the replicas do not start: the last line of what was raised there."""
+    """Why the replicas do not start: the last line of their error."""
     deployments = serve.status().applications[NAME].deployments.values()
     lines = [line.strip() for deployment in deployments for line in deployment.message.splitlines() if line.strip()]
     return lines[-1] if lines else None

@@ -1,7 +1,7 @@
-"""The connections of a proxy, bounded in number and in idle time: uvicorn, which Ray Serve listens with, waits for ever
-for the request of a client that connects and says nothing.
+"""Limits on a proxy's connections, in number and idle time: uvicorn, the HTTP server of Ray Serve, waits forever for
+the request of a client that connects and sends nothing.
 
-Ray calls `bound` in each of its proxies, as `ray_here.PROXIES` has it.
+Ray calls `bound` in each of its proxies, as configured in `ray_runtime.PROXIES`.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ IDLE = 30.0  # seconds without a request
 
 
 def bound() -> list:
-    """To be called before uvicorn's server is made. Returns Ray's middlewares: none."""
+    """Install the limits; call before creating uvicorn's server. Returns Ray's list of middlewares, which is empty."""
     auto.AutoHTTPProtocol = bounded(auto.AutoHTTPProtocol)
     return []
 
 
 def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = IDLE) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, a connection without a request closed after `idle` to 2 `idle` seconds."""
+    """uvicorn's HTTP protocol that closes a connection after `idle` to 2 `idle` seconds without a request."""
 
     class Bounded(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -33,7 +33,7 @@ def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = ID
             super().connection_lost(error)
 
         def _close_if_idle(self, before: object) -> None:
-            """`before`: the request that was there when this was looked at last."""
+            """`before`: the request at the time of the last check."""
             if self.cycle is before and (before is None or before.response_complete):
                 self.transport.close()
             else:

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment: a replica is one copy of the pair's weights with one engine, wherever Ray places it."""
+"""Ray Serve deployment: each replica is one copy of the pair's weights with one engine, placed by Ray."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from speculative.serving.pair import Pair
 @serve.ingress()
 class Replica:
     async def __init__(self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None):
-        """`keys`: the digests that `guard.digest` makes of the API keys, or None."""
+        """`keys`: digests of the API keys (`middleware.digest`), or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.device, pair.draft, pair.draft_device, pair.properties,
             pair.draft_properties, cache_tokens=pair.cache_tokens, use_huge_pages=True, subtract_penalties=True,
@@ -32,7 +32,7 @@ class Replica:
         return self._endpoint.application(self._keys)
 
     async def check_health(self) -> None:
-        """Ray Serve asks regularly, and replaces a replica that raises."""
+        """Called regularly by Ray Serve, which replaces a replica that raises."""
         if trouble := self._endpoint.trouble():
             raise RuntimeError(trouble)
 

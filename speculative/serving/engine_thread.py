@@ -1,13 +1,12 @@
-"""The thread that decodes: it steps one `BatchDecoder`, and the event loop never waits for an inference.
+"""Decoding thread: steps one `BatchDecoder`, so that the event loop never waits for a forward pass.
 
     engine = Engine(decoder, max_running=16, max_waiting=64)
     job = engine.submit(tokens, config, seed, seconds=600)  # in the event loop; raises QueueFull
     async for text in job.pieces(): ...
     job.generation
 
-Jobs wait, first come first served, until there is a place in the batch and room in the cache. What a step gains for
-all of them reaches the event loop in one call, however many they are; a job whose reader is slow keeps its text, and
-holds up nobody.
+Jobs wait, first come first served, for a slot in the batch and room in the KV cache. The results of a step reach the
+event loop in one call, however many jobs there are; the text of a job with a slow reader is buffered and delays nobody.
 """
 
 import asyncio
@@ -22,23 +21,23 @@ from openvino_genai import GenerationConfig
 from speculative.batch_decoder import BatchDecoder, Request, RequestOutput
 from speculative.sequence.result import GenerationResult
 
-SENT_TOGETHER = 0.04  # seconds of text in a piece after the first: what a piece costs on its way is paid less often
+SENT_TOGETHER = 0.04  # seconds of text per piece after the first, to reduce the overhead per piece
 
 
 class QueueFull(Exception):
-    """As many jobs wait as may; `seconds` is when to try again."""
+    """The queue is full; retry after `seconds`."""
 
     def __init__(self, seconds: int):
-        super().__init__(f"the queue is full; a place is expected in {seconds} s")
+        super().__init__(f"the queue is full; a slot is expected in {seconds} s")
         self.seconds = seconds
 
 
 class Expired(Exception):
-    """A job's time was over before it ended."""
+    """A job exceeded its time limit."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine broke, by no job's fault, and decodes nothing any more; `__cause__` is what broke it."""
+    """The engine failed, not because of a job, and no longer decodes; `__cause__` is the original error."""
 
     def __init__(self, cause: Exception):
         super().__init__(f"the engine failed with {type(cause).__name__}: {cause}")
@@ -46,29 +45,29 @@ class EngineFailed(RuntimeError):
 
 
 class Job:
-    """A request on its way: waiting, then in the batch, then finished. Made and read in the event loop."""
+    """A request: waiting, then in the batch, then finished. Created and read in the event loop."""
 
     def __init__(self, prompt: np.ndarray, config: GenerationConfig, seed: int | None):
         self.prompt, self.config, self.seed = prompt, config, seed
         self.request: Request | None = None  # once it is in the batch
         self.finished = False
-        self.expiry: asyncio.TimerHandle  # of its time; set when it is submitted
-        self.error: Exception | None = None  # what ended it before its time
+        self.expiry: asyncio.TimerHandle  # timeout; set on submission
+        self.error: Exception | None = None  # why it ended early
         self.salt = b""  # of the prefix cache
         self.submitted = time.perf_counter()
-        self.first_at = self.last_at = 0.0  # when tokens came
-        self._text: list[str] = []  # that nobody has read
+        self.first_at = self.last_at = 0.0  # arrival of the first and the last token
+        self._text: list[str] = []  # unread text
         self._loop = asyncio.get_running_loop()
         self._news, self._end = asyncio.Event(), asyncio.Event()
         self._read_at = 0.0
-        self._told: asyncio.TimerHandle | None = None  # when the reader will be
+        self._told: asyncio.TimerHandle | None = None  # pending notification of the reader
 
     @property
     def generation(self) -> GenerationResult:
         return self.request.generation
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The text as it comes. Raises what ended it before its time."""
+        """The text as it is generated. Raises the error that ended the job early."""
         while not self.finished:
             await self._news.wait()
             self._news.clear()
@@ -81,7 +80,7 @@ class Job:
             raise self.error
 
     async def end(self) -> GenerationResult:
-        """The whole of it. Raises what ended it before its time."""
+        """The complete result. Raises the error that ended the job early."""
         await self._end.wait()
         if self.error:
             raise self.error
@@ -104,23 +103,23 @@ class Job:
         return text
 
 
-News = tuple[Job, str, bool, Exception | None]  # what came for it: text, whether that is all, what went wrong
+News = tuple[Job, str, bool, Exception | None]  # new text, whether the job is finished, error
 
 
 class Engine:
-    """Jobs and the thread that runs them. Once it has broken, `error` is set and nothing is decoded any more."""
+    """The jobs and the thread that runs them. After a failure, `error` is set and decoding stops."""
 
     def __init__(self, decoder: BatchDecoder, max_running: int, max_waiting: int):
-        """To be made in the event loop that submits."""
+        """Create in the event loop that submits jobs."""
         self.decoder = decoder
         self.max_running, self.max_waiting = max_running, max_waiting
         self.error: EngineFailed | None = None
-        self.stepping_since = 0.0  # when the inference began that is under way; 0: none is
-        self.generated = 0  # tokens, so far
-        self.decoded = self.iterations = self.proposed = self.accepted = 0  # behind the prompts' inferences
+        self.stepping_since = 0.0  # start of the current step; 0: none
+        self.generated = 0  # tokens so far
+        self.decoded = self.iterations = self.proposed = self.accepted = 0  # after the prompts' forward passes
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
-        self._usual_seconds = 1.0  # a job in the batch, lately
+        self._usual_seconds = 1.0  # recent average duration of a job
         self._changed = threading.Condition()
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -140,15 +139,15 @@ class Engine:
         return not self._waiting and not self._running
 
     def check_queue(self, coming: int = 0) -> None:
-        """Raises QueueFull where no place is left behind `coming` jobs that are not submitted yet."""
+        """Raise QueueFull if the queue has no room left after `coming` jobs that are about to be submitted."""
         if self.waiting + coming >= self.max_waiting + max(self.max_running - self.running, 0):
             raise QueueFull(self._seconds_to_place())
 
     def submit(
         self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float, salt: bytes = b""
     ) -> Job:
-        """A job that has so many seconds from now on, and shares cached prompts with others of the same `salt`.
-        Raises QueueFull, and EngineFailed if the engine has broken."""
+        """Submit a job with a time limit of `seconds`; it shares cached prompts with jobs of the same `salt`.
+        Raises QueueFull, or EngineFailed if the engine has failed."""
         if self.error:
             raise self.error
         self.check_queue()
@@ -161,8 +160,8 @@ class Engine:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Let it leave: nobody wants it any more. One that is finished stays as it is, and is forgotten."""
-        job.expiry.cancel()  # or the loop would hold it until then
+        """Cancel a job that is no longer wanted. A finished job is not changed."""
+        job.expiry.cancel()  # otherwise the loop keeps a reference until then
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
@@ -176,7 +175,7 @@ class Engine:
             job.finish(Expired())
 
     def close(self) -> None:
-        """End the thread after the step that is under way."""
+        """Stop the thread after the current step."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -186,12 +185,12 @@ class Engine:
         try:
             while self._wait():
                 self._step()
-        except Exception as error:  # whatever it is: the replica is to be replaced
+        except Exception as error:  # any error: the replica must be replaced
             self.error = EngineFailed(error)
             self._tell(self._break)
 
     def _wait(self) -> bool:
-        """Until there is something to do; False where that is to end."""
+        """Wait for work; returns False when the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
             return not self._closed
@@ -208,7 +207,7 @@ class Engine:
         for gain in gains:
             self._count(gain)
             job, finished = self._running.get(gain.request), gain.request.finished
-            if job:  # of one that was cancelled in mid-step there are two gains, both finished
+            if job:  # a job cancelled during a step has two outputs, both finished
                 news.append((job, gain.text, finished, gain.request.error))
             if finished:
                 self._running.pop(gain.request, None)
@@ -216,7 +215,7 @@ class Engine:
             self._tell(self._deliver, news, time.perf_counter())
 
     def _admit(self) -> list[News]:
-        """Put jobs that wait into the batch, in their order; tells of those that it will not have."""
+        """Move waiting jobs into the batch in order; returns those that the decoder rejects."""
         refused = []
         while self._waiting and len(self._running) < self.max_running:
             job = self._waiting[0]
@@ -226,14 +225,14 @@ class Engine:
             try:
                 job.request = self.decoder.add(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
                 self._running[job.request] = job
-            except Exception as error:  # this job's own
+            except Exception as error:  # caused by this job
                 refused.append((job, "", True, error))
         return refused
 
     def _count(self, gain: RequestOutput) -> None:
         tokens, accepted, proposed = gain.step
         self.generated += len(tokens)
-        if tokens and gain.request.generation.gained:  # not the prompt's inference
+        if tokens and gain.request.generation.gained:  # not the prompt's forward pass
             self.decoded += len(tokens)
             self.iterations += 1
             self.accepted += accepted
@@ -242,12 +241,12 @@ class Engine:
     def _tell(self, act: Callable, *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(act, *arguments)
-        except RuntimeError:  # the loop has ended, and with it everybody who would listen
+        except RuntimeError:  # the loop has ended, and all readers with it
             self._closed = True
 
     def _deliver(self, news: list[News], at: float) -> None:
         for job, text, finished, error in news:
-            if job.finished:  # its time was over
+            if job.finished:  # timed out
                 continue
             if not error:
                 job.gain(text, at)

@@ -1,7 +1,7 @@
-"""Whether a replica can go on: what broke its engine, or an inference that hangs.
+"""Health check of a replica: a broken engine, or a forward pass that hangs.
 
-How long an inference may take depends on the model: a large one on a slow processor takes minutes for what a small one
-does in milliseconds. So it is judged by what inferences have cost here so far.
+How long a forward pass may take depends on the model: a large one on a slow processor takes minutes where a small one
+takes milliseconds. The limit is therefore derived from the costs measured on this machine.
 """
 
 import time
@@ -10,22 +10,22 @@ from speculative.batch_decoder import PREFILL_CHUNK
 from speculative.drafting.policy import LONGEST
 from speculative.serving.engine_thread import Engine
 
-LEAST = 120.0  # seconds that any iteration may take
-TIMES = 10.0  # what the costliest iteration should take
+LEAST = 120.0  # seconds always allowed for an iteration
+TIMES = 10.0  # multiple of the expected time of the most expensive iteration
 
 
 def trouble(engine: Engine) -> str | None:
-    """What is wrong, in words."""
+    """A description of the problem, or None."""
     if engine.error:
         return str(engine.error)
     since, longest = engine.stepping_since, longest_step(engine)
     if since and time.monotonic() - since > longest:
-        return f"an iteration takes longer than {longest:.0f} s"
+        return f"an iteration has been running for more than {longest:.0f} s"
     return None
 
 
 def longest_step(engine: Engine) -> float:
-    """Seconds that an iteration may take before it is thought to hang."""
+    """Seconds after which an iteration is considered to hang."""
     costs = engine.decoder.draft_length
     drafting = LONGEST * float(costs.draft(PREFILL_CHUNK + engine.max_running))
     checking = float(costs.main(PREFILL_CHUNK + engine.max_running * (LONGEST + 1)))

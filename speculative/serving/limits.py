@@ -1,4 +1,4 @@
-"""What a replica takes on, and for how long."""
+"""Request limits of a replica."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ class Limits:
     max_prompt_tokens: int
     max_output_tokens: int
     max_running: int  # texts in the batch
-    max_waiting: int  # requests before them
-    timeout: float  # seconds for a request, its waiting included
-    body_timeout: float = 30.0  # seconds in which a request's body has to come
+    max_waiting: int  # queued requests
+    timeout: float  # seconds per request, queueing included
+    body_timeout: float = 30.0  # seconds for receiving a request's body
 
     @property
     def open(self) -> int:
-        """Requests that a replica looks at at once: those it has taken on, and some whose bodies are still coming."""
+        """Requests a replica processes at once: accepted ones, and some whose bodies are still being received."""
         return self.max_running + self.max_waiting + 32
 
     @property
     def ongoing(self) -> int:
-        """Requests that Ray Serve may hand to a replica at once.
+        """Requests that Ray Serve may pass to a replica at once.
 
-        More than it looks at: it is the replica that says no, in the API's words, and quickly, and /health never waits
-        behind other requests.
+        More than it processes, so that the replica itself rejects requests, quickly and with an API error, and /health
+        never waits for other requests.
         """
         return self.open + 64

@@ -1,7 +1,7 @@
-"""What a replica tells Prometheus, by Ray's own metrics: every replica on every machine counts into the same series.
+"""Prometheus metrics of a replica, through Ray's metrics API; all replicas on all machines share the same series.
 
-Rates follow from the counters, as Prometheus has it: the acceptance rate is accepted over drafted tokens, the block
-efficiency decoded tokens over iterations. Definitions: speculative/sequence/metrics.py.
+Rates are computed from the counters, as usual in Prometheus: the acceptance rate is accepted over drafted tokens, the
+block efficiency decoded tokens over iterations. Definitions: speculative/sequence/metrics.py.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from speculative.serving.engine_thread import Engine, Job
 
-EVERY = 1.0  # seconds; not at every token
+EVERY = 1.0  # seconds between updates, instead of one per token
 TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
 TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
 
 
 class Metrics:
-    """To be made in the event loop of the replica."""
+    """The metrics; create in the replica's event loop."""
 
     def __init__(self, engine: Engine, model: str):
         self._engine = engine
@@ -27,26 +27,26 @@ class Metrics:
             metric.set_default_tags(tags)
             return metric
 
-        self._requests = made(Counter, "requests", "Requests, by how they ended", ("outcome",))
-        self._prompt = made(Counter, "prompt_tokens", "Tokens of prompts that were read")
+        self._requests = made(Counter, "requests", "Requests by outcome", ("outcome",))
+        self._prompt = made(Counter, "prompt_tokens", "Prompt tokens processed")
         self._counters = {
-            "generated": made(Counter, "generated_tokens", "Tokens of answers"),
-            "decoded": made(Counter, "decoded_tokens", "Tokens of answers behind their first ones"),
-            "iterations": made(Counter, "iterations", "Main-model inferences behind the prompts', for each text"),
-            "proposed": made(Counter, "drafted_tokens", "Draft tokens that were proposed"),
-            "accepted": made(Counter, "accepted_tokens", "Draft tokens that were accepted"),
+            "generated": made(Counter, "generated_tokens", "Tokens generated"),
+            "decoded": made(Counter, "decoded_tokens", "Tokens generated after the first of each answer"),
+            "iterations": made(Counter, "iterations", "Main-model forward passes after the prompt, per text"),
+            "proposed": made(Counter, "drafted_tokens", "Draft tokens proposed"),
+            "accepted": made(Counter, "accepted_tokens", "Draft tokens accepted"),
         }
         self._told = dict.fromkeys(self._counters, 0)
         self._gauges = {
-            "waiting": made(Gauge, "waiting_requests", "Requests that wait for a place in the batch"),
+            "waiting": made(Gauge, "waiting_requests", "Requests waiting for a slot in the batch"),
             "running": made(Gauge, "running_requests", "Requests in the batch"),
         }
-        self._ttft = made(Histogram, "ttft_seconds", "Time to the first token, waiting included", boundaries=TTFT)
-        self._tpot = made(Histogram, "tpot_seconds", "Time per token behind the first", boundaries=TPOT)
+        self._ttft = made(Histogram, "ttft_seconds", "Time to first token, queueing included", boundaries=TTFT)
+        self._tpot = made(Histogram, "tpot_seconds", "Time per output token after the first", boundaries=TPOT)
         self._task = asyncio.create_task(self._tell())
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error before anything was decoded for it."""
+        """Count a request that was rejected with an error before decoding."""
         self._requests.inc(tags={"outcome": f"refused_{status}"})
 
     def over(self, job: Job, outcome: str) -> None:

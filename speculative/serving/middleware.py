@@ -1,4 +1,4 @@
-"""What every HTTP request has to pass before it is looked at: the API key, a place, the size and time of its body."""
+"""ASGI middleware that checks every HTTP request first: API key, free slot, size and timeout of the body."""
 
 import asyncio
 import hashlib
@@ -11,22 +11,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speculative.serving.limits import Limits
 from speculative.serving.protocol import ApiError
 
-OPEN = ("/health",)  # asked by machines that have no key
+OPEN = ("/health",)  # probed by machines without a key
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key: enough to know it again, not to tell it."""
+    """The hash stored for a key: sufficient to recognise it, not to recover it."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def salt(authorization: str, cache_key: str | None) -> bytes:
-    """What the prefix cache is salted with: requests share prompts only with those of the same API key and
+    """The salt of the prefix cache: requests share prompts only with others of the same API key and
     `prompt_cache_key`."""
     return digest(json.dumps([authorization, cache_key]))
 
 
 class Guard:
-    """ASGI middleware. `keys` are the `digest`s of the API keys, or None where there are none."""
+    """ASGI middleware. `keys` are the `digest`s of the API keys, or None if no key is required."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class Guard:
         limits: Limits,
         refused: Callable[[int], None],
     ):
-        """`max_body` in bytes. `refused` is called with the status of each refusal."""
+        """`max_body` is in bytes. `refused` is called with the status of each rejected request."""
         self.app = app
         self.keys = keys
         self.max_body = max_body
         self.limits = limits
         self.refused = refused
-        self.open = 0  # requests that are looked at
+        self.open = 0  # requests being processed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
@@ -75,7 +75,7 @@ class Guard:
                            "invalid_api_key")  # fmt: skip
 
     def _bounded(self, receive: Receive) -> Receive:
-        """The body as it comes, up to the limits of its size and time; behind it the news that the client is gone."""
+        """Receive the body within its size and time limits; after it, pass on disconnect messages."""
         came, whole = 0, False
         until = asyncio.get_running_loop().time() + self.limits.body_timeout
 

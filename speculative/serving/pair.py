@@ -1,4 +1,4 @@
-"""What is served: two models, where they run, how much is drafted."""
+"""Configuration of the served pair: models, devices, draft length, caches."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Pair:
-    """`main` and `draft` are folders that every machine has; without a draft the main model decodes alone."""
+    """`main` and `draft` are folders present on every machine; without a draft the main model decodes alone."""
 
-    name: str  # as clients call it
+    name: str  # model name in the API
     main: Path
     draft: Path | None
     device: str = "CPU"
     draft_device: str = "CPU"
     properties: dict = field(default_factory=dict)
     draft_properties: dict = field(default_factory=dict)
-    draft_length: int | float = 0  # tokens for each inference; below 1 the confidence to stop at; 0: as many as pay
-    cache_tokens: int = 16_384  # of all texts together
-    prefix_cache: bool = True  # whether texts that begin alike share that part of the cache
+    draft_length: int | float = 0  # tokens per iteration; below 1: confidence threshold; 0: adaptive
+    cache_tokens: int = 16_384  # for all texts together
+    prefix_cache: bool = True  # share the KV cache of common prefixes

@@ -1,7 +1,7 @@
-"""Ray, around the application: one of its own on this machine, or a cluster that is there.
+"""Ray runtime of the server: a local instance, or a connection to an existing cluster.
 
-A Ray of its own listens on this machine only, wants a token from whoever speaks to it, reports nothing to anybody, has
-its files in a folder of its own, and ends with this process, however that ends.
+A local instance listens on this machine only, requires a token, sends no telemetry, keeps its files in a separate
+folder, and ends with this process, however that ends.
 """
 
 import logging
@@ -22,39 +22,40 @@ import psutil
 from speculative.cli import console
 from speculative.serving import resources
 
-TOKEN = "If it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, on every machine of the cluster"
-EVERY, MISSES = 2.0, 3  # seconds between looks at Ray's head, and how often it has to be missed
-ANEW = "SPECULATIVE_ANEW"  # in the environment of a process that follows one whose Ray was lost
-STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray gives its processes 30 s to start, too few on a busy machine
-ORIGINAL_ENV = dict(os.environ)  # Ray adds to it
-OBJECT_STORE = 128 << 20  # bytes; what goes between processes here is small
+TOKEN = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"
+EVERY, MISSES = 2.0, 3  # seconds between pings of Ray's head, and failures until it counts as lost
+ANEW = "SPECULATIVE_ANEW"  # set in the environment of a process restarted after losing Ray
+STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
+ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
+OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # devices are OpenVINO's business
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # OpenVINO manages the devices
 }
 ROOT = str(Path(__file__).resolve().parents[2])
-PROXIES = {  # they find this there, and call it
+PROXIES = {  # makes Ray's proxies import and call `bound`
     "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "speculative.serving.connections.bound",
 }
 OWN = {
     **PROXIES,
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: on Linux, too, it listens at 127.0.0.1 only
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: listen at 127.0.0.1 only, on Linux too
     "RAY_AUTH_MODE": "token",
-    "RAY_SERVE_LOG_TO_STDERR": "0",  # to files
-    "RAY_worker_niceness": "0",  # serving is no background work; Ray's own choice is 15
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # log to files
+    "RAY_worker_niceness": "0",  # serving is not a background task; Ray's default is 15
 }
 
 
 class Lost(Exception):
-    """Ray's head is gone."""
+    """Ray's head is lost."""
 
 
 @contextmanager
 def joined(address: str | None, metrics_port: int) -> Iterator[None]:
-    """Ray is there inside, and what was started for it is gone afterwards. Raises ConnectionError.
+    """Connect to or start Ray for the block, and clean up afterwards. Raises ConnectionError.
 
-    Where Lost is raised inside, this program begins anew. Ray reads its settings when it is imported: not before.
+    If Lost is raised in the block, this program restarts. Ray must not be imported earlier, as it reads its settings on
+    import.
     """
     os.environ.update(ALWAYS if address else {**ALWAYS, **OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
@@ -76,9 +77,9 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
 
 
 def wait_until_lost() -> NoReturn:
-    """Raises Lost once nobody has listened where Ray's head was for some seconds, or another head does."""
+    """Raise Lost once Ray's head has been unreachable for some seconds or has been replaced by another."""
     import ray
-    from ray._raylet import GcsClient  # nothing public tells a head that was started again from the one before
+    from ray._raylet import GcsClient  # no public API distinguishes a restarted head from the previous one
     from ray.exceptions import AuthenticationError, RayError
 
     address = ray.get_runtime_context().gcs_address
@@ -94,7 +95,7 @@ def wait_until_lost() -> NoReturn:
         except (ConnectionRefusedError, AuthenticationError):
             missed += 1
         except (OSError, RayError):
-            pass  # slow, or far
+            pass  # slow or remote
         time.sleep(EVERY)
     raise Lost
 
@@ -107,14 +108,14 @@ def _join(address: str) -> None:
             _ping(address)
             ray.init(address, log_to_driver=False, logging_level="ERROR")
             return
-        except (OSError, RuntimeError) as error:  # of OSErrors, ConnectionError is Ray's own
-            if ANEW not in os.environ:  # a head that was lost may come back, one that never was will not
+        except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
+            if ANEW not in os.environ:  # a lost head may come back; one that never existed will not
                 raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
             time.sleep(EVERY)
 
 
 def _ping(address: str) -> None:
-    """Raises OSError where nobody listens: Ray itself would take a minute to say so."""
+    """Raise OSError if nothing listens there; Ray itself would take a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():  # not "auto"
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -129,16 +130,16 @@ def _start(metrics_port: int, folder: str) -> None:
             object_store_memory=OBJECT_STORE, resources=resources.here(), _metrics_export_port=metrics_port,
             _temp_dir=folder,
         )  # fmt: skip
-    except Exception as error:  # Ray raises no class of its own here
+    except Exception as error:  # Ray has no specific exception class here
         starts = int(os.environ.get(STARTS, 0)) + 1
         if starts == MOST_STARTS:
             raise ConnectionError(f"tried {starts} times: {error}") from error
-        console.say(f"Ray did not start ({error}): once more ...")
+        console.say(f"Ray did not start ({error}): retrying ...")
         _begin_anew(folder, {STARTS: str(starts)})
 
 
 def _begin_anew(folder: str | None, environment: dict[str, str]) -> NoReturn:
-    """This program from its beginning: what Ray has in this process does not outlive its head."""
+    """Restart this program: Ray's state in this process cannot be reused without its head."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.Error):
@@ -150,7 +151,7 @@ def _begin_anew(folder: str | None, environment: dict[str, str]) -> NoReturn:
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:
-    """Of what Ray has too little for so many replicas, in words."""
+    """A description of the first resource Ray has too little of for `replicas` replicas, or None."""
     import ray
 
     there = ray.cluster_resources()

@@ -1,7 +1,7 @@
-"""A request's body: how long it may be, how much may be in it, and its JSON.
+"""JSON parser for request bodies with limits on their size and number of values.
 
-A few bytes of JSON can become a hundred times as much memory (an empty object), and one error each. So brackets and
-commas are counted before anything is made of them.
+A few bytes of JSON (an empty object) can take a hundred times as much memory and produce an error each. Brackets and
+commas are therefore counted before parsing.
 """
 
 import json
@@ -13,21 +13,21 @@ from fastapi.routing import APIRoute
 
 from speculative.serving.protocol import ApiError
 
-BYTES_PER_TOKEN = 32  # of a prompt: text has 4 or so, escaped text up to 6 times as many
+BYTES_PER_TOKEN = 32  # of a prompt: plain text has about 4, escaped text up to 6 times as many
 BYTES_BESIDE = 65_536  # of a body without its prompt
 VALUES_BESIDE = 5_000
-MOST_OBJECTS = 4_000  # and lists: each may be a message or a part of one, which cost more than other values
+MOST_OBJECTS = 4_000  # and lists: each may be a message or part of one, which cost more than other values
 UNMARKED = bytes(set(range(256)) - set(b'"{[,'))
-HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character outside the basic plane, escaped
+HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half of a character outside the basic plane
 
 
 def most_bytes(tokens: int) -> int:
-    """Of a body whose prompt may have so many tokens."""
+    """Maximum size of a body whose prompt may have `tokens` tokens."""
     return BYTES_BESIDE + BYTES_PER_TOKEN * tokens
 
 
 def parsed(body: bytes, tokens: int) -> Any:
-    """What is in a body whose prompt may have so many tokens. Raises ApiError."""
+    """The parsed body, whose prompt may have `tokens` tokens. Raises ApiError."""
     if not fits(body, VALUES_BESIDE + tokens):
         raise refusal(f"may have {MOST_OBJECTS} objects and lists and {VALUES_BESIDE + tokens} values here")
     try:
@@ -47,24 +47,24 @@ def parsed(body: bytes, tokens: int) -> Any:
 
 
 def fits(body: bytes, values: int) -> bool:
-    """Whether there are at most so many values in it. The brackets and commas of strings do not count; they are left
-    out only where all of them together are too many. The calls are few and the time is linear, whatever the body is."""
+    """Whether the body has at most `values` values. Brackets and commas within strings do not count; strings are
+    removed only if the total count is too high. Takes few calls and linear time for any body."""
     if few(body, values):
         return True
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, delete=UNMARKED)
-    if marks.count(b'"') > 4 * values:  # a value has two strings at most, itself and its key, of two quotes each
+    if marks.count(b'"') > 4 * values:  # a value has at most two strings, itself and its key, with two quotes each
         return False
     return few(b"".join(marks.split(b'"')[::2]), values)
 
 
 def few(marks: bytes, values: int) -> bool:
-    """By the objects and lists that begin there, and the commas."""
+    """Whether the numbers of opening brackets and commas are within the limits."""
     objects = marks.count(b"{") + marks.count(b"[")
     return objects <= MOST_OBJECTS and objects + marks.count(b",") <= values
 
 
 def no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def refusal(what: str) -> ApiError:
@@ -72,7 +72,7 @@ def refusal(what: str) -> ApiError:
 
 
 def route_of(tokens: int) -> type[APIRoute]:
-    """FastAPI's route, with bodies read by `parsed`."""
+    """FastAPI's route class with bodies parsed by `parsed`."""
 
     class BodyRequest(Request):
         async def json(self) -> Any:

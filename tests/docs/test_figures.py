@@ -100,7 +100,7 @@ def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
     )
     monkeypatch.setattr(sys, "argv", ["figures.py"])
     assert figures.main() == 1
-    assert "ended with status 2" in capsys.readouterr().err
+    assert "exited with status 2" in capsys.readouterr().err
     kept = figures.read_kept()
     assert list(kept) == ["one"] and kept["one"]["commit"] == figures.present_commit()
     assert kept["one"]["result"]["program"] == "benchmark" and "token_view" not in kept["one"]["result"]

@@ -145,7 +145,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, mai
     assert done.stdout == "".join(f"{answer.text}\n" for answer in expected)
     assert re.findall(r"^sampling: (.*)$", done.stderr, re.MULTILINE) == [
         "temperature 0.9, top-k all, top-p 1, seed 3",
-        "none: temperature 0 is greedy",
+        "greedy (temperature 0)",
         "temperature 1.1, top-k all, top-p 1, seed 3",
     ]
     assert "/temperature: '-1' is not a number from 0 on" in done.stderr

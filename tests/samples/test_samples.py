@@ -58,8 +58,8 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, nam
     assert shown["new tokens"] == str(tokens)
     assert re.fullmatch(r"\d+ ms", shown["time to first token"])
     assert re.fullmatch(r"[\d.]+ tokens/s \(decode only\)", shown["throughput"])
-    assert re.fullmatch(r"\d+ after the prompt's", shown["main inferences"])
-    assert re.fullmatch(r"[\d.]+ tokens per main inference", shown["block efficiency"])
+    assert re.fullmatch(r"\d+ of the main model after the prompt", shown["forward passes"])
+    assert re.fullmatch(r"[\d.]+ tokens per forward pass", shown["block efficiency"])
     assert shown["main"] == f"{MAIN} on CPU, int8 weights, inference in f32"
     assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
 
@@ -79,8 +79,8 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
     done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT)
     assert done.stdout == result.texts[0]
     shown = figures(done.stderr)
-    assert shown["main inferences"] == f"{len(gained) - 1} after the prompt's"
-    assert shown["block efficiency"] == f"{sum(gained[1:]) / len(gained[1:]):.2f} tokens per main inference"
+    assert shown["forward passes"] == f"{len(gained) - 1} of the main model after the prompt"
+    assert shown["block efficiency"] == f"{sum(gained[1:]) / len(gained[1:]):.2f} tokens per forward pass"
     assert shown["acceptance rate"] == f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
 
 
@@ -113,7 +113,7 @@ def test_main_and_draft_run_on_any_pair_of_devices(run, greedy, device, draft_de
     assert f" on {draft_device}, " in shown["draft"]
     accepted, proposed = map(int, re.search(r"\((\d+) of (\d+) draft", shown["acceptance rate"]).groups())
     assert accepted <= proposed
-    assert 0 < accepted <= greedy[1] - 1 - int(shown["main inferences"].split()[0])  # the last iteration may stay out
+    assert 0 < accepted <= greedy[1] - 1 - int(shown["forward passes"].split()[0])  # the last iteration may stay out
 
 
 class Steps(openvino_genai.StreamerBase):

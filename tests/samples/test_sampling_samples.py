@@ -43,8 +43,8 @@ def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run, eng
     accepted, proposed = sum(result.from_draft), sum(result.proposed)
     assert 0 < accepted < proposed
     assert shown["new tokens"] == str(len(result.tokens))
-    assert shown["main inferences"] == f"{len(result.gained)} after the prompt's"
-    assert shown["block efficiency"] == f"{result.block_efficiency:.2f} tokens per main inference"
+    assert shown["forward passes"] == f"{len(result.gained)} of the main model after the prompt"
+    assert shown["block efficiency"] == f"{result.block_efficiency:.2f} tokens per forward pass"
     assert shown["acceptance rate"] == f"{accepted / proposed:.2f} ({accepted} of {proposed} draft tokens)"
     assert shown["draft length"] == "always 3 draft tokens"
     assert shown["sampling"] == "temperature 2, top-k all, top-p 1, seed 5"
@@ -84,7 +84,7 @@ def test_any_text_on_any_console_and_device(run, engine):
 @pytest.mark.parametrize(
     ("option", "value", "range_"),
     [
-        ("--temperature", "-1", "from 0 on"),
+        ("--temperature", "-1", "of 0 or more"),
         ("--top-p", "0", "above 0 and at most 1"),
         ("--top-p", "2", "above 0 and at most 1"),
         ("--top-k", "0", "from 1 to"),
@@ -136,6 +136,6 @@ def test_a_cache_that_is_smaller_than_the_context(run):
     options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
     done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"\d+, as the cache has no room for more", figures(done.stderr)["new tokens"])
+    assert re.fullmatch(r"\d+ \(KV cache full\)", figures(done.stderr)["new tokens"])
     done = run(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
     assert_one_sentence(done, 1, "the prompt has", "room for 95")

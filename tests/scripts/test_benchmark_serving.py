@@ -36,7 +36,7 @@ def test_every_way_is_measured_with_every_number_of_clients(measured):
     program, printed, folder = measured
     result = json.loads(printed.splitlines()[-1])
     serving = ["main model alone", "with draft"]
-    batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, draft as pays"]
+    batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
     ways = serving if program == SERVING else batching
     assert [(row["way"], row["clients"]) for row in result["rows"]] == [(way, n) for way in ways for n in (1, 3)]
     for one in result["rows"]:
@@ -44,13 +44,13 @@ def test_every_way_is_measured_with_every_number_of_clients(measured):
         assert one["refused"] == one["cut off"] == one["lost"] == 0
         assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
         assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
-        if one["way"] in ("with draft", "ours, draft as pays"):
+        if one["way"] in ("with draft", "ours, adaptive draft"):
             assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # as far as it pays here
             assert not one["mean_draft_length"] or 0 <= one["acceptance_rate"] <= 1
         if one["speedup"] is not None:
             assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text
     assert result["program"] in program and len(result["summary"]) >= 4
-    assert any(line.startswith("Speculation ") for line in result["summary"])
+    assert any(line.startswith("The draft ") for line in result["summary"])
     assert json.loads((folder / "load.json").read_text(encoding="utf-8")) == result
     rows = list(csv.DictReader((folder / "load.csv").open(encoding="utf-8")))
     assert [row["name"] for row in rows] == [row["name"] for row in result["rows"]]
@@ -120,7 +120,7 @@ def test_bad_input_is_one_sentence(run, arguments, status, word):
 
 def test_a_server_that_does_not_start_is_one_sentence(run):
     process = run(SERVING, MAIN, DRAFT, "--device", "GPX")
-    assert process.returncode == 1 and "did not get ready" in process.stderr and "GPX" in process.stderr
+    assert process.returncode == 1 and "did not become ready" in process.stderr and "GPX" in process.stderr
     assert process.stderr.count("\n") == 1
 
 
@@ -207,16 +207,18 @@ def test_where_speculation_stops_paying_is_said():
     rows = [row(draft, n, alone) for n in draft.rounds]
     said = " ".join(stops_paying(rows))
     assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
-    assert "stops paying at 16 clients; from there on it takes 10% at worst" in said
+    assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in said
     slow_once = [rows[0], {**rows[2], "speedup": 1.17, "speedup_range": [0.56, 1.31]}]  # the median hides a round
-    assert "from there on it takes 44% at worst" in stops_paying(slow_once)[1]
+    assert "from there on it costs up to 44% of the throughput" in stops_paying(slow_once)[1]
     level = [rows[0], {**rows[2], "speedup": 1.05, "speedup_range": [0.998, 1.31]}]
     assert "from there on it costs nothing" in stops_paying(level)[1]
-    assert "drafting shrinks" in said
-    assert "does not surely pay with 16, 17 clients" in stops_paying([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
-    assert "does not surely pay with 1 client;" in stops_paying([{**rows[2], "clients": 1}, rows[1]])[1]
-    assert stops_paying(rows[:2])[1] == "Speculation pays at every number of clients that was measured, up to 4."
-    assert "surely at no number" in stops_paying(rows[2:])[1]
+    assert "draft length shrinks" in said
+    assert (
+        "does not reliably help with 16, 17 clients" in stops_paying([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
+    )
+    assert "does not reliably help with 1 client;" in stops_paying([{**rows[2], "clients": 1}, rows[1]])[1]
+    assert stops_paying(rows[:2])[1] == "The draft helps at every measured number of clients, up to 4."
+    assert "not reliably help at any" in stops_paying(rows[2:])[1]
     assert stops_paying([row(alone, 1, None)]) == []
     assert len({len(line) for line in table(rows).splitlines()}) == 1
 

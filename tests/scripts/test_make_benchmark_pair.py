@@ -219,21 +219,21 @@ def test_long_texts_are_not_cut(made):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shape", "TinyLama"], "no shape is called 'TinyLama'; known are TinyLlama-1.1B"),
-        (["--shape", "layers=4,hidden=1024"], "does not give heads, kv_heads"),
+        (["--shape", "TinyLama"], "unknown shape 'TinyLama': choose from TinyLlama-1.1B"),
+        (["--shape", "layers=4,hidden=1024"], "does not specify heads, kv_heads"),
         (["--shape", "TinyLlama-1.1B,depth=3"], "'depth=3' is not one of layers"),
         (["--shape", "TinyLlama-1.1B,layers=many"], "'layers=many' is not one of layers"),
         (["--shape", "TinyLlama-1.1B,layers=9"], "--shape: layers=9 is too small to hold the function"),
         (["--shape", "TinyLlama-1.1B,kv_heads=2"], "give at least kv_heads=4"),
         (["--shape", "TinyLlama-1.1B,heads=30"], "heads must be a multiple of kv_heads"),
         (["--draft-shape", "TinyLlama-1.1B,layers=3"], "--draft-shape: layers=3 is too small"),
-        (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 is not the main model's 32000"),
+        (["--draft-shape", "Llama-3.2-1B"], "vocabulary=128256 differs from the main model's 32000"),
         (["--acceptance", "1.5"], "'1.5' is not an acceptance rate"),
         (["--acceptance", "high"], "'high' is not an acceptance rate"),
         (["--temperature", "-1"], "'-1' is not a number above 0"),
-        (["--main-of", "models"], "models is no benchmark pair"),
+        (["--main-of", "models"], "models is not a benchmark pair"),
         (["--main-of", "{pair}", "--shape", "Llama-3.2-1B"], "exclude each other"),
-        (["--prompts", "no/such/file"], "--prompts is no file"),
+        (["--prompts", "no/such/file"], "--prompts must be JSON lines"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(run, made, tmp_path, arguments, words):
@@ -245,11 +245,11 @@ def test_wrong_arguments_are_one_sentence(run, made, tmp_path, arguments, words)
 
 def test_what_exists_is_kept(run, made, tmp_path):
     process = run(PROGRAM, made[0])
-    assert process.returncode == 2 and "exists: choose another folder, or --overwrite" in process.stderr
+    assert process.returncode == 2 and "exists: choose another folder, or use --overwrite" in process.stderr
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     process = run(PROGRAM, tmp_path / "mine", "--overwrite")
-    assert process.returncode == 2 and "no benchmark pair, so it is not overwritten" in process.stderr
+    assert process.returncode == 2 and "is not a benchmark pair and is not overwritten" in process.stderr
     assert (tmp_path / "mine/file").exists()
 
 
@@ -260,14 +260,14 @@ def test_any_other_pair_json_is_no_benchmark_pair(run, tmp_path, content):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/pair.json").write_text(content, encoding="utf-8")
     process = run(PROGRAM, tmp_path / "mine", "--overwrite")
-    assert process.returncode == 2 and "no benchmark pair, so it is not overwritten" in process.stderr
+    assert process.returncode == 2 and "is not a benchmark pair and is not overwritten" in process.stderr
     assert (tmp_path / "mine/pair.json").read_text(encoding="utf-8") == content
 
 
 def test_a_benchmark_pair_without_its_shape_is_named(run, tmp_path):
     (tmp_path / "pair.json").write_text('{"kind": "benchmark pair", "main": {"shape": [1]}}', encoding="utf-8")
     process = run(PROGRAM, tmp_path / "out", "--main-of", tmp_path)
-    assert process.returncode == 2 and "does not give the main model's shape" in process.stderr.splitlines()[-1]
+    assert process.returncode == 2 and "lacks the main model's shape" in process.stderr.splitlines()[-1]
 
 
 WITHOUT_MODELS = """
@@ -286,7 +286,7 @@ def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renam
     (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")
     killed_at_rename(renames, PROGRAM, out, "--overwrite", prepare=WITHOUT_MODELS)
     process = run(PROGRAM, out, "--main-of", tmp_path)  # refused at once where the old pair is gone
-    assert process.returncode == 2 and "exists: choose another folder, or --overwrite" in process.stderr
+    assert process.returncode == 2 and "exists: choose another folder, or use --overwrite" in process.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
 
 
@@ -307,7 +307,9 @@ def test_interrupted_it_leaves_nothing(tmp_path, sent):
     wait_until(lambda: list(tmp_path.glob(".out.*/new/out/draft/config.json")), "the draft is being made")
     process.send_signal(sent)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "interrupted; nothing is left behind" in errors and "Traceback" not in errors
+    assert (
+        process.returncode == 130 and "interrupted; partial files were removed" in errors and "Traceback" not in errors
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -45,12 +45,12 @@ BROKEN = {  # a line of Python that breaks this project's engine, and what smoke
     "accepts everything": (
         "import speculative.sequence.sequence as g, speculative.sampling.rejection_sampling as r; "
         "g.verify = lambda drafted, q, p, random: r.Acceptance(len(drafted), r.draw(p(len(drafted)), random))",
-        "this engine: the text after 'def read_notes(path):' differs from the main model's own at new token",
+        "this engine: the output for 'def read_notes(path):' differs from the main model's at new token",
     ),
     "loses what it streams": (
         "import speculative.sequence.output as r; take = r.OutputProcessor.take; "
         "r.OutputProcessor.take = lambda self, step: (take(self, step)[0], '')",
-        "this engine: the text streamed after 'def read_notes(path):' is not the text returned",
+        "this engine: the streamed text for 'def read_notes(path):' differs from the returned text",
     ),
     "does not load": (
         "import speculative.decoder as d; d.load = lambda *_: (_ for _ in ()).throw(RuntimeError('planted'))",
@@ -174,14 +174,14 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
         ("GenAI, main alone", 1), ("GenAI, draft alone", 1), ("GenAI with the draft", 1), ("GenAI, prompt lookup", 1),
         ("ours with the draft", 1),
     ]  # fmt: skip
-    assert any("over the same texts" in line for line in result["summary"])
-    assert any(line.startswith("Each process was started once") for line in result["summary"])
+    assert any("on identical texts" in line for line in result["summary"])
+    assert any(line.startswith("Each process was started only once") for line in result["summary"])
     facts = result["environment"]
     assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
     assert facts["main_precision"].startswith("int8") and 0 <= facts["other_load"] <= 1
     said = process.stdout.splitlines()
     assert "acceptance" in said[0] and all(sentence in said for sentence in result["summary"])
-    assert ("Other programs took" in process.stdout) == (facts["other_load"] >= 0.1)
+    assert ("Other programs used" in process.stdout) == (facts["other_load"] >= 0.1)
 
 
 def test_the_token_view_is_the_text(measured):
@@ -240,7 +240,7 @@ def test_a_full_disk_loses_nothing(run, tmp_path):
     )  # fmt: skip
     assert process.returncode == 1 and "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].endswith(
-        "error: /dev/full was not written: No space left on device; the last line of the output has it all"
+        "error: /dev/full was not written: No space left on device; the last line of the output has the full result"
     )
     assert last_line(process)["program"] == "benchmark" and (tmp_path / "rows.csv").exists()
 

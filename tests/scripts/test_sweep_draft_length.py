@@ -55,7 +55,7 @@ def test_the_prediction_is_leviathans(swept):
     assert result["prediction_error"] == pytest.approx(sum(errors) / len(errors))
     said = " ".join(result["summary"])
     assert f"off by {result['prediction_error']:.1%} on average" in said
-    assert ("Behind it" in said) == (result["prediction_error"] > 0.1)
+    assert ("Reason, averaged over K" in said) == (result["prediction_error"] > 0.1)
     assert all(sentence in swept[0].stdout for sentence in result["summary"])
 
 

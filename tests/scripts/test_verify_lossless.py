@@ -212,7 +212,7 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
     assert any(line.startswith("engine draft, adaptive") and line.endswith(NO_DIFFERENCE) for line in lines)
     finds = sampled["engine draft, adaptive"]["detectable_total_variation"]
     assert 0.1 < finds < 0.5 and "exact" not in process.stdout.replace("exact distribution", "")
-    said = f"No difference found in 100 draws: a TV above {finds:.3f} between the cells would have been found with 90%"
+    said = f"No difference found in 100 samples: a TV above {finds:.3f} would have been detected with 90%"
     assert f"{said} power." in lines
 
 

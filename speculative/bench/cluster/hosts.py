@@ -1,8 +1,7 @@
-"""Where device_swap.py's cells are measured: on this machine, or on those of a Ray cluster that have the devices.
+"""Machines for device_swap.py and tune.py: this machine, or those of a Ray cluster with the required devices.
 
-A cell is measured on a machine that has both of its devices. Of the machines that could, those of one kind (equal
-processor, cores, devices and versions) take as many cells as they can, as tokens/s of unequal machines cannot be
-compared; equal ones share them.
+A cell is measured on a machine that has both of its devices. Machines of one kind (same processor, cores, devices and
+versions) take as many cells as possible, as tokens/s are not comparable between kinds, and share them.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ LOOK_UP_SECONDS = 60
 
 @dataclass
 class Place:
-    """A machine that measures cells; without a `machine` of a cluster it is this one."""
+    """A machine to measure on: `machine` of a cluster, or this one if that is None."""
 
     devices: dict[str, Device]
     run: Callable  # as child_process.run, with a job of devices/cell.py
@@ -35,7 +34,7 @@ class Place:
         return all(device and not device.missing for device in found)
 
     def take(self, cell: Cell) -> None:
-        """What is measured here depends on these, too."""
+        """Add the facts about this machine that its measurements depend on to the cell."""
         cell.job["versions"] = self.versions
         cell.job["device_names"] = [self.devices[device.name].full_name for device in cell.devices]
         cell.machine, cell.machine_kind = self.name, self.kind
@@ -44,7 +43,7 @@ class Place:
 
 
 def of(machine: Machine | None, run: Callable, names: list[str] | None, emulate_npu: bool) -> Place:
-    """Look the devices up. In a process of its own: a driver may crash when it is merely looked at. Raises Failed."""
+    """Look up the devices, in a separate process because even that may crash a driver. Raises Failed."""
     found = run({"look_up": names}, LOOK_UP_SECONDS)
     devices = [_device(facts, machine) for facts in found["devices"]]
     if emulate_npu:
@@ -58,7 +57,7 @@ def of(machine: Machine | None, run: Callable, names: list[str] | None, emulate_
 
 
 def unknown(names: list[str] | None, run: Callable, versions: list[str], emulate_npu: bool) -> Place:
-    """This machine where looking failed: each device is tried in its own cells."""
+    """This machine if device detection failed: each device is tried in its own cells."""
     devices = [Device(name) for name in names or ("CPU", "GPU", "NPU")]
     if emulate_npu:
         devices = [_emulated() if one.name == "NPU" else one for one in devices]
@@ -81,7 +80,7 @@ def _device(facts: dict, machine: Machine | None) -> Device:
 def in_cluster(
     machines: list[Machine], names: list[str] | None, emulate_npu: bool, note: Callable[[str], None]
 ) -> list[Place]:
-    """The machines whose devices could be looked up; the others are noted with the reason."""
+    """The machines whose devices could be looked up; a note gives the reason for each of the others."""
     places = []
     for machine in machines:
 
@@ -91,15 +90,17 @@ def in_cluster(
         try:
             places.append(of(machine, run, names, emulate_npu))
         except (Failed, Lost) as error:
-            note(f"machine {machine.name} is left out: {error}")
-    if names is None and len({tuple(place.devices) for place in places}) > 1:  # ask all of them for what one has
+            note(f"machine {machine.name} is skipped: {error}")
+    if (
+        names is None and len({tuple(place.devices) for place in places}) > 1
+    ):  # look up every known device on all of them
         all_names = dict.fromkeys(name for place in places for name in place.devices)
         return in_cluster([place.machine for place in places], list(all_names), emulate_npu, note)
     return places
 
 
 def all_devices(places: list[Place]) -> list[Device]:
-    """Of all places; one is missing where nobody has it."""
+    """The devices of all places; a device is missing if no place has it."""
     if len(places) == 1 and not places[0].machine:
         return list(places[0].devices.values())
     found = []
@@ -118,7 +119,8 @@ def all_devices(places: list[Place]) -> list[Device]:
 
 
 def assign(cells: list[Cell], places: list[Place]) -> dict[int, str]:
-    """The kind of machine that measures each cell, by id(cell): as few kinds as possible; none: nobody can."""
+    """The kind of machine that measures each cell, by id(cell), using few kinds; cells nobody can measure are
+    absent."""
     chosen: dict[int, str] = {}
     left = list(cells)
     while left:
@@ -135,12 +137,12 @@ def assign(cells: list[Cell], places: list[Place]) -> dict[int, str]:
 
 
 def equal_machines(places: list[Place], wanted: str | None) -> list[Place]:
-    """The machines equal to the one named `wanted`, or of the kind of which there are most, with the most devices."""
+    """The machines identical to the one named `wanted`; by default the most numerous kind, then the most devices."""
     if wanted:
         named = [place for place in places if place.name == wanted]
         if not named:
             raise ValueError(
-                f"no machine is called {wanted!r}: take one of {', '.join(place.name for place in places)}"
+                f"no machine is named {wanted!r}: choose one of {', '.join(place.name for place in places)}"
             )
         kind = named[0].kind
     else:

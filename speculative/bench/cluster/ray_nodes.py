@@ -1,15 +1,15 @@
-"""The machines of a Ray cluster, each with its devices, to measure on: one thing at a time on each.
+"""Machines of a Ray cluster, with their devices, for exclusive measurements: one job at a time on each.
 
     with ray_nodes.connect("10.0.0.1:6379") as machines:
         answer = machines[0].run("speculative.bench.devices.cell", {"look_up": ["CPU"]}, timeout=60)
 
-Each machine gets an actor that holds all of its CPUs and declared devices, so that Ray gives it no other work, and
-machines that are one computer (several Ray nodes on it) take turns: what is measured is alone. This project's code
-travels with the job. Models do not: they must be at the same path on each machine, with the same weights.
+Each machine gets an actor that reserves all of its CPUs and declared devices, so that Ray schedules no other work on
+it; several Ray nodes on one computer take turns. Measurements therefore run alone. This project's code is shipped with
+the job. Models are not: they must be at the same path on each machine, with the same weights.
 
-A machine's devices are what OpenVINO finds on it, or of these the CPU and those it was started with as resources:
-`ray start --address=HEAD:6379 --resources='{"intel_gpu": 1, "intel_npu": 1}'`, the names samples/serve has. A node
-without CPUs (`--num-cpus=0`, as heads often have) is left alone. Ray is imported here only, when `connect` is called.
+A machine's devices are those OpenVINO finds, or, if the node was started with device resources, the CPU and those: `ray
+start --address=HEAD:6379 --resources='{"intel_gpu": 1, "intel_npu": 1}'`, the same names as in samples/serve. Nodes
+without CPUs (`--num-cpus=0`, common for heads) are ignored. Ray is imported only when `connect` is called.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from speculative.bench.cluster.child_process import Failed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
 
-PACKAGE = Path(__file__).resolve().parents[2]  # travels with the job
-RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # devices as resources of Ray
-WAIT = 60  # seconds for a machine to be free
+PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
+RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # Ray resource: device type
+WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 
 
 class Lost(Exception):
-    """The machine does not answer any more; the message says which, and what Ray said."""
+    """A machine no longer answers; the message names it and gives Ray's error."""
 
 
 class Host:
-    """On a machine of the cluster: runs modules of this package in processes of their own."""
+    """Ray actor on a machine of the cluster: runs modules of this package in child processes."""
 
     def facts(self, folders: list[str]) -> dict:
-        """Which computer this is, and the fingerprints of the models in these folders (None where there is none)."""
+        """The computer's identity, and the fingerprints of the models in these folders, if present."""
         from speculative.pair import devices as device_facts
         from speculative.pair import recommendation
 
@@ -50,7 +50,7 @@ class Host:
         for folder in folders:
             with contextlib.suppress(OSError):
                 prints[folder] = recommendation.fingerprint(Path(folder))
-        boot = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a computer
+        boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a computer
         computer = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
         return {"computer": computer, "prints": prints, "cores": device_facts.usable_cores()}
 
@@ -61,7 +61,8 @@ class Host:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
     def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
-        """`what` ("call" or "remember") of the one worker_process.WorkerProcess here: the error's name, the answer."""
+        """Invoke `what` ("call" or "remember") of this machine's WorkerProcess. Returns the error's name, the
+        answer."""
         self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, "-m", program])
         try:
             return "", getattr(self._worker, what)(*arguments)
@@ -71,8 +72,8 @@ class Host:
 
 @dataclass
 class Machine:
-    """One node. `declared`: the kinds of device it was started with, empty where that was left to OpenVINO. `alone` is
-    one lock for all machines that are one computer."""
+    """One node. `declared`: the device types it was started with, empty to let OpenVINO detect them. `alone`: a lock
+    shared by all nodes on one computer."""
 
     name: str
     declared: list[str]
@@ -81,14 +82,14 @@ class Machine:
     alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def run(self, program: str, job: dict, timeout: float) -> dict | list:
-        """Like child_process.run, there. Raises Failed, and Lost when the machine is."""
+        """Like child_process.run, on that machine. Raises Failed, or Lost if the machine is lost."""
         state, answer = self.ask(self.actor.run.remote, program, job, timeout, timeout=timeout)
         if state != "ok":
             raise (OutOfTime if state == "timeout" else Failed)(answer)
         return answer
 
     def worker(self, what: str, program: str, *arguments) -> object:
-        """As of a WorkerProcess, there; its errors are raised here, too."""
+        """Like the methods of WorkerProcess, on that machine; its errors are raised here."""
         asked = self.actor.worker.remote
         error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
         if error:
@@ -96,7 +97,7 @@ class Machine:
         return answer
 
     def ask(self, method: Callable, *arguments, timeout: float) -> object:
-        """What a method of the actor returns, called when nothing else runs on this computer."""
+        """The result of an actor method, called while nothing else runs on its computer."""
         import ray
 
         with self.alone:
@@ -112,7 +113,7 @@ def ray_address(text: str) -> str:
     if text == "auto" or (host and port.isdecimal()):
         return text
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no address of a Ray cluster: take HOST:PORT, ray://HOST:PORT or auto"
+        f"{text!r} is not the address of a Ray cluster: use HOST:PORT, ray://HOST:PORT or auto"
     )
 
 
@@ -121,14 +122,14 @@ def ray_address(text: str) -> str:
 
 @contextlib.contextmanager
 def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> Iterator[list[Machine]]:
-    """The machines that can be measured on, until the block ends. `note` is told which ones are left out, and why.
+    """Connect to the cluster for the block and yield the usable machines. `note` is called for each skipped one.
 
-    Raises ValueError, in one sentence, where there is no cluster, or where a machine has not the models in `folders`.
+    Raises ValueError, in one sentence, if there is no cluster or a machine lacks the models in `folders`.
     """
     try:
         import ray
     except ImportError:
-        raise ValueError("--address needs Ray: install it with `pip install -r requirements-serve.txt`") from None
+        raise ValueError("--address requires Ray: install it with `pip install -r requirements-serve.txt`") from None
     _look_for(address)
     actors: list = []
     with no_sigpipe():
@@ -138,7 +139,7 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
             _check_models(machines, [str(folder.resolve()) for folder in folders])
             yield machines
         finally:
-            for actor in actors:  # the processes that they started end with them
+            for actor in actors:  # their child processes end with them
                 with contextlib.suppress(Exception):
                     ray.kill(actor)
             with contextlib.suppress(Exception):
@@ -146,7 +147,7 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
 
 
 def _look_for(address: str) -> None:
-    """Ray itself would take a minute to say that nobody answers."""
+    """Fail fast: Ray itself would take a minute to report that nothing answers."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -155,7 +156,7 @@ def _look_for(address: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"there is no Ray cluster at {address} ({reason}): give HOST:PORT of its head (`ray start --head` says it)"
+            f"no Ray cluster at {address} ({reason}): give HOST:PORT of its head, as printed by `ray start --head`"
         ) from None
 
 
@@ -164,11 +165,11 @@ def _join(ray, address: str) -> None:
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ValueError(f"the Ray cluster at {address} cannot be joined: {_sentence(error)}") from None
+        raise ValueError(f"cannot connect to the Ray cluster at {address}: {_sentence(error)}") from None
 
 
 def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
-    """An actor on each node that has CPUs; those that others use are left out."""
+    """Start an actor on each node with CPUs; nodes in use by others are skipped."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -195,16 +196,16 @@ def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
     for asked, machine in waiting.items():
         try:
             if asked not in ready:
-                raise TimeoutError(f"its CPUs or devices were not free within {WAIT} seconds; other work holds them")
+                raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT} seconds")
             facts = ray.get(asked)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            note(f"machine {machine.name} is left out: {_sentence(error)}")
+            note(f"machine {machine.name} is skipped: {_sentence(error)}")
             continue
         machine.cores = facts["cores"]
         machine.alone = locks.setdefault(facts["computer"], threading.Lock())
         machines.append(machine)
     if not machines:
-        raise ValueError("no machine of the Ray cluster can be measured on: all are left out, or have no CPUs")
+        raise ValueError("no machine of the Ray cluster is usable: all were skipped or have no CPUs")
     if len(locks) < len(machines):
         note(f"{len(machines)} Ray nodes are on {len(locks)} computer{'s' * (len(locks) > 1)}: these take turns")
     return machines
@@ -216,34 +217,34 @@ def _name(node: dict) -> str:
 
 
 def _check_models(machines: list[Machine], folders: list[str]) -> None:
-    """All machines have the same models at the same paths."""
+    """Check that all machines have the same models at the same paths."""
     here = Host().facts(folders)["prints"]
     for machine in machines:
         try:
             prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
         except Lost as error:
-            raise ValueError(f"{error}: try again, or without that machine") from None
+            raise ValueError(f"{error}: try again, or remove that machine") from None
         for folder in folders:
             found = prints.get(folder)
             if found is None:
-                raise ValueError(f"machine {machine.name} has no model in {folder}: copy it there, to the same path")
+                raise ValueError(f"machine {machine.name} has no model in {folder}: copy it to the same path there")
             if found != here.get(folder):
-                raise ValueError(f"machine {machine.name} has other weights in {folder}: copy this machine's there")
+                raise ValueError(f"machine {machine.name} has different weights in {folder}: copy this machine's there")
 
 
 def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-# ---- work for all of them -------------------------------------------------------------------------------------------
+# ---- distributing jobs ----------------------------------------------------------------------------------------------
 
 
 def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, done: Callable) -> list[tuple]:
-    """Give each machine that is free the next job that it can do; one at a time.
+    """Give each free machine the next job it can do, one at a time.
 
-    `can(job, machine)`; `work(job, machine)` runs in the machine's thread and returns what `done(job, machine, answer)`
-    gets, of which only one runs at once. A job whose machine is lost goes to another one; returned are the jobs for
-    which none is left, each with the reason. Ctrl-C ends it: the cluster's actors are to be killed then.
+    `can(job, machine)` says whether it can; `work(job, machine)` runs in the machine's thread; its result is passed to
+    `done(job, machine, answer)`, of which only one call runs at a time. If a machine is lost, its job goes to another.
+    Returns the jobs for which no machine is left, each with the reason. After Ctrl-C the caller must kill the actors.
     """
     waiting, running, lost = list(jobs), [], {}
     changed, stopped = threading.Condition(), threading.Event()
@@ -257,7 +258,7 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
                     job = next((one for one in waiting if can(one, machine)), None)
                     if job is not None or not any(can(one, machine) for one in running):
                         break
-                    changed.wait()  # for what runs elsewhere: its machine may be lost
+                    changed.wait()  # a job running elsewhere may come back if its machine is lost
                 if job is None or stopped.is_set():
                     return
                 waiting.remove(job)

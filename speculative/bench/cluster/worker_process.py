@@ -1,13 +1,12 @@
-"""A process that keeps what it made between calls, and that a crash costs only that: for tune.py.
+"""Child process with state between calls, whose crash does not affect this program.
 
     worker = WorkerProcess([sys.executable, "-m", "speculative.bench.tuning.worker"])
-    worker.remember("open", main, capacity)  # a call that is made again whenever the process is started anew
+    worker.remember("open", main, capacity)  # repeated whenever the process is restarted
     run = worker.call("decode", setting, ids, 100)
 
-Calls and answers are pickled, over the child's standard input and output. An error that the other side raised is raised
-here, too; where the process dies or takes too long, `Failed` says what happened to it, and the next call starts
-another one. It leads a process group of its own, of which nothing is left behind `close`; it ends itself when this
-program does.
+Calls and answers are pickled over the child's standard input and output. Errors raised in the child are raised here. If
+the process dies or times out, `Failed` says what happened, and the next call starts a new one. The child leads its own
+process group, which is gone after `close`, and exits when this program does.
 """
 
 import contextlib
@@ -25,25 +24,25 @@ from speculative.bench.cluster import child_process
 from speculative.bench.cluster.child_process import Failed, OutOfTime
 from speculative.cli.processes import no_sigpipe, own_group
 
-SECONDS = 1800  # the limit of one call: a large model is compiled for a GPU
-START = b"\0answers\0"  # behind what libraries print while they are imported
-LENGTH = struct.Struct("<Q")  # before each message
+SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
+START = b"\0answers\0"  # follows anything libraries print during import
+LENGTH = struct.Struct("<Q")  # precedes each message
 RAISED = {kind.__name__: kind for kind in (RuntimeError, ValueError, KeyError, TypeError, MemoryError)}
 RAISABLE = tuple(RAISED.values())
 
 
 class WorkerProcess:
-    """One at a time calls it. `started` counts the processes so far."""
+    """The client's side; not thread-safe. `started` counts the processes so far."""
 
     def __init__(self, command: list[str], seconds: float = SECONDS):
-        """`seconds`: the limit of one call."""
+        """`seconds`: time limit per call."""
         self.started = 0
         self._command, self._seconds = command, seconds
         self._remembered: list[tuple] = []
         self._child: subprocess.Popen | None = None
 
     def remember(self, name: str, *arguments) -> object:
-        """Call now and in every process started later. A call that raises here is not remembered."""
+        """Call now and in every process started later, unless the call raises now."""
         call = (name, *arguments)
         self._remembered.append(call)
         try:
@@ -64,7 +63,7 @@ class WorkerProcess:
 
     def _start(self) -> object:
         quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (kept open as long as the process)
         self._answers: queue.Queue = queue.Queue()
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
         self._child = subprocess.Popen(self._command, env=quiet, **pipes, **own_group())
@@ -74,7 +73,7 @@ class WorkerProcess:
         try:
             for call in self._remembered:
                 answer = self._exchange(call)
-        except RAISABLE:  # without the calls behind it this process is not what the next call counts on
+        except RAISABLE:  # without all remembered calls, the process is not in the expected state
             self.close()
             raise
         return answer
@@ -82,12 +81,12 @@ class WorkerProcess:
     def _exchange(self, call: tuple) -> object:
         done = False
         try:
-            with no_sigpipe(), contextlib.suppress(OSError):  # it may be gone: then no answer comes
+            with no_sigpipe(), contextlib.suppress(OSError):  # the process may be gone; then there is no answer
                 write(self._child.stdin, call)
             error, answer = self._wait()
             done = True
         finally:
-            if not done:  # it crashed, took too long, or Ctrl-C came: what it answers now belongs to no call
+            if not done:  # crash, timeout or Ctrl-C: a late answer would belong to no call
                 self.close()
         if error:
             raise RAISED.get(error, RuntimeError)(answer)
@@ -97,15 +96,15 @@ class WorkerProcess:
         try:
             message = self._answers.get(timeout=self._seconds)
         except queue.Empty:
-            raise OutOfTime(f"it was not done after {self._seconds:g} seconds") from None
+            raise OutOfTime(f"timed out after {self._seconds:g} seconds") from None
         if message is None:
             status = self._child.wait()
             said = child_process.last_line(self._said)[: child_process.SHOWN]
-            raise Failed(child_process.how_it_ended(status) + (f"; it said last: {said}" if said else ""))
+            raise Failed(child_process.how_it_ended(status) + (f"; its last message: {said}" if said else ""))
         return message
 
 
-# ---- the messages; the child's side too -----------------------------------------------------------------------------
+# ---- messages, also used in the child -------------------------------------------------------------------------------
 
 
 def write(stream, message: object) -> None:
@@ -116,7 +115,7 @@ def write(stream, message: object) -> None:
 
 
 def read(stream) -> object:
-    """The next message; None where there is none any more."""
+    """The next message; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -136,7 +135,7 @@ def _read(stream, answers: queue.Queue) -> None:
 
 
 def serve(functions: Callable[[str], Callable]) -> None:
-    """The child's side: answer calls until there are none any more. What libraries print goes to standard error."""
+    """The child's side: answer calls until the stream ends. Library output is redirected to standard error."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answers.write(START)
@@ -154,7 +153,7 @@ def serve(functions: Callable[[str], Callable]) -> None:
 
 
 def _read_calls(stream, waiting: queue.Queue) -> None:
-    """In a thread of its own, so that the process ends with the program that asks, whatever it is doing."""
+    """Read calls in a separate thread, so that the process exits with its parent whatever it is doing."""
     while (call := read(stream)) is not None:
         waiting.put(call)
     os._exit(0)

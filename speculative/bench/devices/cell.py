@@ -1,9 +1,8 @@
-"""What touches a device, in a process of its own, so that a driver's crash ends nothing else: for device_swap.py.
+"""Child process of device_swap.py for everything that touches a device, so that a driver crash ends only this process.
 
-The job is one line of JSON on standard input: which devices to look up, one cell to measure (main model and draft, each
-on its device), or differences between texts to judge. The answer is the last line of standard output: the result, or
-{"failed": why in one sentence}.
-When standard input ends before that, the program that asked is gone, and this one ends too.
+The job is one line of JSON on standard input: devices to look up, one cell to measure (main model and draft, each on
+its device), or differences between texts to judge. The answer is the last line of standard output: the result, or
+{"failed": reason in one sentence}. If standard input closes earlier, the parent is gone and this process exits too.
 """
 
 import json
@@ -27,13 +26,13 @@ from speculative.models import cached_model
 from speculative.pair import devices as device_facts
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
-KINDS = ("CPU", "GPU", "NPU")  # of Intel devices: all are looked for
+KINDS = ("CPU", "GPU", "NPU")  # Intel device types, all of which are looked up
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate", "exceeded max size", "resource exhausted")
 
 
 def look_up(names: list[str] | None) -> dict:
-    """Each device string with what it stands for, or why it is missing; None: all that are here and kinds that could
-    be. And what else a measurement depends on."""
+    """Each device string with its devices or why it is missing, plus what else a measurement depends on. None: all
+    devices present and the types that are absent."""
     core = ov.Core()
     if names is None:
         here = core.available_devices
@@ -60,10 +59,10 @@ def _cpu_first(name: str) -> tuple[int, str]:
 
 
 def measure(job: dict) -> dict:
-    """The rows of main alone and of each draft length, in turns in this process, and the tokens of each text.
+    """The rows of main alone and of each draft length, interleaved in this process, and the tokens of each text.
 
-    No way is answered from a cache: each finds a prompt that the one before has just read, and the time to the first
-    token would be that of one token."""
+    Prompts are never served from a cache: each method gets a prompt the previous one has just read, and the time to
+    first token would be that of a single token."""
     begin = time.perf_counter()
     ways = (_genai_ways if job["engine"] == "genai" else _own_ways)(job)
     load_seconds = time.perf_counter() - begin
@@ -72,7 +71,7 @@ def measure(job: dict) -> dict:
         interleave(ways, prompts, job["rounds"])
     rows = [row(way, ways[0]) for way in ways]
     if job["engine"] == "genai" and "NPU" in (job["main_device"], job["draft_device"]):
-        for one in rows:  # there GenAI changes K as it goes, and does not tell what was drafted
+        for one in rows:  # there GenAI varies K and does not report the drafted tokens
             one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
     roles = ("main", "draft") if job["draft_device"] else ("main",)
     return {
@@ -101,12 +100,12 @@ def _genai_ways(job: dict) -> list[Way]:
 
 
 def _without_prefix_cache(properties: dict, devices: str) -> dict:
-    """LLMPipeline's properties with its prefix cache off, where it has one: not on an NPU."""
+    """LLMPipeline's properties with its prefix cache off; an NPU has none."""
     if "NPU" in devices:
         return properties
     scheduler = SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: a prompt is one inference
+    scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
     return {**properties, "scheduler_config": scheduler}
 
 
@@ -125,7 +124,7 @@ def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
     one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
 
     def decode(ids: np.ndarray) -> GenerationResult:
-        one.main.forget()  # the way before has just read this prompt
+        one.main.forget()  # the previous method has just read this prompt
         if one.draft:
             one.draft.forget()
         return one.generate(ids, config)
@@ -134,7 +133,7 @@ def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
 
 
 def margins(job: dict) -> list[float]:
-    """By how much the main model in f32 prefers its own token to another one, in nats: for each text and token."""
+    """The margin, in nats, by which the main model in f32 prefers its own token to each given one."""
     texts = [np.array(one["text"], np.int64) for one in job["differences"]]
     model = cached_model.load(Path(job["main"]), "CPU", EXACT, max(map(len, texts)) + 2)
     rows = [model.logits(text)[0].copy() for text in texts]
@@ -142,12 +141,12 @@ def margins(job: dict) -> list[float]:
 
 
 def sentence(error: Exception) -> str:
-    """The last line of an error of OpenVINO, which is the cause; those before it say which functions passed it on."""
+    """The last line of an OpenVINO error, which is the cause; earlier lines are its call stack."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith("Exception from")]
     said = lines[-1] if lines else type(error).__name__
     if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
-        said += "; it looks like a lack of memory, and --engine ours holds the main model once instead of twice"
+        said += "; probably out of memory: --engine ours holds the main model once instead of twice"
     return said[:300]
 
 
@@ -160,7 +159,7 @@ def main() -> None:
     utf8_output()
     line = sys.stdin.buffer.readline()
     if not line:
-        sys.exit("no job on standard input: device_swap.py gives it")
+        sys.exit("no job on standard input: this program is started by device_swap.py")
     job = json.loads(line)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
     try:
@@ -171,7 +170,7 @@ def main() -> None:
     except (RuntimeError, ValueError, KeyError, MemoryError) as error:
         answer = {"failed": sentence(error)}
     print("\n" + json.dumps(answer, ensure_ascii=False), flush=True)
-    os._exit(0)  # the answer is out: what a driver does while it is unloaded does not matter any more
+    os._exit(0)  # the answer is written; a crash while the driver unloads no longer matters
 
 
 if __name__ == "__main__":

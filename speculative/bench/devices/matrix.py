@@ -1,4 +1,4 @@
-"""Main device x draft device: what a cell is, and what the cells together say - compared, in words, as a table."""
+"""Matrix of main device x draft device: the cells, their comparison, and the summary and table of the results."""
 
 import argparse
 import hashlib
@@ -15,12 +15,12 @@ from speculative.pair.devices import VIRTUAL
 KINDS = ("CPU", "GPU", "NPU", *VIRTUAL)
 ALONE = "none"  # the draft device of the main model alone
 MEASURED = ("ok", "emulated")
-SHOWN = 12  # tokens of a text that goes on differently
+SHOWN = 12  # tokens shown before and after a difference
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device string; `missing` says in one sentence why it cannot be used, and is empty where it can."""
+    """A device string; `missing` says in one sentence why it is unusable, and is empty if it is usable."""
 
     name: str
     full_name: str = ""
@@ -38,15 +38,16 @@ class Device:
 
 
 def device_list(text: str) -> list[str]:
-    """An argparse type. As in OpenVINO, the names behind AUTO: or HETERO: belong to it: CPU,GPU,AUTO:GPU,CPU is CPU,
-    GPU and AUTO:GPU,CPU."""
+    """An argparse type. As in OpenVINO, AUTO: and HETERO: take the names that follow: CPU,GPU,AUTO:GPU,CPU is CPU, GPU
+    and AUTO:GPU,CPU."""
     devices: list[str] = []
     for part in text.split(","):
         name = part.strip()
         kind = name.lstrip("-").partition(":")[0].partition(".")[0].partition("(")[0]
         if kind not in KINDS:
             raise argparse.ArgumentTypeError(
-                f"{name!r} in {text!r} is no device: take a list of CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU"
+                f"{name!r} in {text!r} is not a device: give a list of CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, "
+                "HETERO:GPU,CPU"
             )
         if ":" not in name and kind not in VIRTUAL and devices and ":" in devices[-1]:
             devices[-1] += f",{name}"
@@ -57,19 +58,19 @@ def device_list(text: str) -> list[str]:
 
 @dataclass
 class Cell:
-    """A main device with a draft device (None: alone), the job for devices/cell.py and what came of it."""
+    """A main device with a draft device (None: alone), the job for devices/cell.py, and its result."""
 
     main: Device
     draft: Device | None
     job: dict = field(default_factory=dict)
     status: str = "not run"  # ok, emulated, failed, timeout, absent
     reason: str = ""
-    measured: str = ""  # when, UTC
+    measured: str = ""  # time, UTC
     timeout: float = 0.0
-    machine: str = ""  # of a cluster, that measured it
-    machine_kind: str = ""  # what the figures of two machines must have in common to be compared
+    machine: str = ""  # the cluster machine that measured it
+    machine_kind: str = ""  # results are comparable between machines of the same kind
     answer: dict = field(default_factory=dict)  # cell.py's
-    alone: list[float] = field(default_factory=list)  # tokens/s of main alone on this device, in each cell with it
+    alone: list[float] = field(default_factory=list)  # tokens/s of main alone in each cell with this main device
     difference: dict | None = None  # from the first cell's text
 
     @property
@@ -87,7 +88,7 @@ class Cell:
 
     @property
     def best(self) -> int:
-        """The number of the row that is shown: alone, or the K with the highest throughput."""
+        """Index of the row shown: main alone, or the K with the highest throughput."""
         rows = self.answer["rows"]
         return max(range(1, len(rows)), key=lambda i: rows[i]["throughput"]) if self.draft else 0
 
@@ -97,7 +98,8 @@ class Cell:
 
     @property
     def throughput(self) -> float:
-        """Comparable between cells, between which minutes pass: the speedup times main alone over all of them."""
+        """Comparable between cells measured minutes apart: the speedup times the median of main alone over all cells
+        of the device."""
         return statistics.median(self.alone) * self.row["speedup"]
 
     @property
@@ -111,11 +113,11 @@ class Cell:
         return f" with {length if isinstance(length, str) else f'K = {length}'}" if length else ""
 
     def key(self) -> str:
-        """Of what the measurement depends on: a cell with the same key need not be measured again."""
+        """Hash of everything the measurement depends on: a cell with a known key is not measured again."""
         return hashlib.sha256(json.dumps(self.job, sort_keys=True).encode()).hexdigest()[:32]
 
     def outcome(self) -> dict:
-        """What is kept of it."""
+        """The part saved in the results file."""
         names = {"main_device": self.main.label, "draft_device": self.draft.label if self.draft else ALONE}
         return {**names, **{name: getattr(self, name) for name in OUTCOME}}
 
@@ -124,19 +126,19 @@ class Cell:
             setattr(self, name, outcome.get(name, ""))
 
     def is_like(self, other: "Cell") -> bool:
-        """Whether their tokens/s may be compared: the same main device on equal machines."""
+        """Whether their tokens/s are comparable: the same main device on identical machines."""
         return (self.main, self.machine_kind) == (other.main, other.machine_kind)
 
 
 OUTCOME = ("status", "reason", "measured", "timeout", "machine", "machine_kind", "answer")
 
 
-# ---- the cells together ---------------------------------------------------------------------------------------------
+# ---- comparing cells ------------------------------------------------------------------------------------------------
 
 
 def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokenizer) -> None:
-    """Fill in what a cell has only beside others: main alone on its main device, and where its text differs from the
-    first measured cell's. `ids` names the prompts."""
+    """Fill in the fields that depend on other cells: main alone on the same main device, and the first difference from
+    the first measured cell's text. `ids` are the prompt names."""
     measured = [cell for cell in cells if cell.has_figures]
     for cell in measured:
         cell.alone = [other.answer["rows"][0]["throughput"] for other in measured if other.is_like(cell)]
@@ -162,8 +164,8 @@ def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_gen
         "continuation": tokenizer.decode(theirs[at : at + SHOWN]),
         "different_texts": len(different),
         "texts": len(expected),
-        "already_alone": already,  # main alone on this device gives another text, too
-        "margins": [],  # of each differing text at its first difference, in nats; empty: not judged
+        "already_alone": already,  # main alone on this device differs, too
+        "margins": [],  # in nats, at the first difference of each differing text; empty: not judged
         "places": [
             {"text": cell.job["prompts"][i] + expected[i][: places[i]], "token": texts[cell.best][i][places[i]]}
             for i in different
@@ -172,12 +174,12 @@ def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_gen
 
 
 def _place(expected: list[int], seen: list[int]) -> int | None:
-    """The first token that differs, from 0."""
+    """Index of the first token that differs."""
     return next((i for i, (a, b) in enumerate(zip(expected, seen, strict=False)) if a != b), None)
 
 
 def verdict(difference: dict) -> str:
-    """Whether it is another text or one as good, by how much the main model in f32 prefers its own token."""
+    """Whether a difference is real or a near-tie, with its margin in f32."""
     margins = difference["margins"]
     if not margins:
         return "not judged"
@@ -238,51 +240,51 @@ def rows(cells: list[Cell]) -> list[dict]:
     ]
 
 
-# ---- in words -------------------------------------------------------------------------------------------------------
+# ---- summary and table ----------------------------------------------------------------------------------------------
 
 
 def summary(cells: list[Cell]) -> list[str]:
-    """The answer first, then what limits it."""
+    """Summary sentences: the answer first, then its limitations."""
     measured = [cell for cell in cells if cell.has_figures]
     lines = _fastest([cell for cell in cells if cell.status == "ok"])
     if not measured:
         lines.append("Nothing was measured.")
     lines += _changed_texts(measured)
     if any(device.emulated for cell in measured for device in cell.devices):
-        lines.append("Emulated cells run the NPU's code path on the CPU; their speed says nothing about an NPU.")
+        lines.append("Emulated cells run the NPU code path on the CPU; their speed is not representative of an NPU.")
     troubled = [cell for cell in cells if cell.status in ("failed", "timeout") or (not cell.measured and cell.reason)]
     lines += [f"{cell.name}: {cell.status}, {cell.reason}." for cell in troubled if cell.status != "absent"]
     lines += [f"{cell.name} is absent: {cell.reason}." for cell in troubled if _apart(cell)]
     lines += [f"{device.name} is absent: {device.missing}." for device in main_devices(cells) if device.missing]
     if waiting := sum(cell.status == "not run" for cell in cells):
-        lines.append(f"{waiting} cells are not measured yet: the same command goes on with them.")
+        lines.append(f"{waiting} cells are not measured yet: rerun the command to continue.")
     kinds = {cell.machine_kind: cell.machine for cell in measured}
     if len(kinds) > 1:
         told = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
-        lines.append(f"Measured on different machines, whose tokens/s cannot be compared (speedups can): {told}.")
+        lines.append(f"Measured on different machines; compare speedups between them, not tokens/s: {told}.")
     load = BackgroundLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
-    return [*lines, *([f"{load.sentence} With --fresh it is measured anew."] if load.sentence else [])]
+    return [*lines, *([f"{load.sentence} Use --fresh to measure again."] if load.sentence else [])]
 
 
 def _apart(cell: Cell) -> bool:
-    """Whether its devices are here, on different machines."""
+    """Whether its devices exist, but on different machines."""
     return cell.status == "absent" and not any(device.missing for device in cell.devices)
 
 
 def _changed_texts(measured: list[Cell]) -> list[str]:
-    """Which cells change the greedy text, real differences apart from near-ties."""
+    """Which cells change the greedy text: real differences, near-ties and unjudged ones."""
     changed = [cell for cell in measured if cell.difference]
     if not changed:
-        return ["The greedy text is the same in all cells, token by token."] if len(measured) > 1 else []
+        return ["All cells generate the same greedy text, token by token."] if len(measured) > 1 else []
     lines, first = [], measured[0].name
     told = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
     if real := [cell for cell in changed if is_real(cell.difference)]:
-        lines.append(f"The greedy text is really another one than that of {first} in: {told(real)}.")
+        lines.append(f"The greedy text really differs from that of {first} in: {told(real)}.")
     if ties := [cell for cell in changed if cell.difference["margins"] and cell not in real]:
-        lines.append(f"It leaves that of {first} at near-ties, words that f32 finds about as good, in: {told(ties)}.")
+        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {told(ties)}.")
     if unknown := [cell.name for cell in changed if not cell.difference["margins"]]:
-        lines.append(f"The greedy text is not that of {first}, which was not judged, in: {'; '.join(unknown)}.")
+        lines.append(f"It differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}.")
     return lines
 
 
@@ -307,12 +309,12 @@ def _fastest(real: list[Cell]) -> list[str]:
         lines.append(f"{seen}: {'see the next line' if perhaps else 'use the main model alone'}.")
     if near:
         names = "; ".join(f"{cell.name}{cell.draft_length}" for cell in near)
-        lines.append(f"Not told apart from it, as what was seen of them overlaps: {names}.")
+        lines.append(f"Within measurement noise of it: {names}.")
     return lines
 
 
 def _may_be_as_fast(cell: Cell, best: Cell) -> bool:
-    """Whether what was seen overlaps: speedups over the same, or tokens/s where the main devices differ."""
+    """Whether the ranges overlap: of speedups over the same baseline, or of tokens/s if the main devices differ."""
     if cell.is_like(best):
         return cell.row["speedup_range"][1] >= best.row["speedup_range"][0]
     return cell.throughput_range[1] >= best.throughput_range[0]
@@ -323,7 +325,7 @@ def main_devices(cells: list[Cell]) -> list[Device]:
 
 
 def table(cells: list[Cell]) -> str:
-    """The matrix of the devices that are here, and the texts that differ."""
+    """The matrix of the available devices, and the texts that differ."""
     devices = [device for device in main_devices(cells) if not device.missing]
     if not devices:
         return ""
@@ -352,13 +354,13 @@ def _mark(cell: Cell) -> str:
 
 def _told_difference(cell: Cell) -> list[str]:
     found = cell.difference
-    where = ", which main alone on this device does too" if cell.draft and found["already_alone"] else ""
+    where = ", as with main alone on this device" if cell.draft and found["already_alone"] else ""
     return [
         f"{_mark(cell).strip()} {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where} "
         f"({verdict(found)}); first in prompt "
-        f"{found['prompt']}, new token {found['position']}, behind {found['before']!r}: "
+        f"{found['prompt']}, new token {found['position']}, after {found['before']!r}: "
         f"{found['seen']!r} instead of {found['expected']!r}",
         f"    expected {found['expected_continuation']!r}",
-        f"    seen     {found['continuation']!r}",
+        f"    actual   {found['continuation']!r}",
         "",
     ]

@@ -1,10 +1,10 @@
-"""A file of results that grows line by line, so that an interrupted run can go on: JSON, with a key for each result.
+"""Append-only results file for resumable runs: JSON lines, one key and result each.
 
     kept = ResultsFile(Path("device_swap.jsonl"))
     if key not in kept.lines:
         kept.append(key, {"status": "ok"})
 
-A line is written whole or not at all; the last line of a key counts.
+A line is written completely or not at all; the last line for a key wins.
 """
 
 import contextlib
@@ -18,23 +18,23 @@ START = b'{"key": '  # of every line
 
 
 class ResultsFile:
-    """`lines` has the result of each key. `problem` says why the last one could not be written, if it could not."""
+    """`lines` maps keys to results. `problem` says why the last append failed, and is empty if it did not."""
 
     def __init__(self, path: Path):
-        """Raises ValueError where the file is none of this kind, or cannot be written."""
+        """Raises ValueError if the file is of another kind or cannot be written."""
         self.path = path
         self.problem = ""
         self.lines: dict[str, dict] = {}
         try:
             existed = path.exists()
-            with path.open("ab"):  # seen now, not after minutes of measuring
+            with path.open("ab"):  # fail now, not after minutes of measuring
                 pass
             if not existed:
-                path.unlink()  # made when there is something to keep
+                path.unlink()  # created with the first result
             elif path.is_file():
                 self._read(path.read_bytes())
         except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}): name another file with --results") from None
+            raise ValueError(f"cannot write {path} ({error.strerror}): use another file with --results") from None
 
     def _read(self, content: bytes) -> None:
         complete, _, cut_off = content.rpartition(b"\n")
@@ -44,32 +44,32 @@ class ResultsFile:
                 self.lines[kept["key"]] = kept["result"]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"line {number} of {self.path} is no result of this program: name another file with --results"
+                    f"line {number} of {self.path} is not a result of this program: use another file with --results"
                 ) from None
         if cut_off:
             if not START.startswith(cut_off[: len(START)]):
-                raise ValueError(f"{self.path} holds no results of this program: name another file with --results")
-            os.truncate(self.path, len(content) - len(cut_off))  # the machine went down while it was written
+                raise ValueError(f"{self.path} is not a results file of this program: use another file with --results")
+            os.truncate(self.path, len(content) - len(cut_off))  # the machine went down during a write
 
     def forget(self, keys: set[str]) -> None:
-        """Take these out of the file. Raises OSError, with nothing changed, where that cannot be written."""
+        """Remove these keys from the file. Raises OSError, with nothing changed, if it cannot be written."""
         rest = {key: result for key, result in self.lines.items() if key not in keys}
         if rest != self.lines:
             write_whole(self.path, b"".join(_line(key, result) for key, result in rest.items()))
             self.lines = rest
 
     def append(self, key: str, result: dict) -> None:
-        """Add a result. Where that fails nothing of it is left in the file, and `problem` says why."""
+        """Append a result. On failure the file is left unchanged and `problem` says why."""
         self.lines[key] = result
         try:
-            with self.path.open("ab", buffering=0) as file:  # a buffer would try again when it is closed
+            with self.path.open("ab", buffering=0) as file:  # a buffer would be flushed again on close
                 before, rest = file.tell(), _line(key, result)
                 try:
                     while rest:
                         rest = rest[file.write(rest) :]
                     os.fsync(file.fileno())
                 except OSError:
-                    with contextlib.suppress(OSError):  # a device cannot be cut
+                    with contextlib.suppress(OSError):  # a device file cannot be truncated
                         os.truncate(self.path, before)
                     raise
             self.problem = ""

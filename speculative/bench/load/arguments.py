@@ -1,4 +1,4 @@
-"""What the scripts that measure under load ask alike, and what they write."""
+"""Arguments and outputs shared by the load benchmarks."""
 
 import argparse
 import importlib.util
@@ -13,13 +13,21 @@ from speculative.cli.whole_file import write_whole
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser, max_prompts=20)
     parser.add_argument(
-        "--clients", type=numbers, default="1,2,4,8,16", metavar="N", help="so many at once (default: 1,2,4,8,16)"
+        "--clients",
+        type=numbers,
+        default="1,2,4,8,16",
+        metavar="N",
+        help="numbers of concurrent clients (default: 1,2,4,8,16)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="of a text, at most (default: 64)"
+        "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="new tokens per text, at most (default: 64)"
     )
     parser.add_argument(
-        "--seconds", type=above_zero, default=8.0, metavar="S", help="of load for each figure of a round (default: 8)"
+        "--seconds",
+        type=above_zero,
+        default=8.0,
+        metavar="S",
+        help="duration of each measurement in a round (default: 8)",
     )
     parser.add_argument(
         "--rounds", type=whole, default=3, metavar="N", help="interleaved rounds after the warm-up (default: 3)"
@@ -29,24 +37,26 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """An argparse type: rising whole numbers."""
+    """An argparse type: increasing whole numbers."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
     if not values or min(values) < 1 or values != sorted(set(values)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rising list like 1,2,4,8,16 of whole numbers above 0")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an increasing list of whole numbers above 0, like 1,2,4,8,16"
+        )
     return values
 
 
 def png_file(text: str) -> Path:
     if not importlib.util.find_spec("matplotlib"):
-        raise argparse.ArgumentTypeError("the package matplotlib is missing here: `pip install matplotlib`")
+        raise argparse.ArgumentTypeError("requires matplotlib: `pip install matplotlib`")
     return output_file(text)
 
 
 def write_load_outputs(arguments: argparse.Namespace, result: dict, table: str) -> bool:
-    """The plot, and all that `write_outputs` writes. False where the plot could not be written."""
+    """Write the plot and everything `write_outputs` writes. Returns False if the plot could not be written."""
     written = True
     if arguments.png:
         from speculative.bench.load import plot as load_plot

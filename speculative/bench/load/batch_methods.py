@@ -1,12 +1,11 @@
-"""Ways to decode several texts at once: GenAI's ContinuousBatchingPipeline and our batch decoder, each in a process.
+"""Batched decoding methods: GenAI's ContinuousBatchingPipeline and our batch decoder, each in its own process.
 
     process = BatchingProcess({"name": "ours, draft", "engine": "ours", "main": "models/embedded/main", ...})
     process.start()
-    way = process.way("ours, draft as pays", 0)
+    way = process.way("ours, adaptive draft", 0)
 
-Both get the same token ids. GenAI alone runs with its default scheduler; with a draft it gets what it needs to be right
-with one: prompts that are not split (`dynamic_split_fuse=False`), which else gives other texts than the main model
-alone. Its prefix cache is off.
+Both get the same token ids. GenAI alone runs with its default scheduler. With a draft, prompts must not be split
+(`dynamic_split_fuse=False`), as GenAI's output otherwise differs from the main model's. Its prefix cache is off.
 """
 
 import itertools
@@ -29,27 +28,27 @@ from speculative.bench.load.metrics import Answer, Load, Span
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
 
-CACHE_TOKENS = 8192  # of all texts together; GenAI's caches grow as needed
+CACHE_TOKENS = 8192  # for all texts together; GenAI's caches grow as needed
 
 
 class Prompts:
-    """Token ids of prompts, with a number before each, so that none is asked twice and answered from a cache."""
+    """Token ids of prompts, each prefixed with a unique number so that none is served from a cache."""
 
     def __init__(self, main: Path, texts: Sequence[str]):
         self._tokenizer = openvino_genai.Tokenizer(str(main))
         self._texts = texts
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """Ids [n], through the main model's chat template if it has one."""
+        """Ids [n], with the main model's chat template if it has one."""
         text = f"# {number}\n{self._texts[number % len(self._texts)]}"
         return np.array(genai.encode(self._tokenizer, text).input_ids.data[0])
 
 
-# ---- ours -----------------------------------------------------------------------------------------------------------
+# ---- our engine -----------------------------------------------------------------------------------------------------
 
 
 def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
-    """The batch's own rule says how much to draft."""
+    """Our batch decoder with its adaptive draft length."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
 
     def run(clients: int, seconds: float, first: int) -> Span:
@@ -74,7 +73,7 @@ def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: 
     return Load(name, run)
 
 
-# ---- GenAI's --------------------------------------------------------------------------------------------------------
+# ---- GenAI ----------------------------------------------------------------------------------------------------------
 
 
 def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
@@ -82,7 +81,7 @@ def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
     config.max_num_seqs = max(config.max_num_seqs, most_texts)
     if with_draft:
         config.dynamic_split_fuse = False
-        config.max_num_batched_tokens = 2**31  # a prompt is one inference, as LLMPipeline has it
+        config.max_num_batched_tokens = 2**31  # one forward pass per prompt, as in LLMPipeline
     return config
 
 
@@ -98,7 +97,7 @@ def genai_pipeline(
 
 
 def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
-    """With `k` draft tokens for each inference, or 0 for a pipeline without a draft."""
+    """GenAI's pipeline with `k` draft tokens per iteration, or 0 for a pipeline without a draft."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if k:
         config.num_assistant_tokens = k
@@ -128,19 +127,19 @@ def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prom
     return Load(name, run)
 
 
-# ---- a process of its own -------------------------------------------------------------------------------------------
+# ---- processes ------------------------------------------------------------------------------------------------------
 
 
 class BatchingProcess:
-    """A process that decodes several texts at once."""
+    """A process that decodes batches of texts."""
 
     def __init__(self, job: dict):
-        """`job` has what `Batch.load` takes."""
+        """`job` is the argument of `Batch.load`."""
         self.job = job
         self._worker = WorkerProcess([sys.executable, "-m", "speculative.bench.load.batch_methods"])
 
     def start(self) -> None:
-        """Load the models in a new process. Raises RuntimeError or ValueError where they are refused, and Failed."""
+        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or Failed."""
         self._worker.close()
         self._worker.call("load", self.job)
 
@@ -151,12 +150,12 @@ class BatchingProcess:
         return Load(name, lambda *load: self._worker.call("run", k, *load))
 
     def memory(self) -> dict:
-        """What the process took to load, and has taken so far."""
+        """The process's load time and peak memory so far."""
         return {"name": self.job["name"], "texts": self.job["texts"], **self._worker.call("memory")}
 
 
 class Batch:
-    """The child's side. Its methods are called by their names."""
+    """The child's side. Its methods are called by name."""
 
     def load(self, job: dict) -> None:
         main, draft = Path(job["main"]), Path(job["draft"]) if job.get("draft") else None
@@ -170,7 +169,7 @@ class Batch:
         else:
             self.pipeline = genai_pipeline(main, job["device"], job["properties"], *models[2:], job["texts"])
         self.seconds = time.perf_counter() - begin
-        if job["huge_pages"]:  # both engines alike; a pipeline has allocated what it needs when it has decoded once
+        if job["huge_pages"]:  # the same way for both engines; a pipeline allocates all its memory in the first run
             self.run(2 if draft else 0, 1, 0.001, 0)
             huge_pages.move(before)
 

@@ -1,31 +1,31 @@
-"""The charts of a server under load, for the report's page: one line for each way over the number of clients."""
+"""Charts of load benchmarks for the HTML report: one line per method over the number of clients."""
 
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import Axis, Plot, axis, colour, legend, shape, swatch
 from speculative.bench.reporting.tables import finite, how, section
 
-PANELS = {  # key of a row: its range, the heading, what the axis says, its unit over the row's, how to read it
+PANELS = {  # key of a row: its range, heading, axis title, factor from the row's unit, explanation
     "throughput": (
         *("throughputs", "Throughput under load", "throughput (tokens/s)", 1),
-        "New tokens a second of all together; bars are the range of the rounds.",
+        "New tokens per second of all clients together; bars show the range over the rounds.",
     ),
     "ttft": (
-        *("ttft_range", "Time to the first token", "TTFT (ms)", 1000),
-        "Medians; bars hold 90 % of the requests.",
+        *("ttft_range", "Time to first token", "TTFT (ms)", 1000),
+        "Medians; bars cover 90 % of the requests.",
     ),
     "tpot": (
-        *("tpot_range", "Time per further token", "TPOT (ms)", 1000),
-        "Medians; bars hold 90 % of the requests.",
+        *("tpot_range", "Time per output token", "TPOT (ms)", 1000),
+        "Medians; bars cover 90 % of the requests.",
     ),
     "mean_draft_length": (
-        *(None, "How much is drafted", "draft tokens", 1),
-        "Draft tokens of a text for each inference of the main model.",
+        *(None, "Draft length", "draft tokens", 1),
+        "Draft tokens of a text per main-model forward pass.",
     ),
 }
 
 
 def loads(result: dict) -> list[dict]:
-    """The rows that were measured with a number of clients."""
+    """The rows measured with a number of clients."""
     return [row for row in result.get("rows", []) if "clients" in row]
 
 
@@ -49,7 +49,7 @@ def _chart(key: str, rows: list[dict]) -> Markup | str:
     plot = Plot(heading, said, x, axis(title, 0, highest or 1))
     entries = []
     for i, way in enumerate(ways):
-        aside = 0.1 * (i - (len(ways) - 1) / 2)  # so that ranges stand side by side
+        aside = 0.1 * (i - (len(ways) - 1) / 2)  # keeps the ranges of two methods apart
         line = [(clients.index(row["clients"]) + aside, row) for row in known if row["way"] == way]
         if not line:
             continue

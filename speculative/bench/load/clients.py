@@ -1,9 +1,9 @@
-"""Clients that ask an OpenAI-compatible server one thing after another, each in a thread of its own: a closed loop.
+"""Closed-loop clients for an OpenAI-compatible server, each sending one request after another in its own thread.
 
     server = Endpoint("http://127.0.0.1:8000/v1", "embedded")
     span = closed_loop(server, clients=8, seconds=10, prompts=["def area(", "class Box:"], settings={"max_tokens": 50})
 
-What became of each request is an `Answer`: answered, refused (with the API's error object), cut off, or lost.
+The outcome of each request is an `Answer`: answered, refused (with the API's error object), cut off, or lost.
 """
 
 import http.client
@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 from speculative.bench.load.metrics import Answer, Span
 
-PATIENCE = 120.0  # seconds without any byte after which a request counts as lost
-MOST_WAIT = 5.0  # seconds that a client waits at most where it is told to ask again later
+PATIENCE = 120.0  # seconds without any data after which a request counts as lost
+MOST_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
 
 class Endpoint(NamedTuple):
-    """Where to ask."""
+    """A server's endpoint."""
 
     url: str  # http://127.0.0.1:8000/v1
     model: str
@@ -57,7 +57,7 @@ def ask(
     settings: dict,
     piece: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """One request and its answer; `piece` is called with each piece of text. What goes wrong is in the answer."""
+    """Send one request; `piece` is called with each piece of text. Errors are recorded in the answer."""
     path, body = server.request(prompt, settings)
     answer = Answer(number, time.perf_counter())
     try:
@@ -75,7 +75,7 @@ def ask(
         answer.cut = True
     answer.end = time.perf_counter()
     if answer.outcome != "answered":
-        connection.close()  # it connects anew by itself
+        connection.close()  # reconnects automatically
     return answer
 
 
@@ -107,7 +107,7 @@ def _read_events(response: http.client.HTTPResponse, answer: Answer, piece: Call
 
 
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """As they come. Raises HTTPException where the connection breaks, which iterating over `response` does not."""
+    """Lines as they arrive. Raises HTTPException if the connection breaks; iterating over `response` does not."""
     rest = b""
     while received := response.read1():
         *whole, rest = (rest + received).split(b"\n")
@@ -115,7 +115,7 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _message(content: dict) -> str:
-    """That of the API's error object. Raises ValueError for what is none."""
+    """The message of the API's error object. Raises ValueError for anything else."""
     try:
         return content["error"]["message"] or "error"
     except (KeyError, TypeError):
@@ -125,9 +125,10 @@ def _message(content: dict) -> str:
 def closed_loop(
     server: Endpoint, clients: int, seconds: float, prompts: Sequence[str], settings: dict, first: int = 0
 ) -> Span:
-    """So many clients ask for so long, each the next thing when it has its answer; prompts are numbered from `first`.
+    """Run `clients` clients for `seconds`, each sending its next request when it has an answer.
 
-    No prompt is asked twice: its number stands on a line before it, so that nothing is answered from a cache.
+    Prompts are numbered from `first` and prefixed with their number on a separate line, so that none repeats and is
+    served from a cache.
     """
     answers: list[Answer] = []
     numbers = itertools.count(first)
@@ -152,7 +153,7 @@ def closed_loop(
 
 
 def only_model(server: Endpoint) -> str:
-    """The name of the model that is served. Raises ValueError where that cannot be told."""
+    """The name of the served model. Raises ValueError if it cannot be determined."""
     connection = server.connect(timeout=10)
     try:
         connection.request("GET", server.path("/models"), headers=server.headers)
@@ -163,6 +164,6 @@ def only_model(server: Endpoint) -> str:
         return content["data"][0]["id"]
     except (OSError, http.client.HTTPException, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{server.url} is no OpenAI-compatible endpoint that can be asked: {reason}") from None
+        raise ValueError(f"{server.url} is not a usable OpenAI-compatible endpoint: {reason}") from None
     finally:
         connection.close()

@@ -1,13 +1,13 @@
-"""Figures of a server under load: throughput, TTFT and TPOT by the number of clients, several ways in turns.
+"""Load metrics: throughput, TTFT and TPOT by number of clients, for several interleaved methods.
 
     ways = [Load("alone", ask_one), Load("with draft", ask_other)]
     take_turns(ways, clients=[1, 4, 16], seconds=8, rounds=3)
     rows = [row(way, n, ways[0]) for way in ways for n in way.rounds]
 
-A way is put under load by `run(clients, seconds, first)`: so many clients in a closed loop for so long, with prompts
-numbered from `first` on. Ways take turns at every number of clients, in changing order, so that whatever else the
-machine does falls on all alike; all get the same prompts, none twice; after a warm-up of a text for each client;
-medians over the rounds and their range.
+`run(clients, seconds, first)` puts a method under load: that many clients in a closed loop for that long, with prompts
+numbered from `first`. Methods are interleaved at every number of clients, in varying order, so that background load
+affects all of them equally. All get the same prompts, none twice, after a warm-up of one text per client. Results are
+medians and ranges over the rounds.
 """
 
 import statistics
@@ -21,14 +21,14 @@ from speculative.bench.harness import ctrl_c_raises, shuffled
 from speculative.sequence import metrics
 
 OUTCOMES = ("answered", "refused", "cut off", "lost")
-EACH = 100_000  # numbers of prompts set apart for one measurement
-WARM_UP = 0.2  # seconds of load at most: each client has one text at least
-MIDDLE = (0.05, 0.95)  # quantiles between which the spread of TTFT and TPOT is shown
+EACH = 100_000  # prompt numbers reserved for each measurement
+WARM_UP = 0.2  # maximum seconds of load; each client generates at least one text
+MIDDLE = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
 
 
 @dataclass
 class Answer:
-    """What became of one request. Times are those of `time.perf_counter`."""
+    """The outcome of one request. Times are from `time.perf_counter`."""
 
     number: int  # of the prompt
     sent: float
@@ -36,18 +36,19 @@ class Answer:
     end: float = 0.0
     text: str = ""
     tokens: int = 0
-    accepted: int | None = None  # draft tokens; None where it is not told
+    accepted: int | None = None  # draft tokens; None if not reported
     rejected: int | None = None
     finish_reason: str = ""
-    status: int = 0  # of HTTP; 0: none came
-    error: str = ""  # that of the API's error object
+    status: int = 0  # HTTP status; 0: no response
+    error: str = ""  # message of the API's error object
     retry_after: float = 0.0
-    whole: bool = False  # it came to its end
-    cut: bool = False  # the connection broke, or was not to be had, or there came an error that is not the API's
+    whole: bool = False  # the stream was complete
+    cut: bool = False  # the connection broke or could not be made, or the error was not an API error object
 
     @property
     def outcome(self) -> str:
-        """Of OUTCOMES. Who is cut off knows it; lost is who waits in vain, or takes a part for the whole."""
+        """One of OUTCOMES. A client that is cut off notices; one that is lost waits in vain or mistakes a partial
+        answer for a complete one."""
         if self.error:
             return "refused"
         if self.whole and self.finish_reason:
@@ -61,18 +62,18 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each further token."""
+        """Seconds per output token after the first."""
         return (self.end - self.first) / (self.tokens - 1) if self.first and self.tokens > 1 else None
 
     def tokens_between(self, begin: float, end: float) -> float:
-        """Those that came in a span of time, as if they had come evenly."""
+        """Number of tokens in an interval, assuming they arrived evenly."""
         if self.end <= self.first:
             return self.tokens * (begin <= self.end < end)
         return self.tokens * max(0.0, min(end, self.end) - max(begin, self.first)) / (self.end - self.first)
 
 
 class Span(NamedTuple):
-    """What was asked in a span of time; some answers came later."""
+    """The requests sent in an interval; some answers arrived later."""
 
     answers: list[Answer]
     begin: float
@@ -80,23 +81,23 @@ class Span(NamedTuple):
 
     @property
     def throughput(self) -> float:
-        """New tokens a second, of all clients together, waiting and prompts included."""
+        """New tokens per second of all clients together, queueing and prompts included."""
         return sum(answer.tokens_between(self.begin, self.end) for answer in self.answers) / (self.end - self.begin)
 
 
 @dataclass
 class Load:
-    """A way to serve, and what it did under load."""
+    """A serving method and its measurements under load."""
 
     name: str
     run: Callable[[int, float, int], Span]  # (clients, seconds, number of the first prompt)
-    rounds: dict[int, list[Span]] = field(default_factory=dict)  # by the number of clients
+    rounds: dict[int, list[Span]] = field(default_factory=dict)  # by number of clients
 
 
 def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rounds: int, warm_up: int = 1) -> bool:
-    """Add `rounds` rounds to every way, after `warm_up` rounds that are not kept.
+    """Add `rounds` rounds to every method after `warm_up` discarded rounds.
 
-    False: Ctrl-C came, and the full rounds before it are kept. Raises KeyboardInterrupt where there are none.
+    Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
     total = (warm_up + rounds) * len(clients) * len(ways)
     before = kept = len(ways[0].rounds.get(clients[0], ()))
@@ -116,7 +117,7 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
                         way.rounds.setdefault(n, []).append(span)
                     kept += 1
     except KeyboardInterrupt:
-        for way in ways:  # the signal may come anywhere
+        for way in ways:  # the signal can arrive at any point
             for n in clients:
                 del way.rounds.get(n, [])[kept:]
         if kept == before:
@@ -125,11 +126,11 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
     return True
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
+# ---- metrics --------------------------------------------------------------------------------------------------------
 
 
 def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") -> dict:
-    """The figures of a way with so many clients; speedups over `baseline` in the same rounds, where there is one."""
+    """The metrics of a method with `clients` clients; speedups are over `baseline`, if any, in the same rounds."""
     spans = way.rounds[clients]
     answers = [answer for span in spans for answer in span.answers]
     answered = [answer for answer in answers if answer.outcome == "answered"]
@@ -160,7 +161,7 @@ def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") 
 
 
 def outcomes(answers: Sequence[Answer]) -> dict[str, int]:
-    """How many requests ended how."""
+    """Number of requests per outcome."""
     return {outcome: sum(answer.outcome == outcome for answer in answers) for outcome in OUTCOMES}
 
 
@@ -173,7 +174,7 @@ def _median_and_spread(name: str, values: list[float | None]) -> dict:
 
 
 def _drafting(answers: list[Answer]) -> dict:
-    """From the counts that come with each answer: every inference of the main model yields one token that is not
+    """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
     told = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
     accepted, drafted = sum(a.accepted for a in told), sum(a.accepted + a.rejected for a in told)
@@ -189,39 +190,38 @@ def counted(n: int, what: str = "client") -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-# ---- in words -------------------------------------------------------------------------------------------------------
+# ---- sentences and table --------------------------------------------------------------------------------------------
 
 
 def stops_paying(rows: list[dict]) -> list[str]:
-    """Of rows of a way with a draft, by rising number of clients: where it pays, and what is drafted where not."""
+    """Up to what concurrency the draft helps, and how the draft length changes, from the rows of a method with a draft
+    by increasing number of clients."""
     rows = [row for row in rows if row["speedup"] is not None]
     if not rows:
         return []
     first, last = rows[0], rows[-1]
-    lines = [f"Tokens with a draft over those of the main model alone: {'; '.join(map(_times, rows))}."]
+    lines = [f"Throughput with a draft relative to the main model alone: {'; '.join(map(_times, rows))}."]
     unpaid = [one for one in rows if one["speedup_range"][0] <= 1]
     if not unpaid:
-        lines.append(
-            f"Speculation pays at every number of {last['counted']}s that was measured, up to {last['clients']}."
-        )
+        lines.append(f"The draft helps at every measured number of {last['counted']}s, up to {last['clients']}.")
     elif len(unpaid) == len(rows):
-        lines.append(f"Speculation pays surely at no number of {last['counted']}s that was measured.")
+        lines.append(f"The draft does not reliably help at any measured number of {last['counted']}s.")
     else:
-        worst = min(one["speedup_range"][0] for one in unpaid)  # of all rounds: a median hides those that were slower
-        cost = f"takes {1 - worst:.0%} at worst" if worst < 0.995 else "costs nothing"
+        worst = min(one["speedup_range"][0] for one in unpaid)  # over all rounds: a median hides slower ones
+        cost = f"costs up to {1 - worst:.0%} of the throughput" if worst < 0.995 else "costs nothing"
         if unpaid == rows[-len(unpaid) :]:
             stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])
-            lines.append(f"Speculation stops paying at {stop}; from there on it {cost}.")
+            lines.append(f"The draft stops helping at {stop}; from there on it {cost}.")
         else:
             others = "".join(f"{one['clients']}, " for one in unpaid[:-1])
             last_one = counted(unpaid[-1]["clients"], unpaid[-1]["counted"])
-            lines.append(f"Speculation does not surely pay with {others}{last_one}; there it {cost}.")
+            lines.append(f"The draft does not reliably help with {others}{last_one}; there it {cost}.")
     if first["mean_draft_length"] is not None and last["mean_draft_length"] is not None and last is not first:
         drafted = ", ".join(f"{row['mean_draft_length']:.2f} with {row['clients']}" for row in rows)
         shrinks = last["mean_draft_length"] < 0.8 * first["mean_draft_length"]
         lines.append(
-            f"What the server does {'then: drafting shrinks' if shrinks else 'under load: drafting stays as it is'} "
-            f"({drafted}: draft tokens of a text for each inference of the main model)."
+            f"Under load the draft length {'shrinks' if shrinks else 'stays about the same'} "
+            f"({drafted}: draft tokens of a text per main-model forward pass)."
         )
     return lines
 
@@ -231,18 +231,18 @@ def _times(row: dict) -> str:
 
 
 def losses(rows: list[dict]) -> str:
-    """What became of the requests, in a sentence."""
+    """The outcomes of the requests, in one sentence."""
     total = {what: sum(row[what] for row in rows) for what in ("requests", *OUTCOMES)}
     return (
         f"Of {total['requests']:,} requests {total['answered']:,} were answered, {total['refused']:,} refused with an "
-        f"error of the API, {total['cut off']:,} cut off, {total['lost']:,} lost."
+        f"API error, {total['cut off']:,} cut off, {total['lost']:,} lost."
     )
 
 
 def table(rows: list[dict]) -> str:
-    """What people read."""
+    """The table of the rows."""
     columns = {
-        "way": [one["way"] for one in rows],
+        "method": [one["way"] for one in rows],
         f"{rows[0]['counted']}s": [str(one["clients"]) for one in rows],
         "tokens/s": [f"{one['throughput']:.1f}" for one in rows],
         "speedup (range)": [_speedup(one) for one in rows],
@@ -251,7 +251,7 @@ def table(rows: list[dict]) -> str:
         "acceptance": [_number(one["acceptance_rate"]) for one in rows],
         "drafted": [_number(one["mean_draft_length"]) for one in rows],
         "block eff.": [_number(one["block_efficiency"]) for one in rows],
-        "text as alone": [_same(one) for one in rows],
+        "same text": [_same(one) for one in rows],
         **{what: [str(one[what]) for one in rows] for what in OUTCOMES},
     }
     widths = [max(map(len, [name, *column])) for name, column in columns.items()]

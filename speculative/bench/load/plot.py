@@ -1,5 +1,5 @@
-"""Throughput, TTFT, TPOT and draft tokens against the number of clients as a PNG, by matplotlib:
-`python scripts/report.py result.json load.png` of a result of benchmark_serving.py or benchmark_batching.py.
+"""PNG plot of throughput, TTFT, TPOT and draft length by number of clients, with matplotlib:
+`python scripts/report.py result.json load.png`, for results of benchmark_serving.py and benchmark_batching.py.
 """
 
 import io
@@ -7,16 +7,16 @@ import io
 from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
 
 SIZE = (9.6, 6.6)  # inches
-PANELS = [  # key of a row, its range, what the axis says, its unit over the row's
+PANELS = [  # key of a row, its range, axis title, factor from the row's unit
     ("throughput", "throughputs", "throughput (tokens/s)", 1),
     ("ttft", "ttft_range", "TTFT (ms)", 1000),
     ("tpot", "tpot_range", "TPOT (ms)", 1000),
-    ("mean_draft_length", None, "draft tokens for each inference", 1),
+    ("mean_draft_length", None, "draft tokens per forward pass", 1),
 ]
 
 
 def png(rows: list[dict]) -> bytes:
-    """One panel for each figure, one line for each way."""
+    """One panel per metric, one line per method."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

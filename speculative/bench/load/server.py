@@ -1,4 +1,4 @@
-"""samples/serve/serve_pair.py in a process of its own, from when it is ready until it is no longer needed.
+"""Runs samples/serve/serve_pair.py as a child process for tests and benchmarks.
 
 server = StartedServer(["models/embedded/main", "models/embedded/draft"])
 try:
@@ -21,16 +21,16 @@ from speculative.cli.processes import kill_group, own_group
 
 SERVE_PAIR = Path(__file__).resolve().parents[3] / "samples/serve/serve_pair.py"
 READY = "ready: "  # then the URL, on a line of its standard error
-START = 180.0  # seconds to get ready
-END = 60.0  # seconds to answer what it has taken, and to end what it started
-SHOWN = 300  # characters of what it said last
+START = 180.0  # seconds to become ready
+END = 60.0  # seconds to finish accepted requests and stop its processes
+SHOWN = 300  # characters shown of its last message
 
 
 class StartedServer:
-    """A server that gets ready while others do, too."""
+    """A server process that starts in the background, so that several can start at once."""
 
     def __init__(self, arguments: Sequence[object]):
-        """`arguments` of serve_pair.py, but for the ports: free ones are taken."""
+        """`arguments` of serve_pair.py without ports; free ones are chosen."""
         ports = ["--port", str(free_port()), "--metrics-port", str(free_port())]
         self.process = subprocess.Popen(
             [sys.executable, str(SERVE_PAIR), *map(str, arguments), *ports],
@@ -39,7 +39,7 @@ class StartedServer:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            **own_group(),  # Ctrl-C is for this program alone
+            **own_group(),  # Ctrl-C must reach only this program
         )
         self._url = ""
         self._said = collections.deque(maxlen=20)
@@ -47,12 +47,12 @@ class StartedServer:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def url(self) -> str:
-        """Where it answers, once it does. Raises RuntimeError, with what it said last, where it does not."""
+        """The server's URL, once ready. Raises RuntimeError with its last message if it does not become ready."""
         self._ready.wait(START)
         if not self._url:
             self.end()
-            said = self._said[-1][:SHOWN].removeprefix("error: ") if self._said else "it said nothing"
-            raise RuntimeError(f"the server did not get ready: {said}")
+            said = self._said[-1][:SHOWN].removeprefix("error: ") if self._said else "no output"
+            raise RuntimeError(f"the server did not become ready: {said}")
         return self._url
 
     def end(self) -> None:
@@ -75,8 +75,8 @@ class StartedServer:
 
 
 def free_port() -> int:
-    """A port that nobody has. Ports that systems give to connections by themselves are left out: Ray opens hundreds of
-    connections before the server listens, and one could get it."""
+    """A free port outside the ephemeral range: Ray opens hundreds of connections before the server listens, and one of
+    them could take it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as found:

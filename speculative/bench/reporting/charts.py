@@ -1,4 +1,4 @@
-"""The charts of the report's page: speedup, acceptance, the time of an iteration, the candidates of a tuning."""
+"""Charts of the HTML report: speedup, acceptance, time per iteration, tuning candidates."""
 
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import (
@@ -15,14 +15,14 @@ from speculative.bench.reporting.svg import (
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
 
-OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the way to decode
-FIGURES = ("throughput", "speedup", "speedup_range")  # of a recommendation, beside its settings
+OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
+FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendation, besides its settings
 
 # ---- speedup against draft length -----------------------------------------------------------------------------------
 
 
 def speedup(result: dict) -> Markup | str:
-    """One panel for each temperature: measured with the range of the rounds, predicted dashed."""
+    """One panel per temperature: measured with the range over the rounds, predicted dashed."""
     points = speedup_points(result)
     if not points:
         return ""
@@ -36,7 +36,7 @@ def speedup(result: dict) -> Markup | str:
     for t in dict.fromkeys(p["temperature"] for p in points):
         of_t = [[p for p in group if p.get("temperature", 0) == t] for group in (points, others)]
         panels.append(speedup_panel(t, *of_t, engines, x, y))
-    notes = "Over the main model alone, in the same rounds; bars are the range of the rounds."
+    notes = "Relative to the main model alone in the same rounds; bars show the range over the rounds."
     if any(finite(p.get("predicted")) for p in points):
         notes += " Predicted: tau / (v(K) + K c), from measured acceptance and costs"
         notes += (
@@ -49,9 +49,9 @@ def speedup(result: dict) -> Markup | str:
 
 
 def speedup_points(result: dict) -> list[dict]:
-    """Of the sweep, or else of the rows with a fixed draft length; the best of each temperature is marked.
+    """The points of the sweep, or of the rows with a fixed draft length; the best per temperature is marked.
 
-    Empty where the rows differ in more than the draft length.
+    Empty if the rows differ in more than the draft length.
     """
     if result.get("sweep"):
         return [point for point in result["sweep"] if finite(point.get("speedup"))]
@@ -76,7 +76,7 @@ def speedup_panel(t: float, points: list[dict], others: list[dict], engines: lis
     entries = []
     for i, engine in enumerate(engines):
         line = sorted((p for p in points if p["engine"] == engine), key=lambda p: p["k"])
-        aside = 0.14 * (i - (len(engines) - 1) / 2)  # so that the ranges of two engines stand side by side
+        aside = 0.14 * (i - (len(engines) - 1) / 2)  # keeps the ranges of two engines apart
         predicted = [(p["k"] + aside, p["predicted"]) for p in line if finite(p.get("predicted"))]
         if line:
             plot.line([(p["k"] + aside, p["speedup"]) for p in line], colour(i))
@@ -103,7 +103,7 @@ def speedup_panel(t: float, points: list[dict], others: list[dict], engines: lis
 
 
 def acceptance(result: dict) -> Markup | str:
-    """The longest fixed draft of each engine and temperature, and every way with another rule."""
+    """Per engine and temperature: the longest fixed draft length, and every other policy."""
     longest: dict[tuple, dict] = {}
     for row in result.get("rows", []):
         rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
@@ -116,7 +116,7 @@ def acceptance(result: dict) -> Markup | str:
     most = max(len(row["position_acceptance"]) for row in rows)
     said = "; ".join(f"{way(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows)
     x, y = whole_axis("position in the draft (token)", [1, most]), axis("accepted (share of iterations)", 0, 1)
-    plot = Plot("Acceptance per position", said, x, y)
+    plot = Plot("Per-position acceptance", said, x, y)
     entries = []
     for i, row in enumerate(rows):
         points = list(enumerate(row["position_acceptance"], start=1))
@@ -124,11 +124,11 @@ def acceptance(result: dict) -> Markup | str:
         for position, share in points:
             plot.marker(position, share, shape(i), colour(i), f"{way(row)}, position {position}: {share:.2f}")
         entries.append((way(row), swatch(colour(i), shape(i))))
-    words = "Of the iterations that proposed an i-th draft token, the share that accepted it (and so all before it)."
-    return section("acceptance", "Acceptance per position", how(words), tag("figure", plot.svg(), legend(entries)))
+    words = "Share of the iterations with an i-th draft token in which it, and so all before it, was accepted."
+    return section("acceptance", "Per-position acceptance", how(words), tag("figure", plot.svg(), legend(entries)))
 
 
-# ---- the time of an iteration ---------------------------------------------------------------------------------------
+# ---- time per iteration ---------------------------------------------------------------------------------------------
 
 
 def iteration(result: dict) -> Markup | str:
@@ -138,37 +138,37 @@ def iteration(result: dict) -> Markup | str:
     parts = ("draft", "verify", "overhead")
     bars = [(row["name"], [row[f"{part}_ms"] for part in parts]) for row in rows]
     said = "; ".join(f"{name}: {sum(values):.1f} ms" for name, values in bars)
-    chart = stacked_bars("Time of one iteration", said, "time of one iteration (ms)", bars, parts)
-    marks = ["draft: its inferences", "verify: one inference of the main model", "overhead: the rest"]
+    chart = stacked_bars("Time per iteration", said, "time per iteration (ms)", bars, parts)
+    marks = ["draft: its forward passes", "verify: one forward pass of the main model", "overhead: the rest"]
     entries = [(words, part_swatch(i)) for i, words in enumerate(marks, start=1)]
-    words = "Means. An iteration drafts up to K tokens, has the main model verify them, and yields 1 to K + 1 tokens."
-    return section("iteration", "Time of one iteration", how(words), tag("figure", chart, legend(entries)))
+    words = "Means. An iteration drafts up to K tokens, verifies them with the main model and yields 1 to K + 1 tokens."
+    return section("iteration", "Time per iteration", how(words), tag("figure", chart, legend(entries)))
 
 
 # ---- tune's candidates ----------------------------------------------------------------------------------------------
 
 
 def candidates(result: dict) -> Markup | str:
-    """Speed against agreement; who was never compared with the exact text stands in the table only."""
+    """Speed against agreement; candidates never compared with the f32 text are in the table only."""
     found = list(enumerate(result.get("candidates", []), start=1))
     if not found:
         return ""
     shown = [(i, one) for i, one in found if finite(one.get("throughput")) and finite(one.get("agreement"))]
-    content = [how("Up is faster, right is truer to the exact greedy text of the main model (f32).")]
+    content = [how("Higher is faster; further right agrees more with the main model's greedy text in f32.")]
     if shown:
         content.append(candidates_figure(shown, chosen(result)))
     if len(shown) < len(found):
         content.append(
-            how(f"{len(found) - len(shown)} of {len(found)} were not measured in both: see the table below.")
+            how(f"{len(found) - len(shown)} of {len(found)} lack one of the two measurements: see the table below.")
         )
-    return section("candidates", "Speed against truth to the text", *content)
+    return section("candidates", "Speed against agreement", *content)
 
 
 def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -> Markup:
     agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
     top = max((one for _, one in shown), key=lambda one: one["throughput"])
     said = (
-        f"{len(shown)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees in "
+        f"{len(shown)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees on "
         f"{top['agreement']:.1%} of the tokens."
     )
     x = percent_axis("agreement with f32 greedy (% of tokens)", min(agreement), max(agreement))
@@ -179,7 +179,7 @@ def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -
         said = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
         plot.marker(one["agreement"], one["throughput"], mark, style, said)
     entries = [("measured to the end", swatch("c1", "circle", line=False))]
-    entries.append(("dropped, or measured briefly only", swatch("c1 open", "circle", line=False)))
+    entries.append(("dropped, or only measured briefly", swatch("c1 open", "circle", line=False)))
     for i, one in shown:
         if one is recommended:
             plot.note(one["agreement"], one["throughput"], str(i))

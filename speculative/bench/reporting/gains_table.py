@@ -1,4 +1,4 @@
-"""What a draft gains, as the table of the two pairs that README and docs show: from the figures that are kept."""
+"""Markdown tables of the speedups of both pairs in README and docs, from the recorded results."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ Cell = Callable[[dict], str]
 
 
 def gains(kept: dict[str, dict]) -> str:
-    """Markdown. A cell is empty where its figure was not measured."""
+    """The Markdown table of both pairs. A cell is empty if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
         cells = [cell(kept[figure]["result"]) if figure in kept else "" for figure in map(figures.format, PAIRS)]
@@ -23,7 +23,7 @@ def gains(kept: dict[str, dict]) -> str:
 
 
 def summary(kept: dict[str, dict]) -> str:
-    """Markdown of the README's table: five results of the benchmark pair, each one number and its range."""
+    """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
     facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
     if not facts:
         return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
@@ -32,7 +32,7 @@ def summary(kept: dict[str, dict]) -> str:
         lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else ''} |")
     machine = facts["machine"]
     last = (
-        f"Over the main model alone, decode only, medians and ranges; {machine['cores']} cores of "
+        f"Speedup over the main model alone, decode only, median and range; {machine['cores']} cores of "
         f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
@@ -52,7 +52,7 @@ def best_fixed(engine: str, sampled: bool) -> Cell:
 
 
 def named(engine: str, sampled: bool, begin: str) -> Cell:
-    """Of the way whose draft length begins so."""
+    """The cell of the method whose draft length starts with `begin`."""
 
     def cell(result: dict) -> str:
         rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
@@ -67,7 +67,7 @@ def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
 
 
 def same_texts(result: dict) -> str:
-    """Ours over GenAI's with the interval over prompts, wherever both gave the same texts."""
+    """Our engine over GenAI's with the interval over prompts, where both gave the same texts."""
     found = [fact for fact in result["comparisons"] if fact.get("where")]
     return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
 
@@ -104,14 +104,14 @@ def span(bounds: list[float]) -> str:
 ROWS: list[tuple[str, str, Cell]] = [
     ("greedy, GenAI's pipeline, best K", "{}", best_fixed("GenAI", sampled=False)),
     ("greedy, our engine, best K", "{}", best_fixed("ours", sampled=False)),
-    ("greedy, our engine, chooses K itself", "{}", named("ours", False, "adaptive")),
-    ("our engine / GenAI, tokens a second over the same texts (95 % over prompts)", "{}", same_texts),
+    ("greedy, our engine, adaptive K", "{}", named("ours", False, "adaptive")),
+    ("our engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)", "{}", same_texts),
     ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed("ours", True)),
-    ("sampled, our engine, chooses K itself", "{}", named("ours", True, "adaptive")),
-    ("a server's tokens with / without draft, by clients", "server-{}", under_load),
-    ("texts at once, greedy: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
+    ("sampled, our engine, adaptive K", "{}", named("ours", True, "adaptive")),
+    ("server throughput with / without draft, by number of clients", "server-{}", under_load),
+    ("batched greedy texts: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
     (
-        "texts at once, greedy: our engine with draft / the best of GenAI",
+        "batched greedy texts: our engine with draft / best of GenAI",
         "batch-{}",
         at_once("ours, draft /", "best of"),
     ),
@@ -120,7 +120,7 @@ ROWS: list[tuple[str, str, Cell]] = [
 SUMMARY: list[tuple[str, str, Cell]] = [
     ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed("GenAI", sampled=False)),
     ("greedy, this project's engine, best K", "benchmark-pair", best_fixed("ours", sampled=False)),
-    ("greedy, this project's engine, which chooses K itself", "benchmark-pair", named("ours", False, "adaptive")),
+    ("greedy, this project's engine, adaptive K", "benchmark-pair", named("ours", False, "adaptive")),
     ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named("ours", True, "adaptive")),
     ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
 ]

@@ -1,21 +1,21 @@
-"""HTML and SVG from Python values, escaped by construction: what `tag` did not make is text."""
+"""HTML and SVG builder, escaped by construction: anything not made by `tag` is treated as text."""
 
 from html import escape
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """A string that is already markup."""
 
 
 def text(value: object) -> Markup:
-    """`value` as markup; lone surrogates, which a cut token may hold, become question marks."""
+    """`value` as markup; lone surrogates, which a partial token may contain, become question marks."""
     if isinstance(value, Markup):
         return value
     return Markup(escape(str(value)).encode("utf-8", "replace").decode())
 
 
 def tag(name: str, *content: object, **attributes: object) -> Markup:
-    """An element. `class_` is written class, `stroke_width` stroke-width; None leaves an attribute out."""
+    """An element. `class_` becomes class and `stroke_width` stroke-width; an attribute that is None is omitted."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()

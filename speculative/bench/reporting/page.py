@@ -1,4 +1,4 @@
-"""A result drawn: the page for a browser, the table for spreadsheets, the plot."""
+"""Report output for a result: HTML page, CSV table and PNG plot."""
 
 import csv
 import io
@@ -14,22 +14,22 @@ from speculative.cli.whole_file import write_whole
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
-    "benchmark": "What the draft gains",
-    "sweep_draft_length": "Speedup against draft length",
+    "benchmark": "Speedup with a draft",
+    "sweep_draft_length": "Speedup by draft length",
     "device_swap": "Devices for main model and draft",
-    "tune": "The best settings",
-    "benchmark_serving": "What a draft gains under load",
-    "benchmark_batching": "Several texts at once",
+    "tune": "Recommended settings",
+    "benchmark_serving": "Speedup with a draft under load",
+    "benchmark_batching": "Batched generation",
 }
-INDENT = "    "  # of a sentence that is a line of a program
-ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded, nothing is run
+INDENT = "    "  # marks a sentence as a line of code
+ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # no external resources, no scripts
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
 def html_text(result: dict) -> str:
-    """The page: words first, then pictures, tables, the environment; each where `result` has what it shows."""
+    """The HTML page: summary, charts, tables, environment; a part is left out if `result` has no data for it."""
     title = TITLES.get(result["program"], result["program"])
     charts = [chart for chart in (f(result) for f in (speedup, acceptance, iteration, candidates)) if chart]
     charts += load_charts(result)
@@ -46,7 +46,7 @@ def html_text(result: dict) -> str:
 
 
 def commands_apart(sentences: list[str]):
-    """The sentences; a command at the end of one stands on an indented line of its own."""
+    """Yield the sentences, with a command at the end of one moved to its own indented line."""
     for sentence in sentences:
         words, found, command = sentence.partition(": python ")
         yield words + ":" if found else sentence
@@ -55,7 +55,7 @@ def commands_apart(sentences: list[str]):
 
 
 def summary(result: dict, title: str) -> Markup:
-    """The sentences, the first one large; those that are indented are lines of a program."""
+    """The summary sentences, the first one large; indented ones are code."""
     facts = result.get("environment", {})
     about = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
     first, *others = result["summary"] or ["Nothing was measured."]
@@ -72,7 +72,7 @@ def summary(result: dict, title: str) -> Markup:
 
 
 def csv_text(result: dict) -> str:
-    """The main table of a result: draft lengths, candidates, or else the ways, or the cells of devices."""
+    """The main table of a result: draft lengths, candidates, methods, or device cells."""
     rows = result.get("sweep") or result.get("candidates") or result.get("rows")
     rows = rows or result.get("matrix", {}).get("cells", [])
     flat = [dict(flatten(row)) for row in rows]
@@ -84,14 +84,14 @@ def csv_text(result: dict) -> str:
 
 
 def flatten(row: dict, before: str = ""):
-    """(column, value): what is nested becomes settings.K; lists are joined by spaces."""
+    """Yield (column, value): nested keys become settings.K; lists are joined by spaces."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{before}{key}.")
         elif isinstance(value, list):
             yield before + key, " ".join(map(str, value))
         elif isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
-            yield before + key, "'" + value  # a spreadsheet would compute it
+            yield before + key, "'" + value  # a spreadsheet would evaluate it
         else:
             yield before + key, value
 

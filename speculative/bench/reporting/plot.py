@@ -1,19 +1,19 @@
-"""Speedup against draft length as a PNG, by matplotlib: `python scripts/report.py result.json speedup.png`."""
+"""PNG plot of speedup against draft length, with matplotlib: `python scripts/report.py result.json speedup.png`."""
 
 import io
 
-SIZE, DOTS = (7.2, 3.9), 160  # inches, dots an inch
-COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito's
+SIZE, DOTS = (7.2, 3.9), 160  # inches, dots per inch
+COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito
 
 
 def png(points: list[dict]) -> bytes:
-    """One panel for each temperature; measured with the range of the rounds, predicted dashed, the best K as a star.
+    """One panel per temperature: measured with the range over the rounds, predicted dashed, the best K as a star.
 
-    Raises ValueError where there are no points.
+    Raises ValueError if there are no points.
     """
     if not points:
         raise ValueError(
-            "the result has no speedup at a draft length; give one of sweep_draft_length.py or benchmark.py"
+            "the result has no speedup by draft length; give a result of sweep_draft_length.py or benchmark.py"
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def png(points: list[dict]) -> bytes:
 
 
 def draw_engine(panel, engine: str, line: list[dict], i: int, aside: float) -> None:
-    """`aside` sets the ranges of two engines side by side."""
+    """Draw one engine's line; `aside` is an x offset that keeps the ranges of two engines apart."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
     k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]
     ranges = [p.get("speedup_range") or [p["speedup"]] * 2 for p in line]

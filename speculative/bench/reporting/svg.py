@@ -1,7 +1,7 @@
-"""Charts as inline SVG for the report's page: lines and points over two axes, stacked bars.
+"""Inline SVG charts for the HTML report: line and point plots, stacked bars.
 
-Drawn 360 units wide, so that a phone shows them at their own size. Colours are CSS classes c1 to c6, which the page's
-style sheet defines for light and dark; series differ in marker or dash too, bars in pattern.
+Charts are 360 units wide, so that a phone shows them at full size. Colours are CSS classes c1 to c6, which the page's
+style sheet defines for light and dark mode; series also differ in marker or dash, bars in pattern.
 """
 
 import math
@@ -35,7 +35,7 @@ def shape(i: int) -> str:
 
 
 class Axis(NamedTuple):
-    title: str  # with its unit
+    title: str  # including the unit
     low: float
     high: float
     ticks: list[float]
@@ -43,7 +43,7 @@ class Axis(NamedTuple):
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` or just below to `high` or just above, `most` steps at most."""
+    """Round numbers that enclose `low` to `high`, with at most `most` steps."""
     span = (high - low) or abs(high) or 1.0
     unit = 10 ** math.floor(math.log10(span / most))
     for step in (unit, 2 * unit, 5 * unit, 10 * unit, 20 * unit):
@@ -54,7 +54,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def axis(title: str, low: float, high: float, form: str = "{:g}") -> Axis:
-    """An axis over round numbers that hold `low` to `high`."""
+    """An axis over round numbers that enclose `low` to `high`."""
     values = ticks(low, high)
     return Axis(title, values[0], values[-1], values, [form.format(value) for value in values])
 
@@ -73,7 +73,7 @@ def number(value: float) -> str:
 
 
 class Plot:
-    """Lines and points over two axes; what is added later lies above."""
+    """Lines and points over two axes; later additions are drawn on top."""
 
     def __init__(self, title: str, description: str, x: Axis, y: Axis, height: int = 236):
         self.title, self.description, self.x, self.y, self.height = title, description, x, y, height
@@ -90,7 +90,7 @@ class Plot:
         self.parts.append(tag("polyline", points=path, class_=f"line {style}"))
 
     def level(self, y: float, style: str) -> None:
-        """A line across."""
+        """A horizontal line."""
         at = number(self.at_y(y))
         self.parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_=f"line {style}"))
 
@@ -100,12 +100,12 @@ class Plot:
         self.parts.append(tag("path", d=path, class_=f"spread {style}"))
 
     def marker(self, x: float, y: float, shape: str, style: str, label: str) -> None:
-        """`label` is what is said when it is pointed at."""
+        """`label` is shown on hover."""
         place = f"translate({number(self.at_x(x))} {number(self.at_y(y))})"
         self.parts.append(tag("path", tag("title", label), d=MARKERS[shape], transform=place, class_=f"marker {style}"))
 
     def note(self, x: float, y: float, words: str) -> None:
-        """Words above a point, within the picture."""
+        """Text above a point, kept within the chart."""
         at = self.at_x(x)
         anchor = "end" if at > WIDTH - 30 else "middle"
         place = {"x": number(at), "y": number(self.at_y(y) - 9), "text_anchor": anchor}
@@ -140,7 +140,7 @@ class Plot:
 def stacked_bars(
     title: str, description: str, unit: str, rows: list[tuple[str, list[float]]], parts: Sequence[str]
 ) -> Markup:
-    """One bar for each (name, values of the parts), its name above it and its total beside it."""
+    """One bar per (name, values of the parts), with its name above and its total to the right."""
     scale = axis(unit, 0, max([sum(values) for _, values in rows] + [1e-9]))
     left, right, step = 4, WIDTH - 52, 30
     bottom = TOP + step * len(rows) + 2
@@ -167,7 +167,7 @@ def shortened(name: str) -> str:
 
 
 def picture(title: str, description: str, height: float, content: list[Markup]) -> Markup:
-    """The SVG element, which says what it shows to who cannot see it."""
+    """The SVG element with an accessible title and description."""
     return tag(
         "svg", tag("title", title), tag("desc", description), join(content),
         viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=f"{title}. {description}",
@@ -175,7 +175,7 @@ def picture(title: str, description: str, height: float, content: list[Markup]) 
 
 
 def legend(entries: list[tuple[str, Markup]]) -> Markup:
-    """A list of what marks what: (words, swatch)."""
+    """A legend of (words, swatch) entries."""
     return tag("ul", join(tag("li", swatch, words) for words, swatch in entries), class_="legend")
 
 

@@ -1,4 +1,4 @@
-"""The tables of the report's page: figures, facts, the heat maps of devices and categories, a text token by token."""
+"""Tables of the HTML report: results, environment, heat maps of devices and categories, token-by-token text."""
 
 import math
 
@@ -7,10 +7,10 @@ from speculative.sequence import metrics
 
 LINE_BREAK, NOTHING = "\u21b5", "\u2205"  # shown for a line break in a token, and for a token without text
 
-# Columns: key -> (heading, how a value is written). Only those that a result has are shown.
+# Columns: key -> (heading, format). Only those present in a result are shown.
 SHARE, TIMES, RATE, PLAIN = "{:.2f}", "{:.2f}x", "{:.1f}", "{}"
 COLUMNS = {
-    "name": ("way", PLAIN),
+    "name": ("method", PLAIN),
     "temperature": ("temperature", "{:g}"),
     "k": ("K", PLAIN),
     "engine": ("engine", PLAIN),
@@ -20,13 +20,13 @@ COLUMNS = {
     "spread": ("range", SHARE),
     "repetition": ("repetition", SHARE),
     "predicted": ("predicted", TIMES),
-    "forward_speedup": ("speedup in main inferences", TIMES),
+    "forward_speedup": ("tokens per forward pass", TIMES),
     "acceptance_rate": ("acceptance rate", SHARE),
     "block_efficiency": ("block efficiency", SHARE),
     "ttft": ("TTFT (ms)", RATE),
-    "ttft_range": ("5 to 95 %", RATE),
+    "ttft_range": ("5-95 %", RATE),
     "tpot": ("TPOT (ms)", RATE),
-    "tpot_range": ("5 to 95 %", RATE),
+    "tpot_range": ("5-95 %", RATE),
     "mean_draft_length": ("mean draft length", SHARE),
     "draft_ms": ("draft (ms)", SHARE),
     "verify_ms": ("verify (ms)", SHARE),
@@ -38,7 +38,7 @@ COLUMNS = {
     "dropped_in_round": ("dropped", PLAIN),
     "failed": ("failed", PLAIN),
     "first_seconds": ("load (s)", RATE),
-    "second_seconds": ("load with a cache (s)", RATE),
+    "second_seconds": ("load with model cache (s)", RATE),
     "peak_bytes": ("peak memory (MB)", "{:.0f}"),
     "what": ("compared", PLAIN),
     "requests": ("requests", PLAIN),
@@ -49,19 +49,19 @@ COLUMNS = {
     "cache_bytes": ("caches (MB)", "{:.0f}"),
     "ratio": ("ratio", SHARE),
     "range": ("range", SHARE),
-    "interval": ("95 % over prompts", SHARE),
+    "interval": ("95 % interval over prompts", SHARE),
     "prompts": ("prompts", PLAIN),
 }
 CAPTIONS = {
-    "Ways to decode": "Medians over the rounds and their range; tokens/s while decoding, the prompt excluded",
-    "Under load": "Medians and their spread; tokens/s of all together, prompts and waiting included",
-    "Draft lengths": "Speedup in time, predicted, and in main inferences; the best draft length in bold",
-    "Loading": "Load time and memory of a process of its own",
+    "Methods": "Medians and ranges over the rounds; tokens/s is decode only, prompt excluded",
+    "Under load": "Medians and ranges; tokens/s of all clients together, prompts and queueing included",
+    "Draft lengths": "Speedup measured, predicted, and in tokens per forward pass; the best draft length in bold",
+    "Loading": "Load time and peak memory in a separate process",
 }
 UNITS = dict.fromkeys(("ttft", "ttft_range", "tpot", "tpot_range"), 1e3) | {
     "peak_bytes": 1e-6,
     "cache_bytes": 1e-6,
-}  # of the columns over those of the result
+}  # factor from the result's unit to the column's
 
 
 def finite(value: object) -> bool:
@@ -74,28 +74,28 @@ def section(name: str, title: str, *content: object, kind: str = "card") -> Mark
 
 
 def how(words: str) -> Markup:
-    """How to read what follows."""
+    """A paragraph on how to read the section."""
     return tag("p", words, class_="how")
 
 
 def scroll(table: Markup, label: str) -> Markup:
-    """What is wider than a phone is moved sideways by itself; the page is not."""
+    """A container that scrolls sideways on narrow screens, so that the page does not."""
     return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
-# ---- figures --------------------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def tables(result: dict) -> Markup | str:
     named = {
         "Draft lengths": result.get("sweep", []),
-        "Ways to decode": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
+        "Methods": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
         "Under load": [row for row in result.get("rows", []) if "clients" in row],
         "Candidates": [
             {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
         ],
         "Comparisons": result.get("comparisons", []),
-        "Time of one iteration": result.get("iteration", []),
+        "Time per iteration": result.get("iteration", []),
         "Loading": result.get("starts", []),
     }
     named = {name: rows for name, rows in named.items() if rows}
@@ -121,9 +121,9 @@ def candidate_name(number: int, candidate: dict) -> str:
 
 
 def data_table(caption: str, rows: list[dict]) -> Markup:
-    """The columns that are known and that a row fills."""
+    """A table of the known columns for which any row has a value."""
     used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    told = {"engine", "temperature", "k"} if "name" in used else set()  # by the name
+    told = {"engine", "temperature", "k"} if "name" in used else set()  # contained in the name
     used = [key for key in used if key not in told]
     head = tag("tr", *(tag("th", COLUMNS[key][0], scope="col", class_=alignment(rows, key)) for key in used))
     body = []
@@ -136,7 +136,7 @@ def data_table(caption: str, rows: list[dict]) -> Markup:
 
 
 def unbroken(name: str) -> str:
-    """No new line within "K = 4"."""
+    """Prevent a line break within "K = 4"."""
     return name.replace(" = ", "\u00a0=\u00a0")
 
 
@@ -153,12 +153,12 @@ def cell_text(key: str, value: object) -> str:
 
 
 def terms(keys: set[str]) -> Markup:
-    """What the columns mean, as the module that computes them defines it."""
+    """The meaning of the columns, from the docstrings of the functions that compute them."""
     known = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
     said = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
     said.append(("speedup", "Throughput over that of the same main model alone, runs interleaved."))
     listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in said))
-    return tag("details", tag("summary", "What the columns mean"), listed)
+    return tag("details", tag("summary", "Column definitions"), listed)
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------------
@@ -170,16 +170,16 @@ def environment(result: dict) -> Markup | str:
         return ""
     if finite(facts.get("other_load")):
         facts = {**facts, "other_load": f"{facts['other_load']:.0%} of the processor time"}
-    return section("environment", "Environment", facts_table("Where and how this was measured", facts))
+    return section("environment", "Environment", facts_table("Measurement environment", facts))
 
 
 def recommendation(result: dict) -> Markup | str:
-    """Tune's, but for the sentences, which are the summary."""
+    """The recommendation of tune.py without its sentences, which are in the summary."""
     found = result.get("recommendation")
     if not found:
         return ""
     facts = {key: value for key, value in found.items() if key not in ("sentences", "reason")}
-    return section("recommendation", "Recommendation", facts_table("As in recommended.json", facts))
+    return section("recommendation", "Recommendation", facts_table("Content of recommended.json", facts))
 
 
 def facts_table(caption: str, facts: dict) -> Markup:
@@ -193,14 +193,14 @@ def words(key: str) -> str:
 
 
 def fact(value: object) -> object:
-    """A dict of dicts one by one, the rest in words."""
+    """A dict of dicts as one paragraph per entry, anything else as plain text."""
     if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
         return join(tag("p", f"{key}: {plain(part)}") for key, part in value.items())
     return plain(value)
 
 
 def plain(value: object) -> str:
-    """A value in words."""
+    """A value as plain text."""
     if isinstance(value, dict):
         parts = (f"({plain(part)})" if isinstance(part, dict) and part else plain(part) for part in value.values())
         return ", ".join(f"{key} = {part}" for key, part in zip(value, parts, strict=True)) or "none"
@@ -222,7 +222,7 @@ def heat_table(caption: str, corner: str, columns: list[str], rows: list[tuple[s
 
 
 def heat(value: float, highest: float) -> str:
-    """The style of a cell: full colour for the highest value."""
+    """The style of a cell; the highest value has the strongest colour."""
     return f"--share: {0.85 * value / highest if highest > 0 else 0:.2f}"
 
 
@@ -242,8 +242,8 @@ def devices(result: dict) -> Markup | str:
         rows.append((main, [device_cell(cell, highest, cell is best, reasons) for cell in of_main]))
     columns = ["no draft" if draft == "none" else f"draft on {draft}" for draft in matrix["draft_devices"]]
     words = (
-        "Tokens per second: the stronger the colour the faster, the fastest is framed. Below: the speedup over the "
-        "same main device without a draft. Numbers in brackets lead to the reasons under the table."
+        "Tokens per second; stronger colour is faster, the fastest is framed. Below it: speedup over the same main "
+        "device without a draft. Numbers in brackets refer to the reasons under the table."
     )
     listed = tag("ol", *(tag("li", reason) for reason in reasons), class_="reasons") if reasons else ""
     caption = "Throughput (tokens/s) by device of main model and draft"
@@ -251,7 +251,7 @@ def devices(result: dict) -> Markup | str:
 
 
 def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> Markup:
-    """What a cell came to; its reason is a number of the list under the table."""
+    """One cell; its reason is given as a number in the list under the table."""
     status = cell.get("status", "not measured")
     mark = f" [{reasons.index(cell['reason']) + 1}]" if cell.get("reason") else ""
     if not finite(cell.get("throughput")):
@@ -261,7 +261,7 @@ def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> M
         lines.append(f"{cell['speedup']:.2f}x" + (", slower than alone" if cell["speedup"] < 0.995 else ""))
     if cell.get("same_text") is False:
         first = cell.get("first_difference")
-        lines.append("\u2260 other text" + (f" from token {first} on" if first is not None else ""))
+        lines.append("\u2260 text differs" + (f" from token {first}" if first is not None else ""))
     if status != "ok":
         lines.append(status + mark)
     lines = [tag("small", line) for line in lines]
@@ -281,9 +281,9 @@ def categories(result: dict) -> Markup | str:
         for name in dict.fromkeys(row["name"] for row in found)
     ]
     columns = [f"{name or 'no category'} ({n or 'no'} prompt{'' if n == 1 else 's'})" for name, n in prompts.items()]
-    words = "Speedup over the main model alone: the stronger the colour the faster. Below: the acceptance rate."
-    table = heat_table("Speedup by way and category of prompt", "way", columns, rows)
-    return section("categories", "By category of prompt", how(words), table)
+    words = "Speedup over the main model alone; stronger colour is faster. Below it: acceptance rate."
+    table = heat_table("Speedup by method and prompt category", "method", columns, rows)
+    return section("categories", "By prompt category", how(words), table)
 
 
 def category_cell(row: dict | None, highest: float) -> Markup:
@@ -304,8 +304,8 @@ def tokens(result: dict) -> Markup | str:
     steps = view["steps"]
     accepted, rejected = (sum(len(step[kind]) for step in steps) for kind in ("accepted", "rejected"))
     words = (
-        f"One text, in {len(steps)} iterations: {accepted} draft tokens accepted, {rejected} rejected, and the main "
-        "model's own token at the end of each."
+        f"One text in {len(steps)} iterations: {accepted} draft tokens accepted, {rejected} rejected, and one token of "
+        "the main model at the end of each."
     )
     text = [tag("span", view.get("prompt", ""), class_="prompt")]
     for i, step in enumerate(steps, start=1):
@@ -323,5 +323,5 @@ def tokens(result: dict) -> Markup | str:
 
 
 def shown(piece: str, line_break: str) -> str:
-    """A token's text, what cannot be seen made visible."""
+    """A token's text with invisible characters made visible."""
     return piece.replace("\n", LINE_BREAK + line_break) or NOTHING

@@ -1,4 +1,4 @@
-"""Where tune.py has its models: on this machine or one of a cluster, in a process of their own."""
+"""Client of tune.py's model process, on this machine or on one of a cluster."""
 
 import sys
 
@@ -10,25 +10,25 @@ WORKER = "speculative.bench.tuning.worker"
 
 
 class TuningClient:
-    """The models on a machine, in a process of their own: tuning/worker.py's, whose methods are called by name."""
+    """The models of one machine, in a separate process: calls the methods of tuning/worker.py by name."""
 
     def __init__(self, place: Place):
         self.machine = place.machine
         self._worker = None if place.machine else WorkerProcess([sys.executable, "-m", WORKER])
 
     def call(self, name: str, *arguments) -> object:
-        """Raises what tuning/worker.py raises, Failed when its process crashed, ray_nodes.Lost when the machine is."""
+        """Raises what tuning/worker.py raises, Failed if its process crashed, ray_nodes.Lost if the machine is lost."""
         return self._do("call", name, *arguments)
 
     def ask(self, name: str, *arguments) -> object:
-        """Call what no candidate can be blamed for: once more where the process crashed."""
+        """Make a call that cannot fail because of a candidate; retried once if the process crashed."""
         try:
             return self.call(name, *arguments)
         except Failed:
             return self.call(name, *arguments)
 
     def remember(self, name: str, *arguments) -> None:
-        """Call, and again whenever the process had to be started anew."""
+        """Make a call that is repeated after every restart of the process."""
         self._do("remember", name, *arguments)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Was tune.py's choice the best one? Every setting is decoded, none left out by a prediction or a first guess.
+"""Exhaustive check of tune.py's choice: every setting is decoded, none pruned by a prediction or a first guess.
 
     python scripts/tune.py MAIN DRAFT --minutes 10 --exhaustive 15
 
-All sets of properties that leave the text what it is, with each engine, plain, with ten draft lengths up to 16,
-adaptive and by confidence, in the same process and session as tuning; then, as there, the better half more and more,
-and the last ones in rounds in turns with the choice.
+It covers all property sets within the quality limits with each engine: plain, ten draft lengths up to 16, adaptive and
+by confidence, in the same process and session as tuning. As in tuning, the better half is measured longer, and the
+finalists in rounds interleaved with the choice.
 """
 
 import statistics
@@ -14,11 +14,11 @@ from speculative.bench.tuning.stages import LENGTHS_BY, THRESHOLDS, Clock, Conte
 from speculative.bench.tuning.verdict import figures
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
-LAST = 6  # settings of the last rounds, beside the choice and the main model alone
+LAST = 6  # settings in the final rounds, besides the choice and the main model alone
 
 
 class Exhaustive(Tuning):
-    """Goes on from `tuning`, which is finished and has chosen `choice`; that one is left as it is."""
+    """Continues from `tuning`, which is finished and chose `choice`; `tuning` itself is not modified."""
 
     def __init__(self, tuning: Tuning, choice: Setting, minutes: float):
         self.__dict__.update(tuning.__dict__)
@@ -30,7 +30,7 @@ class Exhaustive(Tuning):
     def run(self) -> None:
         self.halve()
         self.clock.bar.close()
-        self.clock = Clock((1 - LENGTHS_BY) * self.seconds)  # for the last ones, however long all took
+        self.clock = Clock((1 - LENGTHS_BY) * self.seconds)  # for the finalists, however long the sweep took
         self.compare(self.choosing, self.finalists())
 
     def settings(self) -> list[Setting]:
@@ -51,7 +51,7 @@ class Exhaustive(Tuning):
         return list(dict.fromkeys([self.baseline, self.choice, *fastest[:LAST]]))
 
     def result(self) -> dict:
-        """As in the result object: how many were decoded, the fastest of the last ones, the choice's ratio to it."""
+        """For the result object: number of settings decoded, the fastest finalist, the choice's ratio to it."""
         last = {one.setting: one for one in figures(self)}
         over = {setting: one.over(last[self.choice]) for setting, one in last.items()}  # the choice, round by round
         fastest = max(over, key=lambda setting: statistics.median(over[setting]))
@@ -68,11 +68,11 @@ class Exhaustive(Tuning):
 
 def sentence(result: dict | None) -> str:
     if not result:
-        return "The comparison of the choice with all settings did not come to its end."
+        return "The exhaustive check of the choice did not finish."
     if result["fastest"] == result["choice"]:
-        return f"Checked: of {result['decoded']} settings, all decoded, the choice is the fastest."
+        return f"Exhaustive check: the choice is the fastest of all {result['decoded']} settings decoded."
     low, high = result["spread"]
     return (
-        f"Checked: of {result['decoded']} settings, all decoded, the fastest is {result['fastest']}; the choice "
-        f"reaches {result['ratio']:.2f} of it ({low:.2f}-{high:.2f})."
+        f"Exhaustive check: of all {result['decoded']} settings decoded, the fastest is {result['fastest']}; the "
+        f"choice reaches {result['ratio']:.2f} of its speed ({low:.2f}-{high:.2f})."
     )

@@ -1,7 +1,7 @@
-"""What scripts/tune.py can choose: devices, plugin properties, engine, draft, draft length; and the models it loads.
+"""The search space of scripts/tune.py (devices, plugin properties, engine, draft, draft length) and its model cache.
 
-A `PropertySet` is what compiled models and their numerics depend on; a `Setting` adds what costs no loading. `Models`
-loads what a setting needs when it is first used, and drops what is needed no more.
+A `PropertySet` determines the compiled models and their numerics; a `Setting` adds options that need no reloading.
+`Models` loads the models of a setting on first use and drops those no longer needed.
 """
 
 import gc
@@ -21,20 +21,20 @@ from speculative.models.cached_model import CachedModel
 from speculative.pair import devices
 
 Properties = tuple[tuple[str, object], ...]
-"""Sorted, so that equal sets are equal."""
+"""Sorted by name, so that equal sets compare equal."""
 
 EXACT: Properties = (("EXECUTION_MODE_HINT", "ACCURACY"),)  # f32 inference and cache, no quantized activations
-SHARE_OF_MEMORY = 0.6  # of what is free, for models held at the same time
+SHARE_OF_MEMORY = 0.6  # of the free memory, for models loaded at the same time
 DRAFT_THREADS = (1, 4, 8)
-SCHEDULERS: tuple[Properties, ...] = (  # of GenAI's paged backend, beside what LLMPipeline chooses without a config
+SCHEDULERS: tuple[Properties, ...] = (  # of GenAI's paged backend, besides LLMPipeline's choice without a config
     (("enable_prefix_caching", False), ("max_num_batched_tokens", 2**31)),
-    (("cache_size", 1), ("max_num_batched_tokens", 2**31)),  # a cache of 1 GB from the start, where it grows otherwise
+    (("cache_size", 1), ("max_num_batched_tokens", 2**31)),  # allocate a cache of 1 GB at once instead of growing it
 )
 
 
 @dataclass(frozen=True)
 class PropertySet:
-    """The devices of main and draft and what their plugins are told."""
+    """The devices and plugin properties of main and draft."""
 
     device: str
     draft_device: str
@@ -50,7 +50,7 @@ class PropertySet:
         return ", ".join(parts)
 
     def with_properties(self, added: Properties) -> "PropertySet":
-        """The same with `added` for main and draft, or for the main model only where the draft is elsewhere."""
+        """The set with `added` for main and draft, or for main only if the draft is on another kind of device."""
         both = kind(self.device) == kind(self.draft_device)
         return PropertySet(
             self.device,
@@ -60,12 +60,12 @@ class PropertySet:
         )
 
     def with_draft_properties(self, added: Properties) -> "PropertySet":
-        """The same with `added` for the draft only."""
+        """The set with `added` for the draft only."""
         own = merged(self.draft_properties, added)
         return PropertySet(self.device, self.draft_device, self.properties, own)
 
     def added_to(self, other: "PropertySet") -> tuple[Properties, Properties]:
-        """What main and draft have that those of `other` do not."""
+        """The properties of main and of draft that `other` lacks."""
         return (
             tuple(item for item in self.properties if item not in other.properties),
             tuple(item for item in self.draft_properties if item not in other.draft_properties),
@@ -74,7 +74,7 @@ class PropertySet:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to decode. `draft_length`: 0 is plain decoding, from 1 on K, between them a confidence threshold."""
+    """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold."""
 
     models: PropertySet
     engine: str  # "GenAI" or "ours"
@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def how_many(self) -> int:
-        """Properties, of main and draft, and scheduler settings."""
+        """Number of properties of main and draft and of scheduler settings."""
         return len({*self.models.properties, *self.models.draft_properties}) + len(self.scheduler)
 
     @property
@@ -127,9 +127,9 @@ def kind(device: str) -> str:
 
 
 def property_values(device: str, core: ov.Core) -> list[Properties]:
-    """Single properties of `device` that may be better than its default, the most promising first."""
+    """Single properties of `device` that may beat its default, most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
-        return []  # AUTO and HETERO hand them to devices of their choice
+        return []  # AUTO and HETERO pass them to devices of their choice
     cores = devices.usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
@@ -145,15 +145,15 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
         try:
             default = core.get_property(device, name)
         except RuntimeError:
-            continue  # this device knows no such thing
+            continue  # not a property of this device
         default = default.to_string() if isinstance(default, ov.Type) else str(default)
         found += [((name, value),) for value in values if str(value) != default]
     return found
 
 
 def draft_property_values(device: str) -> list[Properties]:
-    """Of a draft only: a small model's steps are short, and the more threads share one, the more they wait for each
-    other."""
+    """Properties for the draft only: a small model's steps are short, and with more threads, synchronization costs
+    more than it saves."""
     cores = devices.usable_cores()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
@@ -163,7 +163,7 @@ def available(core: ov.Core) -> set[str]:
 
 
 class Models:
-    """The models that settings need, loaded when first used. `capacity` is the longest text in tokens."""
+    """The models that settings need, loaded on first use. `capacity` is the longest text in tokens."""
 
     def __init__(self, main: Path, capacity: int):
         self.main = main
@@ -175,7 +175,7 @@ class Models:
         self._room = SHARE_OF_MEMORY * free if free else float("inf")
 
     def cached(self, folder: Path, device: str, properties: Properties) -> CachedModel:
-        """Our engine's."""
+        """A model of our engine."""
         key = (folder, device, properties)
         if key not in self._loaded:
             capacity = None if kind(device) == "NPU" else self.capacity
@@ -187,14 +187,14 @@ class Models:
         return main, draft and self.cached(draft, models.draft_device, models.draft_properties)
 
     def load(self, setting: Setting) -> None:
-        """Raises RuntimeError or ValueError where a device or plugin refuses."""
+        """Raises RuntimeError or ValueError if a device or plugin rejects the setting."""
         if setting.engine == "ours":
             self.pair(setting.models, setting.draft)
         else:
             self._pipeline(setting)
 
     def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | GenerationResult:
-        """Greedy, past any end of text."""
+        """Decode greedily, ignoring EOS."""
         if setting.engine == "GenAI":
             k = setting.draft_length if setting.draft else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
@@ -211,7 +211,7 @@ class Models:
         return Decoder(main, DraftModelProposer(draft, main.width) if draft else None, rule).generate(ids, config)
 
     def groups(self, always: list, settings: list) -> list[list]:
-        """`settings` in as few groups as fit in memory, each with those of `always`. Settings or property sets."""
+        """Split `settings` (settings or property sets) into few groups that fit in memory, each including `always`."""
         groups, group = [], list(always)
         for setting in settings:
             if setting in always:
@@ -223,7 +223,7 @@ class Models:
         return [*groups, group]
 
     def keep(self, settings: list, drafts: list[Path]) -> None:
-        """Drop all models that none of these needs."""
+        """Drop all models that none of `settings` needs."""
         needed = {key for setting in settings for key in self._keys(setting, drafts)}
         for key in set(self._loaded) - needed:
             del self._loaded[key]
@@ -238,7 +238,7 @@ class Models:
         return sum((folder / "openvino_model.bin").stat().st_size for folder in folders)
 
     def _keys(self, setting: Setting | PropertySet, drafts: list[Path]) -> list[tuple]:
-        """What a setting loads; a property set is our engine's main model with `drafts`."""
+        """The models a setting loads; for a property set, our engine's main model with `drafts`."""
         models = setting if isinstance(setting, PropertySet) else setting.models
         if isinstance(setting, Setting):
             if setting.engine == "GenAI":

@@ -1,9 +1,9 @@
-"""What tune.py tries, in stages: drafts, devices and properties, then engine and draft length, then the last ones.
+"""The stages of tune.py: drafts, devices and properties, then engine and draft length, then the finalists.
 
-Every stage measures its candidates in turns with what they are compared with: the default properties, or the main model
-alone with them. On a cluster each machine has a part of the candidates and the baseline beside them, so that a ratio is
-always of one machine; the last ones are measured on all machines, each round on one. The models are in processes of
-their own (tuning/client.py): a crash costs the candidate that was tried.
+Every stage interleaves its candidates with their baseline: the default properties, or the main model alone with them.
+On a cluster each machine measures part of the candidates and the baseline, so that both sides of a ratio come from one
+machine; finalists are measured on all machines, each round on one. The models run in separate processes
+(tuning/client.py): a crash costs only the current candidate.
 """
 
 import argparse
@@ -41,33 +41,33 @@ from speculative.drafting import cost_model
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.sequence import metrics
 
-NOISE = 1.02  # gain below which a property is left at its default
-SAMPLE_K = 5  # of samples/speculative_decoding_lm.py with its defaults
+NOISE = 1.02  # gain below which a property stays at its default
+SAMPLE_K = 5  # default of samples/speculative_decoding_lm.py
 PRECISIONS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "EXECUTION_MODE_HINT")
-THRESHOLDS = (0.3, 0.5, 0.7)  # of the draft's confidence
-FIRST_TOKENS = 24  # of a run in the first round of halving; doubled from round to round
+THRESHOLDS = (0.3, 0.5, 0.7)  # draft confidence
+FIRST_TOKENS = 24  # per run in the first halving round; doubled every round
 MOST_REFERENCES = 8  # texts in f32
-LEAST_SETS = 2  # property sets that have more time: the default one and the most promising
-LEAST_RUN = 2  # prompts of a round of halving, at least
-ROUNDS = 6  # of the last ones, if the budget allows
-# Shares of the budget by whose end each stage is over.
+LEAST_SETS = 2  # property sets that may take more time: the default and the most promising one
+LEAST_RUN = 2  # minimum prompts per halving round
+ROUNDS = 6  # of the finalists, if the budget allows
+# Share of the budget at which each stage ends.
 REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY, CHOSEN_BY = 0.06, 0.15, 0.4, 0.65, 0.82
-LEAST_ROUNDS = 2  # of what is measured afresh, whatever the budget: one round has no range
+LEAST_ROUNDS = 2  # new rounds after the choice, whatever the budget: one round has no range
 
 
-# ---- what is known of a candidate -----------------------------------------------------------------------------------
+# ---- candidates -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Candidate:
-    """A property set (first stage) or a setting (second), and what was measured of it."""
+    """A property set (first stage) or a setting (second), and its measurements."""
 
     setting: PropertySet | Setting
-    speedup: float = 0.0  # first stage: of an iteration; second: of decoding, over the main model alone with defaults
+    speedup: float = 0.0  # first stage: of an iteration; second: of decoding over the main model alone with defaults
     alone: float = 0.0  # first stage: speedup of plain decoding
     throughput: float | None = None
     spread: tuple[float, float] | None = None
-    dropped: str = ""  # in which round, or why
+    dropped: str = ""  # the round, or the reason
 
     @property
     def models(self) -> PropertySet:
@@ -76,8 +76,8 @@ class Candidate:
 
 @dataclass
 class Contest:
-    """Settings that decode in turns, round after round, until a share of the budget is spent, and the prompts they
-    had. `least_rounds` are decoded on each machine whatever the budget."""
+    """Settings decoded in interleaved rounds until a share of the budget is spent, and their prompts. Each machine
+    decodes at least `least_rounds`, whatever the budget."""
 
     by: float
     least_rounds: int = 0
@@ -88,14 +88,14 @@ class Contest:
 
 @dataclass
 class Clock:
-    """The budget, and a progress bar of it with the time left."""
+    """The time budget and its progress bar."""
 
     seconds: float
     begin: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self._one = threading.Lock()  # machines of a cluster tick at once
-        # a bar of time, not of runs: how many runs there are depends on how long they take
+        self._one = threading.Lock()  # machines of a cluster tick concurrently
+        # the bar shows time, not runs: the number of runs depends on their duration
         form = "{desc} |{bar}| {n:.0f} of {total:.0f} s{postfix}"
         self.bar = tqdm(total=self.seconds, bar_format=form, leave=False, dynamic_ncols=True)
 
@@ -115,17 +115,17 @@ class Clock:
 
 
 class Ended(Exception):
-    """It cannot go on; what was measured counts. The message says why."""
+    """Tuning cannot continue; measurements so far count. The message says why."""
 
 
 class Tuning:
-    """One run: what was tried, what came out. Its stages are called in the order they stand in."""
+    """One tuning run: candidates and results. The stages run in the order of their definition."""
 
     def __init__(self, arguments: argparse.Namespace, prompts: list[np.ndarray], places: list[Place]):
         self.arguments = arguments
         self.prompts = prompts
-        self.place = places[0]  # the others are equal
-        self.benches = [TuningClient(place) for place in places]  # those that were not lost
+        self.place = places[0]  # the others are identical
+        self.benches = [TuningClient(place) for place in places]  # lost ones are removed
         self.machines = [place.name for place in places if place.machine]
         self.drafts: list[Path] = arguments.drafts
         self.costs: dict[tuple[PropertySet, Path], Costs] = {}
@@ -140,14 +140,14 @@ class Tuning:
         self.alpha: dict[Path, float] = {}  # per-token acceptance of each draft
         self.property_candidates: dict[PropertySet, Candidate] = {}
         self.candidates: dict[Setting, Candidate] = {}
-        self.choosing = Contest(CHOSEN_BY)  # of the last ones: the choice rests on it
-        self.afresh = Contest(1.0, LEAST_ROUNDS)  # of the choice and what it is compared with: what is reported
+        self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
+        self.afresh = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
-        self.k = 0  # a first guess of the best draft length
-        self.note = ""  # what the budget left no time for
-        self.other_load = 0.0  # on the machines of a cluster
-        self._shaken: set[str] = set()  # what everything is compared with, where it failed once
-        self._one = threading.Lock()  # for what several machines change
+        self.k = 0  # first estimate of the best draft length
+        self.note = ""  # what the budget had no time for
+        self.other_load = 0.0  # background load on the machines of a cluster
+        self._shaken: set[str] = set()  # baselines that failed once
+        self._one = threading.Lock()  # for state that several machines change
 
     def run(self) -> None:
         longest = max(len(ids) for ids in self.prompts) + self.arguments.max_new_tokens
@@ -159,10 +159,10 @@ class Tuning:
         self.compare(self.choosing, self.finalists())
         self.measure_afresh()
 
-    # ---- what is tried, on which machine
+    # ---- distributing work over machines
 
     def share(self, items: list, work: Callable[[list, TuningClient], None]) -> None:
-        """`work` on parts of `items`, one for each machine, all at once. The part of a lost machine goes to another."""
+        """Run `work` on parts of `items`, one per machine, concurrently. A lost machine's part goes to another."""
         if len(self.benches) == 1 and not self.benches[0].machine:
             work(items, self.benches[0])
             return
@@ -170,16 +170,16 @@ class Tuning:
         parts = [items[i * len(items) // n : (i + 1) * len(items) // n] for i in range(n)]
         left = ray_nodes.spread(parts, self.benches, lambda *_: True, work, lambda *_: None)
         if left:
-            raise Ended(f"no machine is left: {left[0][1]}")
+            raise Ended(f"no machine left: {left[0][1]}")
 
     def on_one(self, work: Callable[[TuningClient], object]) -> object:
-        """What `work` returns, on one machine."""
+        """Run `work` on one machine and return its result."""
         found = []
         self.share([None], lambda _, bench: found.append(work(bench)))
         return found[-1]
 
     def remember(self, name: str, *arguments) -> None:
-        """On all machines."""
+        """Make a remembered call on all machines."""
         for bench in list(self.benches):
             try:
                 bench.remember(name, *arguments)
@@ -189,8 +189,8 @@ class Tuning:
             raise Ended("all machines were lost")
 
     def tried(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments) -> object:
-        """What a call for a candidate returns. None: it failed, or crashed the process, and is kept as failed, with the
-        reason; what it is compared with is tried once more, as without that nothing goes on."""
+        """The result of a call for a candidate. None: it failed or crashed the process, and is recorded as failed with
+        the reason. A baseline is retried once, as tuning cannot continue without it."""
         while True:
             try:
                 return bench.call(name, *arguments)
@@ -202,7 +202,7 @@ class Tuning:
                 self.failed[str(setting)] = reason
                 return None
             if str(setting) in self._shaken:
-                raise Ended(f"what all is compared with failed twice ({setting}): {reason}")
+                raise Ended(f"the baseline failed twice ({setting}): {reason}")
             self._shaken.add(str(setting))
 
     def loads(self, bench: TuningClient, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
@@ -211,18 +211,18 @@ class Tuning:
         return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
 
     def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int):
-        """A run, or None where that failed."""
+        """A run, or None if it failed."""
         adaptive = setting.draft_length == "adaptive"
         known = self.costs.get((setting.models, setting.draft)) if adaptive else None
         return self.tried(bench, setting, "decode", setting, ids, tokens, known)
 
     def warm(self, bench: TuningClient, settings: list[Setting]) -> list[Setting]:
-        """Load them, and decode a little: shapes are compiled when they first occur. Those that ran."""
+        """Load the settings and decode a few tokens, as shapes are compiled on first use. Returns those that ran."""
         loaded = [one for one in settings if self.loads(bench, one)]
         return [one for one in loaded if self.decode(bench, one, self.prompts[0], 8)]
 
     def judge(self, bench: TuningClient, models: PropertySet) -> None:
-        """What these properties do to the text: once, as draft and draft length change none of it."""
+        """Judge the output quality of these properties, once: draft and draft length do not affect it."""
         if models not in self.quality and self.references:
             main = (models.device, models.properties)
             known = [self.quality[one] for one in self.quality if (one.device, one.properties) == main]
@@ -258,7 +258,7 @@ class Tuning:
     # ---- stage 1: devices and properties, by the time of one iteration
 
     def try_drafts(self) -> None:
-        """How often each draft is right, and what it costs with default properties: a first guess of K."""
+        """Acceptance and cost of each draft with default properties, for a first estimate of K."""
         self.clock.tick("drafts")
         self.on_one(self.try_drafts_on)
         if not self.drafts:
@@ -291,7 +291,7 @@ class Tuning:
         return True
 
     def predicted(self, models: PropertySet, draft: Path) -> dict[int, float]:
-        """Speedup by K, from the costs of these models and the draft's acceptance."""
+        """Predicted speedup per K, from the costs of these models and the draft's acceptance."""
         measured = self.costs[models, draft]
         verify = measured.verify()
         c = measured.draft / verify[1]
@@ -303,7 +303,7 @@ class Tuning:
 
     def try_properties(self) -> None:
         self.clock.tick("properties")
-        if len(self.sets) > 1:  # devices first, as they are
+        if len(self.sets) > 1:  # devices first, with default properties
             self.time_sets(self.sets, 3)
             ranked = sorted(self.measured_sets(), key=lambda one: -one.speedup)
             kept = {one.models for one in ranked[: max(1, len(ranked) // 2)]} | {self.default}
@@ -320,7 +320,7 @@ class Tuning:
         while True:
             round_ += 1
             self.time_sets(self.sets, repeats)
-            if round_ == 1:  # the best value of each property together
+            if round_ == 1:  # combine the best value of each property
                 together = self.together()
                 if together and self.clock.until(PROPERTIES_BY) > 0:
                     self.sets = [*self.sets, together]
@@ -341,8 +341,8 @@ class Tuning:
         self.fastest_alone = self.best_alone(ranked, NOISE)
 
     def best_alone(self, found: list[Candidate], above: float = 0.0) -> PropertySet:
-        """What fits and makes plain decoding fastest; the default where nothing is faster than `above`. What differs
-        from the default in the draft only does not count: alone, it is the default."""
+        """The set within the quality limits with the fastest plain decoding; the default if none is faster than
+        `above`. Sets that differ from the default only in the draft are ignored: without a draft they are equal."""
         usual = (self.default.device, self.default.properties)
         own = [one for one in found if (one.models.device, one.models.properties) != usual and one.alone > above]
         fitting = [one for one in own if self.fits(one.models)]
@@ -352,8 +352,8 @@ class Tuning:
         return [one for one in self.property_candidates.values() if one.speedup]
 
     def together(self) -> PropertySet | None:
-        """The default with the best value of each property that pays by itself, if these are two or more; what pays for
-        the draft only, for it only. Of the properties that set a precision only one: some exclude each other."""
+        """The default plus the best value of each property that helps by itself, if there are at least two; properties
+        that help only the draft are set for it only. At most one precision property: some exclude each other."""
         best: dict[tuple[bool, str], tuple[float, Properties]] = {}
         for one in self.measured_sets():
             both, draft = one.models.added_to(self.default)
@@ -373,8 +373,8 @@ class Tuning:
         return models
 
     def time_sets(self, sets: list[PropertySet], repeats: int) -> None:
-        """Time K draft steps and one check, and one plain step, of all sets in turns; judge their texts. Each machine
-        has a part of them, and the default set."""
+        """Time K draft steps plus one verification, and one plain step, interleaved over all sets; judge their quality.
+        Each machine measures a part of the sets and the default set."""
         most_time = sets[:LEAST_SETS]
         others = [one for one in sets if one != self.default]
         self.share(others, lambda part, bench: self.time_part(bench, part, most_time, repeats))
@@ -404,8 +404,8 @@ class Tuning:
     def time_iterations(
         self, bench: TuningClient, sets: list[PropertySet], draft: Path, repeats: int
     ) -> dict[PropertySet, tuple[float, float]]:
-        """Seconds of a plain step and of an iteration with K draft tokens, medians of runs in turns; none of what
-        failed."""
+        """Seconds of a plain step and of an iteration with K draft tokens: medians of interleaved runs. Failed sets are
+        left out."""
         rooms = [room for room in (self.tried(bench, one, "room", one, draft) for one in sets) if room]
         width, capacity = min(room[0] for room in rooms), min(room[1] for room in rooms)
         context = max(1, min(cost_model.CONTEXT, capacity - self.k - 1))
@@ -433,8 +433,8 @@ class Tuning:
     # ---- stage 2: engine, draft, draft length, by decoding
 
     def settings(self) -> list[Setting]:
-        """What is tried with the property sets that are left: most with the fastest, little with the others. The first
-        ones are tried whatever the budget, the others as far as it goes."""
+        """The settings to try with the remaining property sets: many with the fastest, few with the others. The first
+        ones are tried whatever the budget, the rest as far as it goes."""
         best_set, draft = self.fastest[0], self.drafts[0]
         best = self.lengths(best_set, draft)[0]
         found = [
@@ -451,7 +451,7 @@ class Tuning:
                 fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
                 found += [Setting(models, engine, draft, k) for k in fixed for engine in ("GenAI", "ours")]
                 found += [Setting(models, "ours", draft, k) for k in ("adaptive", *THRESHOLDS[: 3 * (place == 0)])]
-        longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # where GenAI lets K grow to twice K
+        longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # on an NPU, GenAI may grow K to twice its value
         found = [one for one in found if one.engine == "ours" or one.draft_length <= longest]
         if kind(best_set.device) != "NPU":
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
@@ -463,7 +463,7 @@ class Tuning:
         return found[: max(least, affordable)]
 
     def alone(self) -> list[Setting]:
-        """The main model alone with each engine and scheduler: what these gain is no merit of a draft."""
+        """The main model alone with each engine and scheduler, whose gains must not be credited to the draft."""
         models = self.fastest_alone
         schedulers = SCHEDULERS if kind(models.device) != "NPU" else ()
         return [
@@ -473,7 +473,7 @@ class Tuning:
         ]
 
     def lengths(self, models: PropertySet, draft: Path) -> list[int]:
-        """Fixed lengths worth a look, the likeliest first. Acceptance comes in runs, which favours longer ones."""
+        """Fixed lengths to try, most promising first. Accepted tokens come in runs, which favours longer drafts."""
         if not self.on_one(lambda bench: self.measure_costs(bench, models, draft)):
             return [self.k]
         gains = self.predicted(models, draft)
@@ -495,20 +495,20 @@ class Tuning:
             if len(drafted) <= 6 or self.clock.until(LENGTHS_BY) <= 0:
                 break
             kept = {one.setting for one in drafted[: max(4, len(drafted) // 2)]}
-            for engine in ("GenAI", "ours"):  # the samples have either
+            for engine in ("GenAI", "ours"):  # there are samples for both
                 kept |= {one.setting for one in [one for one in drafted if one.setting.engine == engine][:2]}
             kept |= {one.setting for one in found if not one.setting.draft}
             self.drop(found, kept, f"lengths {round_}")
             best = drafted[0].setting
-            if round_ == 1 and isinstance(best.draft_length, int):  # the neighbours of the best, if they were left out
+            if round_ == 1 and isinstance(best.draft_length, int):  # add the best one's neighbours, if untested
                 around = [dataclasses.replace(best, draft_length=best.draft_length + i) for i in (-1, 1)]
                 kept |= {one for one in around if 1 <= one.draft_length <= LONGEST and one not in self.candidates}
             settings = [one for one in dict.fromkeys([*settings, *kept]) if one in kept]
             tokens *= 2
 
     def decode_round(self, settings: list[Setting], tokens: int, start: int, seconds: float) -> list[Setting]:
-        """Decode with all settings in turns, each prompt once, as many prompts as `seconds` allow. Those that ran. Each
-        machine has a part of them, and the baseline."""
+        """Decode with all settings interleaved, each prompt once, as many prompts as `seconds` allow. Each machine has
+        a part of the settings and the baseline. Returns the settings that ran."""
         ran: list[Setting] = []
         by_models = sorted(settings, key=lambda one: (str(one.models), one.engine, str(one.draft), one.scheduler))
         others = [one for one in by_models if one != self.baseline]
@@ -536,7 +536,7 @@ class Tuning:
                 for one in here:
                     candidate = self.candidates.setdefault(one, Candidate(one))
                     throughput, alone = (gained[way] / spent[way] for way in (one, self.baseline))
-                    candidate.throughput, candidate.speedup = throughput, throughput / alone  # of this machine, both
+                    candidate.throughput, candidate.speedup = throughput, throughput / alone  # both from this machine
                 prompts += 1
                 if self.clock.until(1) < 0:
                     break
@@ -544,7 +544,7 @@ class Tuning:
         return ran
 
     def in_turns(self, bench: TuningClient, settings: list[Setting], ids: np.ndarray, tokens: int):
-        """Yields each setting with its run. Behind one that failed the others are warmed up again."""
+        """Yield each setting with its run. After a failure the other settings are warmed up again."""
         for number, one in enumerate(settings):
             run = self.decode(bench, one, ids, tokens)
             if run:
@@ -552,7 +552,7 @@ class Tuning:
             else:
                 self.warm(bench, [*settings[:number], *settings[number + 1 :]])
 
-    # ---- stage 3: the last ones, against the main model alone
+    # ---- stage 3: the finalists against the main model alone
 
     def finalists(self) -> list[Setting]:
         found = [one for one in self.candidates.values() if one.speedup and not one.dropped and one.setting.draft]
@@ -561,22 +561,22 @@ class Tuning:
         for engine in ("GenAI", "ours"):
             chosen += [one.setting for one in found if one.setting.engine == engine][:2]
         usual = Setting(self.default, "GenAI", self.drafts[0], SAMPLE_K)
-        steps = [Setting(one.models, "GenAI", one.draft, SAMPLE_K) for one in chosen]  # by the properties alone
+        steps = [Setting(one.models, "GenAI", one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
         return list(dict.fromkeys([self.baseline, *self.alone(), usual, *steps, *chosen]))
 
     def measure_afresh(self) -> None:
-        """The choice and what it is compared with once more. The fastest of many that are about as fast is partly the
-        luckiest: its rounds so far flatter it, new ones do not."""
+        """Measure the choice and its baselines in new rounds. The fastest of many near-equals is partly the luckiest:
+        the rounds that selected it flatter it, new ones do not."""
         settings = tune_verdict.to_measure_afresh(self)
         if settings:
             self.compare(self.afresh, settings)
 
     def compare(self, contest: Contest, settings: list[Setting]) -> None:
-        """Rounds of all settings in turns until the contest's share of the budget is spent. Each round has other
-        prompts than the one before, so that the ranges say how much depends on the prompt, too. On a cluster each
-        machine has rounds of its own."""
+        """Run interleaved rounds of all settings until the contest's share of the budget is spent. Each round uses
+        other prompts than the one before, so that ranges include the variation between prompts. On a cluster each
+        machine runs its own rounds."""
         contest.settings = settings
-        self.clock.tick("measuring the choice afresh" if contest is self.afresh else "the last ones")
+        self.clock.tick("new rounds of the choice" if contest is self.afresh else "finalists")
         machines = len(self.benches)
         try:
             self.share(
@@ -587,14 +587,14 @@ class Tuning:
                 raise
 
     def compare_on(self, bench: TuningClient, contest: Contest, number: int, machines: int) -> None:
-        if contest.ways and self.clock.until(contest.by) < 0:  # the share of a machine that was lost
+        if contest.ways and self.clock.until(contest.by) < 0:  # a lost machine's share
             return
         settings = contest.settings
         bench.ask("keep", settings, [])
         settings = [one for one in settings if self.loads(bench, one)]
         begin = time.perf_counter()
         warm_up = self.decode_all(bench, settings, self.prompts[-1:])
-        seconds = time.perf_counter() - begin  # of one prompt
+        seconds = time.perf_counter() - begin  # per prompt
         at_once = min(max(1, int(self.clock.until(contest.by) / seconds / ROUNDS)), len(self.prompts))
         start = number * at_once
         if contest is self.afresh:
@@ -621,7 +621,7 @@ class Tuning:
         return {one: found for one, found in runs.items() if str(one) not in self.failed}
 
     def keep_round(self, contest: Contest, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
-        """Of what failed no round is kept."""
+        """Add a round to the contest; settings that failed are dropped from it."""
         with self._one:
             ways = contest.ways or {one: self.way(one) for one in runs}
             ways = {one: way for one, way in ways.items() if len(runs.get(one, [])) == len(prompts)}

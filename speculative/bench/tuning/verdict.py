@@ -1,8 +1,7 @@
-"""What scripts/tune.py makes of its measurements: the recommendation, why, the command, the lines of Python.
+"""The recommendation of scripts/tune.py: decision, reason, command and Python code, from its measurements.
 
-A draft is credited with what it gains over the fastest way without one, be that GenAI's pipeline, with whichever
-scheduler, or this project's engine. The choice is made by some rounds and reported by others: the fastest of many is
-partly the luckiest.
+A draft's gain is measured against the fastest method without one: GenAI's pipeline with any scheduler, or this
+project's engine. The rounds that decide are not the rounds reported, as the fastest of many is partly the luckiest.
 """
 
 import shlex
@@ -21,16 +20,16 @@ from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair import recommendation, weights
 from speculative.sequence import metrics
 
-WORTH_IT = 1.05  # speedup over the fastest way without a draft from which on one is recommended
-AS_GOOD = 0.99  # of the fastest: there the fewest properties are preferred
-MEMORY_BOUND = 1.25  # verify ratio up to which the weights' way from memory is what an inference waits for
-UNLIKELY = 1.15  # speedup over block efficiency, beyond what two engines differ by
-PROMPT = "def fib(n):"  # of the commands
+WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft to recommend one
+AS_GOOD = 0.99  # fraction of the fastest within which the fewest properties win
+MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by reading weights from memory
+UNLIKELY = 1.15  # speedup / block efficiency beyond what engine differences explain
+PROMPT = "def fib(n):"  # in the printed commands
 
 
 @dataclass
 class Verdict:
-    """The decision. `settings` by engine, as in recommended.json."""
+    """The decision. `settings` is keyed by engine, as in recommended.json."""
 
     main: Path
     draft: Path
@@ -60,7 +59,8 @@ class Verdict:
 
 @dataclass
 class Figures:
-    """Of one setting, over the main model alone with its defaults: of the last stage, or of a round of halving."""
+    """Results of one setting relative to the main model alone with its defaults, from the last stage or a halving
+    round."""
 
     setting: Setting
     throughputs: list[float]  # by round
@@ -71,18 +71,18 @@ class Figures:
         return statistics.median(self.speedups)
 
     def over(self, other: "Figures") -> list[float]:
-        """Throughput over another's, round by round."""
+        """Throughput ratio to `other`, per round."""
         return [one / two for one, two in zip(self.throughputs, other.throughputs, strict=True)]
 
 
 @dataclass
 class Choice:
-    """The fastest ways, by some rounds."""
+    """The fastest methods in a set of rounds."""
 
     drafted: Figures
-    alone: Figures  # of all without a draft
-    sample_alone: Figures  # of those that samples/greedy_causal_lm.py has: GenAI, without a scheduler of its own
-    of_engine: dict[str, Figures]  # with a draft
+    alone: Figures  # fastest without a draft
+    sample_alone: Figures  # fastest that samples/greedy_causal_lm.py can run: GenAI without a scheduler config
+    of_engine: dict[str, Figures]  # fastest with a draft, per engine
 
     @property
     def settings(self) -> list[Setting]:
@@ -90,13 +90,13 @@ class Choice:
         return [one.setting for one in chosen]
 
     def with_figures(self, found: dict[Setting, Figures]) -> "Choice":
-        """The same choice with other figures."""
+        """The same choice with other results."""
         drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
         return Choice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
 
 
 def figures(tuning) -> list[Figures]:
-    """What the choice rests on."""
+    """The results the choice is based on."""
     if tuning.choosing.ways:
         return figures_of(tuning.choosing, tuning.baseline)
     left = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
@@ -119,7 +119,7 @@ def figures_of(contest, baseline: Setting) -> list[Figures]:
 
 
 def choose(tuning) -> Choice | None:
-    """None where nothing was decoded with a draft, or without one."""
+    """The fastest methods; None if nothing was decoded with a draft, or nothing without one."""
     found = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
     ]
@@ -136,7 +136,7 @@ def choose(tuning) -> Choice | None:
 
 
 def to_measure_afresh(tuning) -> list[Setting]:
-    """The choice, and all that its gain is told over."""
+    """The choice and everything its gain is reported against."""
     choice = choose(tuning)
     if not choice:
         return []
@@ -147,7 +147,7 @@ def to_measure_afresh(tuning) -> list[Setting]:
 
 
 def judge(tuning) -> Verdict | None:
-    """None where nothing was decoded."""
+    """The verdict; None if nothing was decoded."""
     choice = choose(tuning)
     if not choice:
         return None
@@ -186,44 +186,44 @@ def judge(tuning) -> Verdict | None:
 
 
 def is_worth_it(tuning, one: Figures, best_alone: Figures) -> bool:
-    """Whether a way with a draft gains enough over the fastest one without: in the middle of the rounds 5 %, and
-    something even in the round that is worst for it. No draft gains more time than inferences: what does is noise."""
+    """Whether a method with a draft gains enough over the fastest one without: 5 % in the median round, and some even
+    in the worst round. A draft cannot save more time than forward passes: a larger gain is noise."""
     gains = one.over(best_alone)
     return statistics.median(gains) >= WORTH_IT and min(gains) > 1 and _tokens_each(tuning, one) >= WORTH_IT
 
 
 def fastest(found: list[Figures]) -> Figures:
-    """The fastest; of those as good, the one with the fewest properties."""
+    """The fastest; among near-equals, the one with the fewest properties."""
     top = max(one.speedup for one in found)
     good = [one for one in found if one.speedup >= AS_GOOD * top]
     return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
 
 
 def _usual(tuning) -> Setting:
-    """samples/speculative_decoding_lm.py with its defaults."""
+    """The default settings of samples/speculative_decoding_lm.py."""
     return Setting(tuning.default, "GenAI", tuning.drafts[0], 5)
 
 
 def _contest(tuning, setting: Setting):
-    """The rounds that tell about a setting: those measured afresh, if it was. None: none was."""
+    """The rounds to report for a setting, the new ones if any; None if it was not in either contest."""
     return next((one for one in (tuning.afresh, tuning.choosing) if setting in one.ways), None)
 
 
 def measured_on(place: Place, models: PropertySet) -> dict:
-    """What else the figures depend on; speculative/pair/recommendation.py compares it."""
+    """The versions and devices the results depend on; speculative/pair/recommendation.py compares them."""
     names = dict.fromkeys([models.device, models.draft_device])
     return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
 
 
 def _tokens_each(tuning, one: Figures) -> float:
-    """What an inference of the main model yields: block efficiency."""
+    """Block efficiency: tokens per main-model forward pass."""
     contest = _contest(tuning, one.setting)
     if not contest:
         return 1 + tuning.alpha[one.setting.draft]
     return metrics.block_efficiency([n for run in contest.ways[one.setting].runs() for n in run.gained])
 
 
-# ---- in words -------------------------------------------------------------------------------------------------------
+# ---- sentences ------------------------------------------------------------------------------------------------------
 
 
 def _sentences(tuning, found: list[Figures], choice: Choice, is_afresh: bool) -> list[str]:
@@ -234,40 +234,40 @@ def _sentences(tuning, found: list[Figures], choice: Choice, is_afresh: bool) ->
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
-            f"Over the fastest way without a draft ({best_alone.setting}) it is {_times(best.over(best_alone))}."
+            f"Speedup over the fastest method without a draft ({best_alone.setting}): {_times(best.over(best_alone))}."
         )
     by_setting = {one.setting: one for one in found}
     usual = by_setting.get(_usual(tuning))
     if usual and usual is not best:
         lines.append(
-            f"Over samples/speculative_decoding_lm.py with its defaults (K = 5) it is {_times(best.over(usual))}"
+            f"Speedup over samples/speculative_decoding_lm.py with its defaults (K = 5): {_times(best.over(usual))}"
             f"{_in_steps(by_setting, usual, best)}."
         )
     tau = _tokens_each(tuning, best)
     if best.speedup > UNLIKELY * tau:
         lines.append(
-            f"That is more than {tau:.1f} tokens an inference of the main model can explain: the machine's speed "
-            "changed while this was measured; tune again when it is quiet, or with more --minutes."
+            f"That is more than {tau:.1f} tokens per main-model forward pass can explain: the machine's speed changed "
+            "during the measurement. Tune again when it is idle, or with more --minutes."
         )
     return lines
 
 
 def _times(ratios: list[float]) -> str:
-    """The median of rounds, and their range."""
+    """Median and range over the rounds."""
     spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
     return f"{statistics.median(ratios):.2f}x{spread}"
 
 
 def _rounds(one: Figures, is_afresh: bool) -> str:
-    """How often the figures were measured, and when."""
+    """How many rounds were measured, and whether before or after the choice."""
     rounds = len(one.speedups)
     counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
-    when = "measured after it was chosen" if is_afresh else "those that it was chosen by, which flatter it"
+    when = "measured after the choice" if is_afresh else "the rounds that decided the choice, which flatter it"
     return f" ({counted}; {when})"
 
 
 def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> list[Figures]:
-    """From the sample's settings to the best ones: properties, then K, then the engine."""
+    """The steps from the sample's settings to the best ones: properties, then K, then the engine."""
     models, draft = best.setting.models, best.setting.draft
     same_k = by_setting.get(Setting(models, "GenAI", draft, usual.setting.draft_length))
     of_genai = [
@@ -284,7 +284,7 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
 
 
 def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
-    """Which settings did it, each over the one before."""
+    """Which changes contributed, each relative to the step before."""
     told, before = [], usual
     for after in _steps(by_setting, usual, best):
         one, two = before.setting, after.setting
@@ -298,69 +298,68 @@ def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures)
 
 
 def _alone_in_sample(choice: Choice) -> list[str]:
-    """What the sample decodes at, where the fastest way without a draft is none that it has."""
+    """The gain over the sample, if the sample cannot run the fastest method without a draft."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
     ratios = choice.alone.over(choice.sample_alone)
     return [
-        f"The fastest way without a draft, {choice.alone.setting}, is in Python below: {_times(ratios)} "
+        f"The fastest method without a draft, {choice.alone.setting}, is the Python code below: {_times(ratios)} "
         f"samples/greedy_causal_lm.py ({choice.sample_alone.setting})."
     ]
 
 
 def _why(tuning, best: Figures) -> str:
-    """Acceptance, cost ratio, verify ratio, and what limits the gain."""
+    """Acceptance rate, cost ratio, verify ratio, and the main limit on the gain."""
     facts = _facts(tuning, best)
     if not facts:
-        return "It was not measured yet why."
+        return "Why: not measured yet."
     tau, acceptance, k, c, v = facts
     predicted = metrics.predicted_speedup(tau, k, c, v)
     without = {
-        f"acceptance (were all draft tokens accepted: {(k + 1) / tau:.2f}x as fast)": (k + 1) / tau,
-        f"the draft's cost (were it free: {(v + k * c) / v:.2f}x as fast)": (v + k * c) / v,
-        f"the check's cost (were {k + 1} tokens as cheap as one: {(v + k * c) / (1 + k * c):.2f}x as fast)": (
+        f"acceptance ({(k + 1) / tau:.2f}x as fast if all draft tokens were accepted)": (k + 1) / tau,
+        f"the draft's cost ({(v + k * c) / v:.2f}x as fast if it were free)": (v + k * c) / v,
+        f"verification ({(v + k * c) / (1 + k * c):.2f}x as fast if {k + 1} tokens cost as much as one)": (
             (v + k * c) / (1 + k * c)
         ),
     }
     model = ov.Core().read_model(tuning.arguments.main / "openvino_model.xml")
     read = weights.read(model).bytes_per_step
     plain = tuning.costs[best.setting.models, best.setting.draft].main[1]
-    bound = "memory-bound: that is why checking several tokens is cheap" if v <= MEMORY_BOUND else (
-        "checking several tokens is no longer free: computing begins to count"
+    bound = "memory-bound, so verifying several tokens is cheap" if v <= MEMORY_BOUND else (
+        "no longer purely memory-bound, so verifying several tokens costs compute"
     )  # fmt: skip
     return (
-        f"Why: {acceptance:.0%} of the draft tokens are accepted, so an inference of the main model yields {tau:.1f} "
-        f"tokens; a draft step costs {c:.2f} of a main step (c), checking {k + 1} tokens costs {v:.2f} of one (v), "
-        f"which predicts {predicted:.1f}x. The main model reads {read / 1e9:.2f} GB for each inference, "
-        f"{read / plain / 1e9:.0f} GB/s ({bound}). What limits it most is {max(without, key=without.__getitem__)}."
+        f"Why: {acceptance:.0%} of the draft tokens are accepted, so a main-model forward pass yields {tau:.1f} "
+        f"tokens; a draft step costs {c:.2f} of a main-model step (c) and verifying {k + 1} tokens {v:.2f} of one (v), "
+        f"which predicts {predicted:.1f}x. The main model reads {read / 1e9:.2f} GB per forward pass, "
+        f"{read / plain / 1e9:.0f} GB/s ({bound}). The main limit is {max(without, key=without.__getitem__)}."
     )
 
 
 def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> str:
-    """What was measured, and what its acceptance and costs make of it."""
+    """The measured speed, and how acceptance and costs explain it."""
     measured: Costs = tuning.costs[tuning.default, best.setting.draft]
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
     seen = (
-        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} of the fastest way without a draft "
+        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without a draft "
         f"({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
-    costs = f"a draft step costs {c:.2f} of a main step and checking two tokens {v:.2f} of one"
+    costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
     if tau < WORTH_IT:
         return (
-            f"Do not use this draft, because hardly any of its tokens is accepted (probability {alpha:.2f}): "
-            f"an inference of the main model yields {tau:.2f} tokens, and no speedup can be larger. "
-            f"Measured: {seen}; {costs}."
+            f"Do not use this draft: hardly any of its tokens are accepted (probability {alpha:.2f}), so a main-model "
+            f"forward pass yields {tau:.2f} tokens, which bounds the speedup. Measured: {seen}; {costs}."
         )
     return (
-        f"Do not use this draft, because even at its best it gains too little: {seen}. A draft token is accepted with "
-        f"probability {alpha:.2f}, {costs}, so that it pays above a probability of {max(v + c - 1, 0):.2f}."
+        f"Do not use this draft: even its best setting gains too little: {seen}. A draft token is accepted with "
+        f"probability {alpha:.2f}; {costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
     )
 
 
 def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | None:
-    """tau, acceptance rate, K (the mean one, rounded), cost ratio, verify ratio."""
+    """tau, acceptance rate, mean K (rounded), cost ratio, verify ratio."""
     measured = tuning.costs.get((one.setting.models, one.setting.draft))
     contest = _contest(tuning, one.setting)
     if not measured or not contest:
@@ -378,11 +377,11 @@ def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | Non
 
 
 def _text(tuning, models: PropertySet) -> list[str]:
-    """What it does to the text, and what was faster but changes it too much."""
+    """The effect on the text, and the property sets that exceed the quality limits."""
     quality = tuning.quality.get(models)
     if not quality:
         return []
-    lines = [f"The text: {models}: {quality} (grade: {quality.grade})."]
+    lines = [f"Output quality: {models}: {quality} (grade: {quality.grade})."]
     default = tuning.quality.get(tuning.default)
     if models != tuning.default and default:
         lines[0] += f" With OpenVINO's defaults: {default} (grade: {default.grade})."
@@ -392,13 +391,15 @@ def _text(tuning, models: PropertySet) -> list[str]:
     marked = [one for one in tuning.quality if not tuning.quality[one].fits(default)]
     if marked:
         names = "; ".join(f"{one}: {tuning.quality[one]}" for one in marked)
-        allowed = "--allow-quality-loss lets them be" if not tuning.arguments.allow_quality_loss else "now allowed"
-        lines.append(f"These change the text beyond the limits and are not recommended ({allowed}): {names}.")
+        allowed = "allowed by --allow-quality-loss" if tuning.arguments.allow_quality_loss else (
+            "not recommended without --allow-quality-loss"
+        )  # fmt: skip
+        lines.append(f"These exceed the quality limits ({allowed}): {names}.")
     return lines
 
 
 def _first_differences(tuning, models: PropertySet) -> str:
-    """Of the texts that were decoded in the last stage and have a reference."""
+    """How the texts decoded in the last stage compare with their f32 references."""
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
     for contest in (tuning.choosing, tuning.afresh):
@@ -413,14 +414,14 @@ def _first_differences(tuning, models: PropertySet) -> str:
         return ""
     real = sum(margin > text_quality.NEAR_TIE for _, margin in found)
     return (
-        f"Of {total} texts decoded so, {total - len(found)} are the f32 text to the last compared token; the first "
-        f"difference is a near-tie in {len(found) - real} and real in {real}."
+        f"{total - len(found)} of {total} texts match f32 on every compared token; the first difference is a near-tie "
+        f"in {len(found) - real} and real in {real}."
     )
 
 
 def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
-    """As a command, with --recommended and spelled out, and as Python. Without a draft the command is that of
-    `sample_alone`, as no sample decodes alone with our engine or a scheduler."""
+    """The command, with --recommended and with explicit options, and the Python code. Without a draft the command is
+    that of `sample_alone`, as no sample runs the main model alone in our engine or with a scheduler config."""
     main = str(tuning.arguments.main)
     python = _python(main, setting)
     setting = setting if setting.draft else sample_alone
@@ -446,7 +447,7 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
     kept_beside = recommendation.place(tuning.arguments.main, tuning.drafts) and not tuning.arguments.out
     return [
         *([f"Run it: {shlex.join([*begin, '--recommended'])}"] if kept_beside else []),
-        f"{'or' if kept_beside else 'Run it'}, spelled out: {shlex.join([*begin, *options])}",
+        f"{'or' if kept_beside else 'Run it'}, with explicit options: {shlex.join([*begin, *options])}",
         "In Python:",
         *("    " + line for line in python),
     ]
@@ -494,21 +495,21 @@ def _python(main: str, setting: Setting) -> list[str]:
 
 
 def table(tuning) -> str:
-    """The last ones, and what each property did."""
-    lines = [f"{'properties, K = ' + str(tuning.k):<58} {'iteration':>9} {'alone':>6}   text as f32   mean KL   grade"]
+    """The tables: effect of each property set, and decoding speed of the finalists."""
+    lines = [f"{'properties, K = ' + str(tuning.k):<58} {'iteration':>9} {'alone':>6}   agreement   mean KL   grade"]
     for one in sorted(tuning.property_candidates.values(), key=lambda one: -one.speedup):
         quality = tuning.quality.get(one.models)
-        text = f"{quality.agreement:11.1%}   {quality.mean_kl:7.5f}   {quality.grade}" if quality else ""
+        text = f"{quality.agreement:9.1%}   {quality.mean_kl:7.5f}   {quality.grade}" if quality else ""
         lines.append(f"{one.models!s:<58} {one.speedup:8.2f}x {one.alone:5.2f}x   {text}")
     for name, reason in tuning.failed.items():
         lines.append(f"{name:<58} failed: {reason}")
-    lines += _decoding("decoding, by which it was chosen", figures(tuning))
-    lines += _decoding("the choice measured afresh", figures_of(tuning.afresh, tuning.baseline))
+    lines += _decoding("decoding, rounds that decided the choice", figures(tuning))
+    lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.afresh, tuning.baseline))
     return "\n".join(lines)
 
 
 def _decoding(title: str, found: list[Figures]) -> list[str]:
-    """A table, the fastest first; no line where there are no figures."""
+    """A table, fastest first; empty if there are no results."""
     lines = ["", f"{title:<76} tokens/s   speedup (range)"] if found else []
     for one in sorted(found, key=lambda one: -one.speedup):
         lines.append(
@@ -519,13 +520,13 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
 
 
 def rows(tuning) -> list[dict]:
-    """As in all result objects: the last ones, measured afresh where they were."""
+    """The rows of the result object: the finalists, with the new rounds if measured again."""
     contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
     return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
 def candidates(tuning) -> list[dict]:
-    """All that was tried."""
+    """All candidates, failed ones included."""
     found = []
     last = {one.setting: one for one in figures(tuning)}
     afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}

@@ -1,8 +1,7 @@
-"""What tune.py does with models, in a process of its own: a driver that crashes costs what was just tried, no more.
+"""Model process of tune.py, separate so that a driver crash costs only the current candidate.
 
-One process holds all models that are compared, so that they take turns in it. tune.py calls the methods of
-`TuningWorker` by their names, over speculative/bench/cluster/worker_process.py; on a cluster each machine has such a
-process.
+One process holds all models under comparison, so that they can be interleaved. tune.py calls the methods of
+`TuningWorker` by name through speculative/bench/cluster/worker_process.py; each machine of a cluster has one process.
 """
 
 import time
@@ -23,7 +22,7 @@ from speculative.drafting.policy import Costs
 
 
 class TuningWorker:
-    """The models, and what is measured of them."""
+    """The models and their measurements."""
 
     def __init__(self, main: Path, capacity: int):
         self.models = Models(main, capacity)
@@ -32,7 +31,7 @@ class TuningWorker:
         self.load.__enter__()
 
     def load_models(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
-        """True. Raises RuntimeError or ValueError where a device or plugin refuses."""
+        """Returns True. Raises RuntimeError or ValueError if a device or plugin rejects the models."""
         if isinstance(setting, Setting):
             self.models.load(setting)
         for draft in drafts:
@@ -52,7 +51,7 @@ class TuningWorker:
         return property_values(device, ov.Core())
 
     def other_load(self) -> float:
-        """The share of the machine's time that other programs took since this process was started."""
+        """The share of processor time used by other programs since this process started."""
         self.load.__exit__()
         return self.load.share
 
@@ -73,7 +72,7 @@ class TuningWorker:
     def decode(
         self, setting: Setting, ids: np.ndarray, tokens: int, costs: Costs | None
     ) -> genai.Run | GenerationResult:
-        if costs:  # of the adaptive length
+        if costs:  # for the adaptive length
             self.models.costs[setting.models, setting.draft] = costs
         return self.models.decode(setting, ids, tokens)
 
@@ -83,18 +82,19 @@ class TuningWorker:
         return costs.measure(*self.models.pair(models, draft))
 
     def room(self, models: PropertySet, draft: Path) -> tuple[int, int]:
-        """What both models have: the width of the logits, the longest text."""
+        """The smaller logits width and the smaller capacity of the two models."""
         pair = self.models.pair(models, draft)
         return min(model.width for model in pair), min(model.capacity for model in pair)
 
     def iteration(self, models: PropertySet, draft: Path, tokens: np.ndarray, k: int) -> tuple[float, float, float]:
-        """Seconds of a plain step, of a check of k draft tokens and of a draft step, behind all but k + 1 tokens."""
+        """Seconds of a plain step, a verification of k draft tokens and a draft step, after all but the last k + 1 of
+        `tokens`."""
         main, drafter = self.models.pair(models, draft)
         context = len(tokens) - k - 1
         for model, lengths in ((main, (1, k + 1)), (drafter, (1,))):
             if model.common_prefix(tokens[:context]) < context:
                 model.logits(tokens[:context])
-                for n in lengths:  # shapes are compiled when they first occur
+                for n in lengths:  # a shape is compiled on first use
                     model.backend.run(context, tokens[context : context + n], n)
         seconds = []
         for model, n in ((main, 1), (main, k + 1), (drafter, 1)):

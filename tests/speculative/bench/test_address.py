@@ -107,7 +107,7 @@ def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, tw
             assert cell["status"] == "absent" and "there is no GPU" in cell["reason"] and "machine" not in cell
     assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
     again, said = finish(start(SWAP, *asked, *QUICK))
-    assert "6 of 6 cells are in" in said
+    assert "6 of 6 cells are already in" in said
     assert cells_of(again) == cells
 
 
@@ -138,7 +138,7 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, no
     assert any("machine only was lost" in line for line in result["summary"])
     node("other")
     again, said = finish(start(SWAP, *asked, "--max-new-tokens", 401))
-    assert "1 of 2 cells are in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
+    assert "1 of 2 cells are already in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
 
 
 def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
 def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
     node("far")
     folders = [DRAFT, tmp_path / "elsewhere"]
-    missing = r"machine far has no model in .*elsewhere: copy it there, to the same path"
+    missing = r"machine far has no model in .*elsewhere: copy it to the same path there"
     with pytest.raises(ValueError, match=missing), ray_nodes.connect(cluster.address, folders, print):
         pass
 
@@ -184,7 +184,7 @@ def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
     done = run(program, DRAFT, DRAFT, *options, **here)
     assert done.returncode == 0, done.stderr
     done = run(program, DRAFT, DRAFT, *options, "--address", "127.0.0.1:9", **here)
-    assert done.returncode == 2 and "--address needs Ray" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "--address requires Ray" in done.stderr.splitlines()[-1]
 
 
 # ---- tune.py --------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     result, _ = finish(process)
     assert "2 Ray nodes are on 1 computer" in early
     assert set(result["environment"]["machines"]) == {"one", "two"}
-    assert any("Lost on the way" in line and "two" in line for line in result["summary"])
+    assert any("Machines lost during tuning" in line and "two" in line for line in result["summary"])
     names = {row["name"] for row in result["rows"]}
     assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
     rows = {row["name"]: row["speedup"] for row in result["rows"]}
@@ -224,7 +224,7 @@ def test_tuning_is_for_equal_machines_only():
     laptop = place("laptop", "CPU", "GPU")
     assert hosts.equal_machines([laptop, *server], None) == server
     assert hosts.equal_machines([laptop, *server], "laptop") == [laptop]
-    with pytest.raises(ValueError, match="no machine is called 'desk': take one of laptop, server, server"):
+    with pytest.raises(ValueError, match="no machine is named 'desk': choose one of laptop, server, server"):
         hosts.equal_machines([laptop, *server], "desk")
 
 

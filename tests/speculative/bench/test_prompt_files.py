@@ -63,11 +63,11 @@ def test_text_files_have_a_prompt_a_line(tmp_path):
     [
         ('{"prompt": "a"', "line 2 .* is not JSON"),
         ('["a"]', "line 2 .* is not a JSON object"),
-        ('{"text": "a"}', 'line 2 .* has no text as "prompt"'),
-        ('{"prompt": 7}', 'line 2 .* has no text as "prompt"'),
-        ('{"prompt": " "}', 'line 2 .* has no text as "prompt"'),
-        ('{"turns": []}', 'line 2 .* has no text as "prompt"'),
-        ('{"prompt": "a", "turns": ["b"]}', "line 2 .* another"),
+        ('{"text": "a"}', 'line 2 .* has neither a string "prompt"'),
+        ('{"prompt": 7}', 'line 2 .* has neither a string "prompt"'),
+        ('{"prompt": " "}', 'line 2 .* has neither a string "prompt"'),
+        ('{"turns": []}', 'line 2 .* has neither a string "prompt"'),
+        ('{"prompt": "a", "turns": ["b"]}', "line 2 .* differs"),
         ('{"prompt": "first"}', "line 2 .* repeats the prompt of line 1"),
         (b'{"prompt": "\xff"}', "line 2 .* is not UTF-8"),
     ],
@@ -143,10 +143,10 @@ def test_a_data_set_has_a_prompt_a_row(data_set, named):
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        (":answer", "has no column answer, only question, category, stars: name one as"),
+        (":answer", "has no column answer, only question, category, stars: specify one as"),
         (":stars", "row 0 of the data set .* has no text in stars"),
-        (":question:train", "cannot be read: .*train"),
-        ("@other:question", "cannot be read: .*other"),
+        (":question:train", "cannot read the data set .*train"),
+        ("@other:question", "cannot read the data set .*other"),
     ],
 )
 def test_what_a_data_set_lacks_is_named(data_set, named, reason):
