@@ -10,10 +10,10 @@ Cell = Callable[[dict], str]
 
 
 def gains(kept: dict[str, dict]) -> str:
-    """The Markdown table of both pairs. A cell is empty if its result was not measured."""
+    """The Markdown table of both pairs. A cell says so if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
-        cells = [cell(kept[figure]["result"]) if figure in kept else "" for figure in map(figures.format, PAIRS)]
+        cells = [cell(kept[figure]["result"]) if figure in kept else "not measured" for figure in map(figures.format, PAIRS)]
         lines.append(f"| {words} | {' | '.join(cells)} |")
     used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
     commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
@@ -29,7 +29,7 @@ def summary(kept: dict[str, dict]) -> str:
         return "Not measured yet at this version: `make figures`. [Earlier figures](docs/figures.md).\n"
     lines = ["| benchmark pair: 1.1 B int8 main model, 34 M draft | speedup (range) |", "|---|---|"]
     for words, figure, cell in SUMMARY:
-        lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else ''} |")
+        lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else 'not measured'} |")
     machine = facts["machine"]
     last = (
         f"Speedup over the main model alone, decode only, median and range; {machine['cores']} cores of "
