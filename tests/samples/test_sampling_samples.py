@@ -138,4 +138,4 @@ def test_a_cache_that_is_smaller_than_the_context(run):
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ \(KV cache full\)", figures(done.stderr)["new tokens"])
     done = run(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
-    assert_one_sentence(done, 1, "the prompt has", "room for 95")
+    assert_one_sentence(done, 1, "the prompt has", "only fits 95")
