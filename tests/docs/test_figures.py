@@ -109,7 +109,7 @@ def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
     assert "\nGenAI, K = 2 " in page and f"at commit {kept['one']['commit']} on " in page
     assert "Not measured yet: `make figures FIGURES=two`." in page and "old" not in page
     cells = [line.split("|")[2].strip() for line in gains_table.gains({"embedded": kept["one"]}).splitlines()[2:9]]
-    assert cells[0].endswith("at K = 2") and "alone " in cells[3] and "K = 2 " in cells[3] and cells[6] == ""
+    assert cells[0].endswith("at K = 2") and "alone " in cells[3] and "K = 2 " in cells[3] and cells[6] == "not measured"
     monkeypatch.setattr(figures, "measure", None)  # it is not measured again
     monkeypatch.setattr(sys, "argv", ["figures.py", "one"])
     assert figures.main() == 0
@@ -177,7 +177,7 @@ def test_the_table_of_gains_says_what_the_figures_say():
         "2.50x (2.40-2.60) at K = 8", "3.00x (2.90-3.10) at K = 4", "2.90x (2.80-3.00)", "K = 4 1.04 (0.99-1.08)",
         "1.50x (1.40-1.60) at K = 8", "", "4: 1.30x (1.10-1.40)", "4: 0.90 (0.80-1.00)", "4: 1.20 (1.00-2.00)",
     ]  # fmt: skip
-    assert all(line.split("|")[3].strip() == "" for line in table[2:-2])
+    assert all(line.split("|")[3].strip() == "not measured" for line in table[2:-2])
     assert table[-1] == "Measured at commit abc1234 (2026-11-22)."
     assert "Not measured yet" in gains_table.gains({})
 
