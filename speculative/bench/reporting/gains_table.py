@@ -13,7 +13,8 @@ def gains(kept: dict[str, dict]) -> str:
     """The Markdown table of both pairs. A cell says so if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
-        cells = [cell(kept[figure]["result"]) if figure in kept else "not measured" for figure in map(figures.format, PAIRS)]
+        names = [figures.format(pair) for pair in PAIRS]
+        cells = [cell(kept[name]["result"]) if name in kept else "not measured" for name in names]
         lines.append(f"| {words} | {' | '.join(cells)} |")
     used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
     commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
