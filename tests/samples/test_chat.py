@@ -148,7 +148,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, mai
         "greedy (temperature 0)",
         "temperature 1.1, top-k all, top-p 1, seed 3",
     ]
-    assert "/temperature: '-1' is not a number from 0 on" in done.stderr
+    assert "/temperature: '-1' is not a number of 0 or more" in done.stderr
     accepted = re.findall(r"acceptance rate [\d.]+ \((\d+) of (\d+) draft tokens\)", done.stderr)
     assert accepted == [(str(sum(answer.from_draft)), str(sum(answer.proposed))) for answer in expected]
 
