@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.latency_curve import LatencyCurve
+from speculative.drafting.latency_curve import LatencyCurve, excess
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 
 
@@ -208,16 +208,16 @@ class BatchDraftLength:
         if not self._drafted:
             self._in_a_row = 0
             self._plain_seen += 1
-            ratio = seconds / (self._plain_change * self.main.measured(tokens))
+            expected = self._plain_change * self.main.measured(tokens)
             weight = max(AdaptiveDraftLength.CLOCK, 1 / (self._plain_seen + 1))
-            self._plain_change *= 1 + weight * (min(max(ratio, 0.5), 2.0) - 1)
+            self._plain_change *= 1 + weight * excess(seconds, expected)
             self._totals += (self._texts, gained, 1, 1)
             self._budget.learn(self._plain_change, self._plain_change)
             return
         taken, worth = seconds / self._without, gained / self._texts
         self._totals += (self._texts, gained, worth, taken)
-        hiccup = max(1.0, seconds / (2 * self._seconds))  # the first forward pass of a size compiles its kernels
-        taken /= hiccup
+        # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
+        taken = min(seconds, 2 * self._seconds) / self._without
         self._in_a_row += 1
         self._lately = self._lately * self.FADE + (worth, taken)
         self._budget.learn(self._plain_change, taken * self._plain_change, worth)
@@ -225,10 +225,7 @@ class BatchDraftLength:
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         worth, taken = self._lately
-        if (
-            self._plain_seen < AdaptiveDraftLength.SURE
-            and self._budget.left(self._plain_change) < DraftBudget.START / 2
-        ):
+        if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
             return True
         return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 

@@ -21,12 +21,16 @@ class DraftBudget:
     FADE = 0.95  # decay of the recent tokens and seconds per iteration
 
     def __init__(self, start: float = START):
-        self._settled = start
+        self._start = self._settled = start
         self._tokens = self._seconds = 0.0  # of recent drafting, less the share of all time
 
     def left(self, plain: float) -> float:
         """The budget left, in plain forward passes that take `plain` seconds each."""
         return min(self._settled + self._tokens - self._seconds / plain, self.MOST)
+
+    def is_low(self, plain: float) -> bool:
+        """Whether less than half of the start is left."""
+        return self.left(plain) < self._start / 2
 
     def learn(self, plain: float, seconds: float, tokens: float | None = None) -> None:
         """Record an iteration: its `seconds` and, if it drafted, its `tokens`. A plain one takes `plain` seconds."""

@@ -7,6 +7,11 @@ import numpy as np
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 
 
+def excess(seen: float, expected: float) -> float:
+    """By which share the measured time exceeds the expected one; outliers count as at most twice as long."""
+    return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
+
+
 class LatencyCurve:
     """Seconds of a forward pass over n tokens; `learn` tracks changes through load, heat and longer contexts."""
 
@@ -42,7 +47,7 @@ class LatencyCurve:
         if expected > 0:
             self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
             weight = np.maximum(self.CLOCK * 0.25 ** np.abs(np.log2(KNOTS / n)), self.CLOCK_OTHERS)
-            self._change *= 1 + weight * (min(max(seconds / expected, 0.5), 2.0) - 1)
+            self._change *= 1 + weight * excess(seconds, expected)
             self._of = self._table()
 
     def most(self, seconds: float, beside: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.drafting.budget import DraftBudget
+from speculative.drafting.latency_curve import excess
 
 Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
@@ -132,7 +133,7 @@ class AdaptiveDraftLength:
         """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
         self.costs = costs
         self._prior_acceptance = prior_acceptance
-        self._budget_at_start = budget
+        self._initial_budget = budget
         self.forget()
 
     def forget(self, repeatable: bool = False) -> None:
@@ -148,7 +149,7 @@ class AdaptiveDraftLength:
         self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
         self._survival = 1.0  # probability that all of them are accepted
         self._gains = np.zeros(LONGEST)
-        self._budget = DraftBudget(self._budget_at_start)
+        self._budget = DraftBudget(self._initial_budget)
         self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
@@ -178,12 +179,12 @@ class AdaptiveDraftLength:
         if not self._repeatable:
             distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
             weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
-            self._verify_cost *= 1 + weight * _excess(main_seconds, self._verify_cost[drafted + 1])
+            self._verify_cost *= 1 + weight * excess(main_seconds, self._verify_cost[drafted + 1])
             # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
             fewer = self._verify_cost[: drafted + 1]
             np.minimum(fewer, self._verify_cost[drafted + 1], out=fewer)
             if drafted:
-                self._draft_cost *= 1 + self.CLOCK * _excess(draft_seconds, self._draft_cost[drafted])
+                self._draft_cost *= 1 + self.CLOCK * excess(draft_seconds, self._draft_cost[drafted])
         self._tokens = self._tokens * self.FADE + accepted + 1
         self._seconds = self._seconds * self.FADE + self._draft_cost[drafted] + self._verify_cost[drafted + 1]
         if not drafted:
@@ -193,7 +194,7 @@ class AdaptiveDraftLength:
             self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
         expected = float(self._draft_cost[drafted] + self._verify_cost[drafted + 1])
         seconds = expected if self._repeatable else draft_seconds + main_seconds
-        self._compare_with_plain(drafted, accepted, expected * (1 + _excess(seconds, expected)))
+        self._compare_with_plain(drafted, accepted, expected * (1 + excess(seconds, expected)))
         self._measured.add(min(drafted, accepted + 1), accepted, seconds)
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
@@ -203,7 +204,7 @@ class AdaptiveDraftLength:
             self._in_a_row = 0
             weight = max(self.CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
-                self._plain_seconds *= 1 + weight * _excess(seconds, self._plain_seconds)
+                self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
                 self._verify_cost[1] = self._plain_cost()
         else:
             self._in_a_row += 1
@@ -217,7 +218,7 @@ class AdaptiveDraftLength:
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately
-        if self._plain_seen < self.SURE and self._budget.left(self._plain_cost()) < self._budget_at_start / 2:
+        if self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost()):
             return True
         return self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
 
@@ -281,8 +282,3 @@ class Measured:
             f"{tokens / self.iterations:.2f} tokens per forward pass, "
             f"speedup {tokens * plain_seconds / self.seconds:.2f}x over plain decoding"
         )
-
-
-def _excess(seen: float, expected: float) -> float:
-    """By which share the measured time exceeds the expected one; outliers count as at most twice as long."""
-    return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0

@@ -37,11 +37,10 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
     return tokens / seconds, iterations
 
 
-def best_fixed(chances, first=0.0):
+def best_fixed(chances, costs=COSTS):
     """Tokens a second of the best fixed draft length: Leviathan et al. 2023, with a verify that is not free."""
-    K = np.arange(LONGEST + 1)
-    tau = np.cumsum(np.mean(chances) ** K)
-    return (tau / (SECONDS[K + 1] + 2.0 * K + first * (K > 0))).max()
+    tau = np.cumsum(np.mean(chances) ** np.arange(LONGEST + 1))
+    return (tau / (costs.verify()[1:] + costs.drafting())).max()
 
 
 @pytest.mark.parametrize(
@@ -57,9 +56,9 @@ def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
 @pytest.mark.parametrize("chance", [0.5, 0.75, 0.9])
 def test_a_first_draft_step_that_costs_more_does_not_make_drafts_short(chance):
     """The main model leaves nothing of the draft in the processor's caches: its first step is the slow one."""
-    rule = AdaptiveDraftLength(Costs(draft=12.0, main=COSTS.main, draft_further=2.0))
-    speed, _ = decode(rule, [chance], 6000, np.random.default_rng(6), first=10.0)
-    assert speed > 0.96 * best_fixed([chance], first=10.0)
+    costs = Costs(draft=12.0, main=COSTS.main, draft_further=2.0)
+    speed, _ = decode(AdaptiveDraftLength(costs), [chance], 6000, np.random.default_rng(6), first=10.0)
+    assert speed > 0.96 * best_fixed([chance], costs)
 
 
 def test_adaptive_beats_every_fixed_length_where_the_draft_knows_when_it_is_right():
@@ -116,8 +115,7 @@ STEEP = Costs(  # a small model on a processor with AMX, ms: a second token take
 @pytest.mark.parametrize("chances", [[0.9], [0.75], [0.3, 1.0, 1.0, 1.0]], ids=str)
 def test_a_good_draft_is_not_given_up_after_a_few_rejections(chances):
     """Where few draft tokens gain nothing and many gain much, one rejected draft costs as much as three tokens."""
-    K = np.arange(LONGEST + 1)
-    best = (np.cumsum(np.mean(chances) ** K) / (STEEP.verify()[1:] + STEEP.drafting())).max()
+    best = best_fixed(chances, STEEP)
     speeds = [
         decode(AdaptiveDraftLength(STEEP), chances, 2000, np.random.default_rng(seed), 0.4, 0.1, 0.1, STEEP.verify())[0]
         for seed in range(12)
@@ -140,8 +138,7 @@ def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_f
     """On a quiet machine, and the machine is busy now: every iteration with a draft seems to lose."""
     true = Costs(draft=4.0, draft_further=3.4, main={1: 105, 2: 140, 3: 155, 4: 165, 5: 180, 6: 182, 8: 190, 17: 220})
     quiet = Costs(draft=4.0, draft_further=3.4, main={1: 60, 2: 66, 3: 70, 4: 73, 5: 75, 6: 77, 8: 82, 17: 110})
-    K = np.arange(LONGEST + 1)
-    best = (np.cumsum(np.mean(chances) ** K) / (true.verify()[1:] + true.drafting())).max()
+    best = best_fixed(chances, true)
     speeds = [
         decode(AdaptiveDraftLength(quiet), chances, 1000, np.random.default_rng(seed), 3.4, 0.1, 0.6, true.verify())[0]
         for seed in range(8)
