@@ -491,7 +491,7 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
 def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(renames, pair, out, export, refuses):
     """Killed before each of its renames."""
@@ -505,7 +505,7 @@ def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(rena
     assert options_in(out).cache_size == 9
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 def test_a_killed_program_leaves_nothing_where_nothing_was(pair, out, export):
     killed_at_rename(1, PROGRAM, pair, out)
     export(pair, out)

@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
 PROGRAM = "convert/export_pair.py"
 FP32 = ["--weight-format", "fp32", "--draft-weight-format", "fp32"]
-posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and limits")
+posix = pytest.mark.posix("signals and limits")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -277,7 +276,7 @@ program.main()
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
 def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renames):
     """Killed at each of its renames. What is made is no models here, which take minutes and are not what this tests."""
@@ -290,7 +289,7 @@ def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renam
     assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")

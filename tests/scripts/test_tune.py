@@ -191,7 +191,7 @@ def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
     assert json.loads((tmp_path / NAME).read_text(encoding="utf-8"))["best"] == result["recommendation"]["best"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 @pytest.mark.parametrize(("seen", "decoded"), [("f32 reference", False), ("finalists", True)])
 def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     pair = copy_pair(tmp_path)
@@ -417,7 +417,7 @@ tune_worker.main()
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
     """Here it is the adaptive length that ends the process of the models."""
     pair = copy_pair(tmp_path)

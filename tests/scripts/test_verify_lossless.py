@@ -4,7 +4,6 @@ The embedded pair changes roles, so that the main model is the quick one.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -367,7 +366,7 @@ def test_bad_input_is_one_sentence(run, arguments, status, word):
     assert word in said and "Traceback" not in said and process.stdout == ""
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.posix("signals")
 @pytest.mark.parametrize("loaded", ["libopenvino", "intel_cpu_plugin"])
 def test_ctrl_c_ends_at_once_without_a_trace(loaded):
     command = [sys.executable, SCRIPT, str(MAIN), str(DRAFT)]
