@@ -28,6 +28,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from speculative.cli import former_options
 from speculative.cli.processes import end_with_reader, utf8_output
 from speculative.cli.properties import key_value
 from speculative.convert.errors import ConvertError
@@ -92,13 +93,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="OpenVINO property of the main model, which the server also applies to the draft; may be repeated",
     )
-    add(
+    draft_length = add(
         "-k",
-        "--draft-length",
+        "--num-assistant-tokens",
         type=int,
         metavar="K",
         help=f"default draft length of requests ({DRAFT_LENGTH})",
     )
+    former_options.accept(parser, draft_length, "--draft-length")
     add(
         "--set",
         action="append",
@@ -117,8 +119,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.name = options.name or options.pair.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
         parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
-    if options.draft_length is not None and options.draft_length < 1:
-        parser.error(f"-k is {options.draft_length}, but must be at least 1")
+    if options.num_assistant_tokens is not None and options.num_assistant_tokens < 1:
+        parser.error(f"-k is {options.num_assistant_tokens}, but must be at least 1")
     return options
 
 

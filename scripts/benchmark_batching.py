@@ -78,7 +78,7 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         "max_new_tokens": arguments.max_new_tokens,
         "cache_tokens": arguments.cache_tokens,
         "huge_pages": arguments.huge_pages,
-        "texts": max(arguments.clients),
+        "texts": max(arguments.max_concurrency),
     }
     draft = {"draft": str(arguments.draft)}
     return [
@@ -113,7 +113,7 @@ def measure(
             for start in range(arguments.starts):
                 for process in shuffled(processes, start):
                     process.start()
-                if not take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds):
+                if not take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds):
                     return False, memory  # the process that was interrupted is gone
                 memory = memory or [process.memory() for process in processes]
     except KeyboardInterrupt:
@@ -212,8 +212,8 @@ def main() -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
-    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in arguments.clients]
-    comparisons, done = compare(ways, arguments.clients), len(ways[0].rounds[arguments.clients[0]])
+    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in arguments.max_concurrency]
+    comparisons, done = compare(ways, arguments.max_concurrency), len(ways[0].rounds[arguments.max_concurrency[0]])
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",

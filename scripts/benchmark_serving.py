@@ -89,7 +89,12 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endp
     else:
         options = ["--device", arguments.device, "--draft-device", arguments.draft_device]
         options += [part for key, value in arguments.property for part in ("--property", f"{key}={value}")]
-        options += ["--max-running", str(max(arguments.clients)), "--max-waiting", str(max(arguments.clients))]
+        options += [
+            "--max-num-seqs",
+            str(max(arguments.max_concurrency)),
+            "--max-queue",
+            str(max(arguments.max_concurrency)),
+        ]
         folders = {DRAFT: [arguments.main, arguments.draft], ALONE: [arguments.main]}
         servers = {name: StartedServer([*pair, *options]) for name, pair in folders.items()}
         for server in servers.values():
@@ -136,18 +141,18 @@ def main() -> int:
             texts = [prompt.text for prompt in prompts]
             ways = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
             with BackgroundLoad() as other:
-                complete = take_turns(ways, arguments.clients, arguments.seconds, arguments.rounds)
+                complete = take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds)
     except KeyboardInterrupt:
         return 130
     except (RuntimeError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     baseline = ways[0] if len(ways) == 2 else None
-    rows = [row(way, n, baseline) for way in ways for n in arguments.clients]
+    rows = [row(way, n, baseline) for way in ways for n in arguments.max_concurrency]
     if arguments.temperature:
         for one in rows:
             one["same_text"] = None
-    done = len(ways[0].rounds[arguments.clients[0]])
+    done = len(ways[0].rounds[arguments.max_concurrency[0]])
     facts = {
         **environment(arguments, other),
         **({"servers": ", ".join(server.url for server in servers.values())} if arguments.url else {}),

@@ -52,6 +52,7 @@ from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
+from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
@@ -92,13 +93,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or this project's engine"
     )
-    parser.add_argument(
-        "--k",
+    draft_length = parser.add_argument(
+        "-k",
+        "--num-assistant-tokens",
         type=draft_lengths,
         default="4",
         metavar="K",
         help="draft lengths: 4, 2,4,6 or 2-6, with --engine ours also adaptive; each cell shows the best (default: 4)",
     )
+    former_options.accept(parser, draft_length, "--k")
     add_run_arguments(parser, max_prompts=4)
     parser.add_argument(
         "--property",
@@ -135,8 +138,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="measure cells again that failed or timed out")
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.k == ["adaptive"] and arguments.engine == "genai":
-        parser.error("--k adaptive requires --engine ours")
+    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == "genai":
+        parser.error("-k adaptive requires --engine ours")
     if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
         parser.error("--emulate-npu requires NPU in --devices")
     return arguments
@@ -169,7 +172,7 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
     }
     cells = []
     for main in devices:
-        lengths = arguments.k
+        lengths = arguments.num_assistant_tokens
         if main.is_npu and arguments.engine == "genai":
             lengths = sorted({min(k, LONGEST_ON_NPU) for k in lengths})
         for draft in [None, *devices]:
@@ -295,7 +298,7 @@ def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tq
     try:
         answer = place.run(cell.job, timeout, waiting)
         emulated = any(device.emulated for device in cell.devices)
-        status, reason = "emulated" if emulated else "ok", remark(cell, arguments.k)
+        status, reason = "emulated" if emulated else "ok", remark(cell, arguments.num_assistant_tokens)
     except Failed as error:
         answer, status, reason = {}, "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
     cell.status, cell.reason, cell.answer, cell.timeout = status, reason, answer, timeout
@@ -341,7 +344,7 @@ def environment(arguments: argparse.Namespace, devices: list[Device], cells: lis
     facts |= {"main": str(arguments.main), "draft": str(arguments.draft)}
     facts["devices"] = {device.label: device.full_name or device.missing for device in devices}
     facts["properties"] = [f"{device}:{key}={value}".lstrip(":") for device, key, value in arguments.property]
-    facts |= {"engine": arguments.engine, "k": arguments.k, "prompts": len(cells[0].job["prompts"])}
+    facts |= {"engine": arguments.engine, "k": arguments.num_assistant_tokens, "prompts": len(cells[0].job["prompts"])}
     facts |= {"max_new_tokens": arguments.max_new_tokens, "rounds": arguments.rounds}
     facts["results"] = str(arguments.results)
     if kinds := {cell.machine: cell.machine_kind for cell in cells if cell.machine}:

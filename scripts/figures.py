@@ -71,21 +71,22 @@ FIGURES = {
         3,
     ),
     "server-embedded": Figure(
-        f"scripts/benchmark_serving.py {EMBEDDED} --clients 1,4,16 --seconds 5 --png docs/load.png", 3
+        f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 3
     ),
     "server-benchmark-pair": Figure(
-        f"scripts/benchmark_serving.py {LARGE} --clients 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
+        f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
     ),
     "batch-embedded": Figure(
-        f"scripts/benchmark_batching.py {EMBEDDED} --clients 1,4,16 --seconds 4 --starts 3 --rounds 1 --huge-pages", 4
+        f"scripts/benchmark_batching.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 4 --starts 3 --rounds 1 --huge-pages",
+        4,
     ),
     "batch-benchmark-pair": Figure(
-        f"scripts/benchmark_batching.py {LARGE} --clients 1,4,16 --seconds 8 --starts 2 --rounds 1 --max-new-tokens 32 "
+        f"scripts/benchmark_batching.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --starts 2 --rounds 1 --max-new-tokens 32 "
         f"{FAST}",
         7,
     ),
     "draft-length": Figure(
-        f"scripts/sweep_draft_length.py {LARGE} --k 1-10 --temperature 0,1 --max-prompts 3 --max-new-tokens 48 "
+        f"scripts/sweep_draft_length.py {LARGE} -k 1-10 --temperature 0,1 --max-prompts 3 --max-new-tokens 48 "
         "--rounds 2 --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128 --png docs/speedup.png",
         5,
     ),

@@ -1,6 +1,6 @@
 """Find the best draft length for a pair: measured and predicted speedup per K.
 
-    python scripts/sweep_draft_length.py models/embedded/main models/embedded/draft --k 1-10 --temperature 0,0.7,1
+    python scripts/sweep_draft_length.py models/embedded/main models/embedded/draft -k 1-10 --temperature 0,0.7,1
 
 Measured, for each K: the speedup over the main model alone in the same engine and the same round, and new tokens per
 main-model forward pass. Predicted (Leviathan et al. 2023, theorem 3.8, with the cost of verification): tau / (v(K) + K
@@ -43,6 +43,7 @@ from speculative.bench.harness import (
 )
 from speculative.bench.methods import our_way
 from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.cli import former_options
 from speculative.cli.arguments import (
     add_pair_arguments,
     add_run_arguments,
@@ -73,9 +74,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
     add_run_arguments(parser, max_prompts=5)
-    parser.add_argument(
-        "--k", "-k", type=lengths, default="1-10", metavar="K", help="draft lengths, 1-10 or 2,4,8 (default: 1-10)"
+    draft_length = parser.add_argument(
+        "-k",
+        "--num-assistant-tokens",
+        type=lengths,
+        default="1-10",
+        metavar="K",
+        help="draft lengths, 1-10 or 2,4,8 (default: 1-10)",
     )
+    former_options.accept(parser, draft_length, "--k")
     parser.add_argument(
         "--temperature",
         type=temperatures,
@@ -160,7 +167,7 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
     ours = decoder.load(main, device, draft, draft_device, properties, properties)
     if arguments.engine == "genai":
         alone = Job("alone", "GenAI", main, device, None, "", properties, n, (("GenAI, main alone", 0, 0.0),))
-        ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.k)
+        ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
         for job in (alone, Job("pair", "GenAI", main, device, draft, draft_device, properties, n, ways)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
@@ -169,7 +176,7 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
     ways = []
     for t in arguments.temperature:
         kind = f"ours, temperature {t:g}" if t else "ours"
-        for k in (0, *arguments.k):
+        for k in (0, *arguments.num_assistant_tokens):
             ways.append(our_way(f"{kind}, {f'K = {k}' if k else 'main alone'}", ours, seconds, k, t, n))
     return ways, ours
 
@@ -321,7 +328,7 @@ def main() -> int:
         with Closing() as processes:
             ways, ours = load(arguments, processes)
             context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
-            costs = MeasuredCosts(ours.main, ours.draft.model, arguments.k, context)
+            costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
             with BackgroundLoad() as other:
                 complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
     except KeyboardInterrupt:

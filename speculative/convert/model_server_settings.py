@@ -49,7 +49,7 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
     file = options.pair / recommendation.FILE
     found = file.exists() and not options.ignore_recommendation
     serving = recommended(file, main, draft) if found else Serving(draft_length=DRAFT_LENGTH)
-    if not serving.drafting and (options.draft_length or options.draft_device):
+    if not serving.drafting and (options.num_assistant_tokens or options.draft_device):
         raise ConvertError(
             f"{file} recommends serving the main model alone, so -k and --draft-device have no effect; "
             "--ignore-recommendation serves the draft anyway",
@@ -61,8 +61,8 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
         return serving
 
     serving.draft_device = options.draft_device or serving.draft_device or serving.device
-    if options.draft_length:
-        serving.draft_length, serving.confidence_threshold = options.draft_length, 0.0
+    if options.num_assistant_tokens:
+        serving.draft_length, serving.confidence_threshold = options.num_assistant_tokens, 0.0
     serving.notes.insert(0, GREEDY_ONLY)
     expected = serving.draft_properties
     if expected is None or options.property:

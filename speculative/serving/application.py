@@ -49,7 +49,7 @@ def options(args: argparse.Namespace) -> dict:
     """The options of the Ray Serve deployment."""
     replicas = {"num_replicas": args.replicas}
     if args.max_replicas:
-        usual = {"target_ongoing_requests": args.max_running}
+        usual = {"target_ongoing_requests": args.max_num_seqs}
         replicas = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **usual}}
     return {
         **replicas,

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from speculative.cli import console
+from speculative.cli import console, former_options
 from speculative.models.cached_model import CAPACITY
 from speculative.serving import resources
 from speculative.serving.limits import Limits
@@ -15,6 +15,7 @@ from speculative.serving.pair import Pair
 
 KEY = "SPECULATIVE_API_KEY"
 MAX = 1_000_000
+FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
 
 
 def parse(description: str) -> argparse.Namespace:
@@ -44,11 +45,12 @@ def parse(description: str) -> argparse.Namespace:
     for name, default, meaning in (
         ("--max-prompt-tokens", None, "maximum prompt length (default: limited by the context)"),
         ("--max-output-tokens", 1024, "maximum answer length, and its default in a request (default: %(default)s)"),
-        ("--max-running", 16, "maximum batch size (default: %(default)s)"),
-        ("--max-waiting", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
+        ("--max-num-seqs", 16, "maximum batch size (default: %(default)s)"),
+        ("--max-queue", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
         ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
     ):
-        limits.add_argument(name, type=number(1, MAX), default=default, metavar="N", help=meaning)
+        limit = limits.add_argument(name, type=number(1, MAX), default=default, metavar="N", help=meaning)
+        former_options.accept(limits, limit, *FORMER.get(name, ()))
     limits.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false",
         help="do not cache prompt prefixes (default: shared between requests of the same API key and "
@@ -96,7 +98,7 @@ def parse(description: str) -> argparse.Namespace:
     _check_models(args)
     args.pair = _pair(args)
     args.limits = Limits(
-        args.max_prompt_tokens or MAX, args.max_output_tokens, args.max_running, args.max_waiting, args.timeout
+        args.max_prompt_tokens or MAX, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout
     )
     args.keys = _keys(args.api_key_file)
     if not args.keys and not is_loopback(args.host):

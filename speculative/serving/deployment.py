@@ -23,7 +23,7 @@ class Replica:
             pair.draft_properties, cache_tokens=pair.cache_tokens, use_huge_pages=True, subtract_penalties=True,
             prefix_cache=pair.prefix_cache,
         )  # fmt: skip
-        self._engine = Engine(decoder, limits.max_running, limits.max_waiting)
+        self._engine = Engine(decoder, limits.max_num_seqs, limits.max_queue)
         metrics = Metrics(self._engine, pair.name)
         self._endpoint = Endpoint(pair.name, self._engine, limits, metrics, pair.draft_length)
         self._keys = keys

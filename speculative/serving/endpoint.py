@@ -202,7 +202,7 @@ class Endpoint:
     def _as_answer(self, error: Exception) -> ApiError:
         """4xx for a fault of the request, 503 where the server failed and asking again helps, 500 for a defect."""
         if isinstance(error, QueueFull):
-            message = f"All {self.limits.max_waiting} places in the queue are taken: try again in {error.seconds} s."
+            message = f"All {self.limits.max_queue} places in the queue are taken: try again in {error.seconds} s."
             return ApiError(429, message, "queue_full", retry_after=error.seconds)
         if isinstance(error, EngineFailed):
             message = "The engine failed, not this request, and is being replaced: try again."

@@ -1,6 +1,6 @@
 """Decoding thread: steps one `BatchDecoder`, so that the event loop never waits for a forward pass.
 
-    engine = Engine(decoder, max_running=16, max_waiting=64)
+    engine = Engine(decoder, max_num_seqs=16, max_queue=64)
     job = engine.submit(tokens, config, seed, seconds=600)  # in the event loop; raises QueueFull
     async for text in job.pieces(): ...
     job.generation
@@ -109,10 +109,10 @@ News = tuple[Job, str, bool, Exception | None]  # new text, whether the job is f
 class Engine:
     """The jobs and the thread that runs them. After a failure, `error` is set and decoding stops."""
 
-    def __init__(self, decoder: BatchDecoder, max_running: int, max_waiting: int):
+    def __init__(self, decoder: BatchDecoder, max_num_seqs: int, max_queue: int):
         """Create in the event loop that submits jobs."""
         self.decoder = decoder
-        self.max_running, self.max_waiting = max_running, max_waiting
+        self.max_num_seqs, self.max_queue = max_num_seqs, max_queue
         self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # start of the current step; 0: none
         self.generated = 0  # tokens so far
@@ -140,7 +140,7 @@ class Engine:
 
     def check_queue(self, coming: int = 0) -> None:
         """Raise QueueFull if the queue has no room left after `coming` jobs that are about to be submitted."""
-        if self.waiting + coming >= self.max_waiting + max(self.max_running - self.running, 0):
+        if self.waiting + coming >= self.max_queue + max(self.max_num_seqs - self.running, 0):
             raise QueueFull(self._seconds_to_place())
 
     def submit(
@@ -217,7 +217,7 @@ class Engine:
     def _admit(self) -> list[News]:
         """Move waiting jobs into the batch in order; returns those that the decoder rejects."""
         refused = []
-        while self._waiting and len(self._running) < self.max_running:
+        while self._waiting and len(self._running) < self.max_num_seqs:
             job = self._waiting[0]
             if self._running and not self.decoder.has_room(len(job.prompt) + job.config.max_new_tokens):
                 break
@@ -263,4 +263,4 @@ class Engine:
             job.finish(self.error)
 
     def _seconds_to_place(self) -> int:
-        return int(min(max(self._usual_seconds / self.max_running, 1), 60))
+        return int(min(max(self._usual_seconds / self.max_num_seqs, 1), 60))

@@ -27,6 +27,6 @@ def trouble(engine: Engine) -> str | None:
 def longest_step(engine: Engine) -> float:
     """Seconds after which an iteration is considered to hang."""
     costs = engine.decoder.draft_length
-    drafting = LONGEST * float(costs.draft(PREFILL_CHUNK + engine.max_running))
-    checking = float(costs.main(PREFILL_CHUNK + engine.max_running * (LONGEST + 1)))
+    drafting = LONGEST * float(costs.draft(PREFILL_CHUNK + engine.max_num_seqs))
+    checking = float(costs.main(PREFILL_CHUNK + engine.max_num_seqs * (LONGEST + 1)))
     return max(LEAST, TIMES * (drafting + checking))

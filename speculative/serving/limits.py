@@ -7,15 +7,15 @@ from dataclasses import dataclass
 class Limits:
     max_prompt_tokens: int
     max_output_tokens: int
-    max_running: int  # texts in the batch
-    max_waiting: int  # queued requests
+    max_num_seqs: int  # texts in the batch
+    max_queue: int  # queued requests
     timeout: float  # seconds per request, queueing included
     body_timeout: float = 30.0  # seconds for receiving a request's body
 
     @property
     def open(self) -> int:
         """Requests a replica processes at once: accepted ones, and some whose bodies are still being received."""
-        return self.max_running + self.max_waiting + 32
+        return self.max_num_seqs + self.max_queue + 32
 
     @property
     def ongoing(self) -> int:

@@ -27,12 +27,12 @@ DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,interm
 FEW = "--prompts few_prompts.jsonl"
 SHORTER = {
     "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
-    "scripts/benchmark_serving.py": "--clients 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
-    "scripts/benchmark_batching.py": "--clients 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
+    "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
+    "scripts/benchmark_batching.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
-    "scripts/sweep_draft_length.py": "--rounds 1 --k 2 --max-new-tokens 16 --max-prompts 2",
+    "scripts/sweep_draft_length.py": "--rounds 1 -k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": "--minutes 0.2 --max-new-tokens 16",
     "scripts/verify_lossless.py": "--draws 100 --tokens 2 -k 2 --max-new-tokens 8",

@@ -16,7 +16,18 @@ from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
-QUICK = ["--clients", "1,3", "--seconds", "1.5", "--rounds", "1", "--max-new-tokens", "12", "--max-prompts", "4"]
+QUICK = [
+    "--max-concurrency",
+    "1,3",
+    "--seconds",
+    "1.5",
+    "--rounds",
+    "1",
+    "--max-new-tokens",
+    "12",
+    "--max-prompts",
+    "4",
+]
 QUICK += ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
 
 
@@ -105,7 +116,7 @@ def test_memory_is_told_for_each_choice(measured):
         ([MAIN], 2, "no draft"),
         ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
         ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),
-        ([MAIN, DRAFT, "--clients", "4,2"], 2, "4,2"),
+        ([MAIN, DRAFT, "--max-concurrency", "4,2"], 2, "4,2"),
         ([MAIN, DRAFT, "--seconds", "0"], 2, "0"),
         ([MAIN, DRAFT, "--prompts", "no/such/file.jsonl"], 2, "no/such/file.jsonl"),
         ([MAIN, DRAFT, "--max-new-tokens", "5000"], 2, "5,0"),

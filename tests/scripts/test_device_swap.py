@@ -27,7 +27,7 @@ from tests.support.waiting import PATIENCE, wait_until
 PROGRAM = "scripts/device_swap.py"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 QUICK = ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
-EMULATED = ["--devices", "CPU,GPU,NPU", "--emulate-npu", "--k", "9", "--property", "NPU:MAX_PROMPT_LEN=128", *QUICK]
+EMULATED = ["--devices", "CPU,GPU,NPU", "--emulate-npu", "-k", "9", "--property", "NPU:MAX_PROMPT_LEN=128", *QUICK]
 posix = pytest.mark.posix("POSIX signals")
 
 
@@ -298,14 +298,14 @@ def test_a_cell_ends_when_the_program_is_killed(tmp_path):
 
 def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run, tmp_path):
     common = [DRAFT, DRAFT, "--devices", "CPU", "--engine", "ours", "--results", tmp_path / "cells.jsonl", *QUICK]
-    process = run(PROGRAM, *common, "--timeout", "0.3", "--k", "adaptive")
+    process = run(PROGRAM, *common, "--timeout", "0.3", "-k", "adaptive")
     assert process.returncode == 1, process.stderr
     result = result_of(process.stdout)
     assert {cell["status"] for cell in result["matrix"]["cells"]} == {"timeout"}
     assert "timed out after 0.3 seconds" in result["matrix"]["cells"][0]["reason"]
     assert "Nothing was measured." in result["summary"]
 
-    process = run(PROGRAM, *common, "--timeout", "100", "--k", "adaptive")
+    process = run(PROGRAM, *common, "--timeout", "100", "-k", "adaptive")
     assert process.returncode == 0, process.stderr
     cells = cells_of(result_of(process.stdout))
     assert {cell["status"] for cell in cells.values()} == {"ok"}
@@ -358,8 +358,8 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
     [
         (["--devices", "CPU,GPX"], "'GPX'"),
         (["--devices", ""], "''"),
-        (["--k", "adaptive"], "--engine ours"),
-        (["--k", "0"], "'0'"),
+        (["-k", "adaptive"], "--engine ours"),
+        (["-k", "0"], "'0'"),
         (["--emulate-npu", "--devices", "CPU"], "requires NPU in --devices"),
         (["--timeout", "0"], "'0'"),
         (["--timeout", "soon"], "'soon'"),

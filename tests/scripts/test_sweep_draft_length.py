@@ -25,7 +25,7 @@ def swept(tmp_path_factory):
     """One sweep with everything it writes, and the folder it wrote to."""
     folder = tmp_path_factory.mktemp("sweep")
     files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"sweep.{kind}"))]
-    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), "--k", "1-3", "--temperature", "0,0.7", *SMALL, *files]
+    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), "-k", "1-3", "--temperature", "0,0.7", *SMALL, *files]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
     assert process.returncode == 0, process.stderr
     return process, folder
@@ -92,7 +92,7 @@ def test_all_files_are_written(swept):
 
 
 def test_genais_pipeline(run):
-    process = run(PROGRAM, MAIN, DRAFT, "--k", "2,4", "--engine", "genai", *SMALL)
+    process = run(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
     assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("GenAI", 2), ("GenAI", 4)]
@@ -103,8 +103,8 @@ def test_genais_pipeline(run):
 @pytest.mark.parametrize(
     ("arguments", "status", "word"),
     [
-        ([MAIN, DRAFT, "--k", "0-3"], 2, "0-3"),
-        ([MAIN, DRAFT, "--k", "5-2"], 2, "5-2"),
+        ([MAIN, DRAFT, "-k", "0-3"], 2, "0-3"),
+        ([MAIN, DRAFT, "-k", "5-2"], 2, "5-2"),
         ([MAIN, DRAFT, "--temperature", "0,-1"], 2, "0,-1"),
         ([MAIN, DRAFT, "--temperature", "hot"], 2, "hot"),
         ([MAIN, DRAFT, "--engine", "genai", "--temperature", "0,0.7"], 2, "--temperature 0.7"),
@@ -134,7 +134,7 @@ def test_the_plot_without_matplotlib(run, tmp_path):
 
 @pytest.mark.posix("POSIX signals")
 def test_ctrl_c_keeps_the_full_rounds(tmp_path):
-    arguments = ["--k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
+    arguments = ["-k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
     command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     progress = tmp_path / "progress"
     with progress.open("wb") as stderr:
@@ -161,7 +161,7 @@ def wait_for_runs(progress, process, runs):
 
 @pytest.mark.posix("a POSIX pipe")
 def test_a_pipe_that_closes_loses_no_file(tmp_path):
-    arguments = ["--k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
+    arguments = ["-k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
     command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()

@@ -40,11 +40,11 @@ def submit(engine, tokens=5, prompt=(1, 2, 3)):
     return engine.submit(np.array(prompt), config(tokens), None, seconds=600)
 
 
-def outcomes(decoder, act, max_running=4):
+def outcomes(decoder, act, max_num_seqs=4):
     """What became of the jobs that `act(engine)` returns: a generation, or the error."""
 
     async def ask():
-        engine = Engine(decoder, max_running, max_waiting=9)
+        engine = Engine(decoder, max_num_seqs, max_queue=9)
         ends = [asyncio.wait_for(job.end(), PATIENCE) for job in act(engine)]
         found = await asyncio.gather(*ends, return_exceptions=True)
         alive = engine.error
@@ -67,7 +67,7 @@ def test_what_breaks_the_engine_is_no_jobs_own_error(decoder, monkeypatch):
         raise ValueError("concatenate nothing")
 
     monkeypatch.setattr(decoder, "step", broken)
-    found, error = outcomes(decoder, lambda engine: [submit(engine) for _ in range(3)], max_running=1)
+    found, error = outcomes(decoder, lambda engine: [submit(engine) for _ in range(3)], max_num_seqs=1)
     for one in (*found, error):
         assert isinstance(one, EngineFailed) and not isinstance(one, ValueError)
         assert isinstance(one.__cause__, ValueError) and str(one) == (

@@ -34,7 +34,7 @@ PROGRAM = "samples/serve/serve_pair.py"
 
 @pytest.fixture(scope="module")
 def server():
-    options = (*EXACT, "--max-running", 4, "--max-waiting", 4, "--max-output-tokens", 400, "--timeout", 60)
+    options = (*EXACT, "--max-num-seqs", 4, "--max-queue", 4, "--max-output-tokens", 400, "--timeout", 60)
     options = (*options, "--num-assistant-tokens", 3)  # the adaptive rule drafts where it pays on this machine
     env = {"SPECULATIVE_API_KEY": KEY, "RAY_metrics_report_interval_ms": "1000"}
     with Server(*options, env=env) as server:

@@ -584,7 +584,7 @@ def pool():
 
 def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
-    with Api(decoder, max_running=1, max_waiting=1) as api, encode:
+    with Api(decoder, max_num_seqs=1, max_queue=1) as api, encode:
         asked = [pool.submit(post, api, ONE) for _ in range(2)]
         wait_until(lambda: api.endpoint.asking == 2)
         assert post(api, ONE).json()["error"]["code"] == "queue_full"
@@ -635,7 +635,7 @@ def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, mon
 
 def test_a_broken_engine_is_no_clients_fault(decoder, monkeypatch, pool):
     step = Gate(monkeypatch, decoder, "step")
-    with Api(decoder, max_running=1) as api, step:
+    with Api(decoder, max_num_seqs=1) as api, step:
         asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
         wait_until(lambda: api.engine.running + api.engine.waiting == 3)
         monkeypatch.setattr(decoder.main, "logits", planted)

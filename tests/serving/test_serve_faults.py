@@ -117,7 +117,7 @@ def head_of(server):
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--max-running", RUNNING, "--max-waiting", WAITING) as server:
+    with Server("--max-num-seqs", RUNNING, "--max-queue", WAITING) as server:
         yield server
 
 

@@ -86,7 +86,7 @@ def test_a_request_that_is_over_is_forgotten():
     """Long before its time limit."""
 
     async def ask_and_forget():
-        engine = Engine(batch_decoder.load(DRAFT, cache_tokens=1024), max_running=1, max_waiting=9)
+        engine = Engine(batch_decoder.load(DRAFT, cache_tokens=1024), max_num_seqs=1, max_queue=9)
         config = GenerationConfig(max_new_tokens=5, ignore_eos=True)
         jobs = [engine.submit(np.arange(1, 9), config, seed, seconds=600) for seed in range(4)]
         ended, streamed, gone, waiting = jobs
@@ -111,7 +111,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
     if not request.config.getoption("--long"):
         pytest.skip("20 minutes: --long")
     seconds = 60 * float(os.environ.get("SOAK_MINUTES", "20"))
-    options = ("--max-running", RUNNING, "--max-waiting", WAITING, "--cache-tokens", 2 * CONTEXT)
+    options = ("--max-num-seqs", RUNNING, "--max-queue", WAITING, "--cache-tokens", 2 * CONTEXT)
     with Server(*options) as server:
         stop, answers, vanished, samples = threading.Event(), [], [], []
         clients = [

@@ -140,7 +140,7 @@ class Api:
     model = "embedded"
 
     def __init__(self, decoder, keys=None, http="auto", **limits):
-        defaults = {"max_prompt_tokens": 10**6, "max_output_tokens": 400, "max_running": 4, "max_waiting": 4}
+        defaults = {"max_prompt_tokens": 10**6, "max_output_tokens": 400, "max_num_seqs": 4, "max_queue": 4}
         self.limits = Limits(**{**defaults, "timeout": 60, **limits})
         self.counts = Counts()
         self.port = free_port()
@@ -150,7 +150,7 @@ class Api:
 
     async def _serve(self, decoder, keys, http) -> None:
         self.loop = asyncio.get_running_loop()
-        self.engine = Engine(decoder, self.limits.max_running, self.limits.max_waiting)
+        self.engine = Engine(decoder, self.limits.max_num_seqs, self.limits.max_queue)
         self.endpoint = Endpoint(self.model, self.engine, self.limits, self.counts)
         app = self.endpoint.application(keys)
         config = uvicorn.Config(app, port=self.port, http=http, lifespan="off", log_config=None)

@@ -6,19 +6,21 @@ import sys
 from pathlib import Path
 
 from speculative.bench.harness import add_output_arguments, output_file, write_outputs
+from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_prompt_arguments, two_or_more, whole
 from speculative.cli.whole_file import write_whole
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser, max_prompts=20)
-    parser.add_argument(
-        "--clients",
+    concurrency = parser.add_argument(
+        "--max-concurrency",
         type=numbers,
         default="1,2,4,8,16",
         metavar="N",
         help="numbers of concurrent clients (default: 1,2,4,8,16)",
     )
+    former_options.accept(parser, concurrency, "--clients")
     parser.add_argument(
         "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="new tokens per text, at most (default: 64)"
     )
