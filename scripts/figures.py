@@ -77,12 +77,13 @@ FIGURES = {
         f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
     ),
     "batch-embedded": Figure(
-        f"scripts/benchmark_batching.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 4 --starts 3 --rounds 1 --huge-pages",
+        f"scripts/benchmark_batching.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 4 --starts 3 --rounds 1 "
+        "--huge-pages",
         4,
     ),
     "batch-benchmark-pair": Figure(
-        f"scripts/benchmark_batching.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --starts 2 --rounds 1 --max-new-tokens 32 "
-        f"{FAST}",
+        f"scripts/benchmark_batching.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --starts 2 --rounds 1 "
+        f"--max-new-tokens 32 {FAST}",
         7,
     ),
     "draft-length": Figure(
