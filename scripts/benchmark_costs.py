@@ -30,7 +30,6 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 from openvino_genai import GenerationConfig
-from tqdm import tqdm
 
 from speculative import decoder
 from speculative.bench.startup import Start, job, read_files, run
@@ -41,6 +40,7 @@ from speculative.cli.arguments import (
     refuse_unsound,
     whole,
 )
+from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices, weights
 from speculative.sampling.distribution import Distribution

@@ -41,7 +41,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import openvino_genai
-from tqdm import tqdm
 
 from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
@@ -54,6 +53,7 @@ from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
+from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
 

@@ -36,11 +36,11 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 import openvino_genai
-from tqdm import tqdm
 
 from speculative.bench import genai
 from speculative.cli.arguments import above_zero
 from speculative.cli.processes import utf8_output
+from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
 from speculative.convert.work_folder import recover, replacement
 from speculative.decoder import Decoder

@@ -32,9 +32,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from speculative.cli.progress import tqdm
 from speculative.modelgen.text import (
     ASSISTANT,
     CHAT_TEMPLATE,

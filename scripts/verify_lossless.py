@@ -35,12 +35,12 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 from openvino_genai import GenerationConfig
-from tqdm import tqdm
 
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
 from speculative.cli.arguments import above_zero, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST

@@ -33,9 +33,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 import psutil
-from tqdm import tqdm
 
 from speculative.bench.genai import Run
+from speculative.cli.progress import tqdm
 from speculative.cli.whole_file import write_whole
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
+from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
 from speculative.convert.work_folder import replacement
 

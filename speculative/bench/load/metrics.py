@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from speculative.bench.harness import ctrl_c_raises, shuffled
+from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
 OUTCOMES = ("answered", "refused", "cut off", "lost")

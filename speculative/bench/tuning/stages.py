@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from speculative.bench import quality as text_quality
 from speculative.bench.cluster import ray_nodes
@@ -37,6 +36,7 @@ from speculative.bench.tuning.settings import (
     kind,
     merged,
 )
+from speculative.cli.progress import tqdm
 from speculative.drafting import cost_model
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.sequence import metrics
