@@ -1,4 +1,5 @@
-# make demo: the main job on the embedded pair. make test: everything. Other Pythons: make demo PYTHON=python3.12
+# make demo: the main job on the embedded pair. make test: all but the hours of test-all.
+# Other Pythons: make demo PYTHON=python3.12
 # make figures: measure what README and docs show, an hour on a quiet machine; some of it: make figures FIGURES=embedded,lookup
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
@@ -6,7 +7,7 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 TESTS ?=# some files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
-.PHONY: demo test test-fast test-fresh test-samples smoke lint figures docs clean
+.PHONY: demo test test-fast test-all test-fresh test-samples smoke lint figures docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run-installed
@@ -19,7 +20,11 @@ test: lint
 test-fast: .venv/all-installed
 	$(PYTEST) -m "not slow and not ray and not export and not browser" $(TESTS)
 
-# Everything, with an empty /tmp and an empty HOME.
+# With every architecture, the long draws, soaks and the training: hours.
+test-all: lint
+	$(PYTEST) --long $(TESTS)
+
+# As `make test`, with an empty /tmp and an empty HOME.
 test-fresh: lint
 	.ci/fresh $(PYTEST) $(TESTS)
 

@@ -31,8 +31,17 @@ def pytest_addoption(parser):
     parser.addoption(
         "--long",
         action="store_true",
-        help="also 20,000 draws of every case, 20 minutes of a server, a training",
+        help="also every architecture, 20,000 draws of every case, 20 minutes of a server, a training",
     )
+
+
+def pytest_generate_tests(metafunc):
+    """Each architecture costs an export of two checkpoints: without --long there are three, which other tests share."""
+    if "architecture" in metafunc.fixturenames:
+        from tests.support.tiny_checkpoints import ARCHITECTURES
+
+        every = metafunc.config.getoption("--long")
+        metafunc.parametrize("architecture", ARCHITECTURES if every else ("llama", "mistral", "gemma3"))
 
 
 STARTING_RAY = [
@@ -139,17 +148,19 @@ def kept_signals():
 def tiny_pair(tmp_path_factory):
     """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first.
 
-    Test processes that run beside each other share them.
+    Test processes that run beside each other share them; later runs, too, where EXPORTS_CACHE names a folder.
     """
     from filelock import FileLock  # the hub's client has it
 
     from convert import export_pair
     from speculative.convert import optimum_cli
-    from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, train_tokenizer
+    from tests.support.tiny_checkpoints import export_key, run_optimum_here, save_checkpoint, train_tokenizer
 
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "tiny_pairs"
-    shared.mkdir(exist_ok=True)
+    if cache := os.environ.get("EXPORTS_CACHE"):
+        shared = Path(cache) / export_key()
+    shared.mkdir(parents=True, exist_ok=True)
 
     def export(architecture: str, folder: Path) -> None:
         tokenizer = train_tokenizer()
@@ -164,8 +175,10 @@ def tiny_pair(tmp_path_factory):
     def tiny_pair(architecture: str) -> Path:
         with FileLock(shared / f"{architecture}.lock"):
             if not (shared / architecture).exists():
-                export(architecture, shared / f"{architecture}.partial")
-                (shared / f"{architecture}.partial").rename(shared / architecture)
+                partial = shared / f"{architecture}.partial"
+                shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+                export(architecture, partial)
+                partial.rename(shared / architecture)
         return shared / architecture / "pair"
 
     return tiny_pair

@@ -76,14 +76,14 @@ def test_the_text_does_not_loop_on_most_prompts(runs):
 
 
 @pytest.mark.parametrize("prompt", ["def read_file(path):", "def is_prime(n):", "class Stack:"])
-def test_the_main_model_writes_python(prompt, run):
-    process = run("samples/greedy_causal_lm.py", MAIN, prompt, "--max-new-tokens", "200")
+def test_the_main_model_writes_python(prompt, run_here):
+    process = run_here("samples/greedy_causal_lm.py", MAIN, prompt, "--max-new-tokens", "200")
     assert process.returncode == 0, process.stderr
     ast.parse(prompt + process.stdout)
 
 
-def test_the_main_model_follows_an_instruction(run):
-    process = run("samples/greedy_causal_lm.py", MAIN, "Write code to reverse a string.")
+def test_the_main_model_follows_an_instruction(run_here):
+    process = run_here("samples/greedy_causal_lm.py", MAIN, "Write code to reverse a string.")
     assert process.returncode == 0, process.stderr
     assert "def " in process.stdout and "return" in process.stdout
     ast.parse(process.stdout)

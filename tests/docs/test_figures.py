@@ -184,8 +184,8 @@ def test_the_table_of_gains_says_what_the_figures_say():
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["embedded,magic"], "'magic'"), (["--nothing"], "--nothing")])
-def test_bad_input_is_one_sentence(run, arguments, word):
-    process = run("scripts/figures.py", *arguments)
+def test_bad_input_is_one_sentence(run_here, arguments, word):
+    process = run_here("scripts/figures.py", *arguments)
     assert process.returncode == 2 and word in process.stderr and "Traceback" not in process.stderr
 
 

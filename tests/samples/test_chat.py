@@ -101,14 +101,14 @@ def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, m
     assert len(re.findall(r"^\(new tokens \d+, throughput .*acceptance rate .*\)$", done.stderr, re.MULTILINE)) == 2
 
 
-def test_reset_forgets_the_conversation(run, main, answers):
-    done = chat(run, main, QUESTIONS[1], "/reset", QUESTIONS[0])
+def test_reset_forgets_the_conversation(run_here, main, answers):
+    done = chat(run_here, main, QUESTIONS[1], "/reset", QUESTIONS[0])
     assert done.stdout.endswith(answers[0][0] + "\n")
     assert "conversation cleared" in done.stderr
 
 
-def test_speculation_off_gives_the_same_text_without_drafts(run, main, answers):
-    done = chat(run, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", QUESTIONS[0])
+def test_speculation_off_gives_the_same_text_without_drafts(run_here, main, answers):
+    done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", QUESTIONS[0])
     assert done.stdout == f"{answers[0][0]}\n" * 2
     without, drafting = re.findall(r"^\(new tokens.*\)$", done.stderr, re.MULTILINE)
     assert "block efficiency 1.00" in without
@@ -116,9 +116,9 @@ def test_speculation_off_gives_the_same_text_without_drafts(run, main, answers):
     assert "acceptance rate" in drafting
 
 
-def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run, main):
+def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run_here, main):
     lines = ["/k", "/k 2", "/k 0", "/k 65", "/k", "/k auto", "/tokens", "/tokens 3", "/tokens no", QUESTIONS[0]]
-    shown = chat(run, main, *lines).stderr
+    shown = chat(run_here, main, *lines).stderr
     assert re.findall(r"^K = (\w+): .* draft tokens?", shown, re.MULTILINE) == ["auto", "2", "2", "auto"]
     assert "/k: '0' is not a whole number from 1 to 64, nor auto" in shown
     assert "/k: '65' is not" in shown
@@ -127,7 +127,7 @@ def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run, m
     assert "(new tokens 3," in shown
 
 
-def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, main, engine):
+def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run_here, main, engine):
     history, expected = [], []
     turns = [(0.9, QUESTIONS[0]), (0.9, QUESTIONS[1]), (0, QUESTIONS[0]), (1.1, QUESTIONS[1])]
     for i, (temperature, question) in enumerate(turns):
@@ -140,7 +140,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, mai
         history.append({"role": "assistant", "content": expected[-1].text})
 
     lines = [*QUESTIONS, "/reset", "/temperature 0", QUESTIONS[0], "/temperature -1", "/temperature 1.1", QUESTIONS[1]]
-    done = chat(run, main, *lines, options=("-k", 3, "--temperature", 0.9, "--seed", 3))
+    done = chat(run_here, main, *lines, options=("-k", 3, "--temperature", 0.9, "--seed", 3))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{answer.text}\n" for answer in expected)
     assert re.findall(r"^sampling: (.*)$", done.stderr, re.MULTILINE) == [
@@ -153,8 +153,8 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run, mai
     assert accepted == [(str(sum(answer.from_draft)), str(sum(answer.proposed))) for answer in expected]
 
 
-def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run, main):
-    done = chat(run, main, "/nonsense", "/colour maybe", "/help", "/quit", QUESTIONS[0])
+def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run_here, main):
+    done = chat(run_here, main, "/nonsense", "/colour maybe", "/help", "/quit", QUESTIONS[0])
     assert "there is no command /nonsense: /help lists them" in done.stderr
     assert "/colour: 'maybe' is not on or off" in done.stderr
     for command in ("/k", "/temperature", "/tokens", "/speculation", "/colour", "/reset", "/help", "/quit"):
@@ -163,13 +163,13 @@ def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run, main):
     assert done.returncode == 0
 
 
-def test_a_conversation_that_fills_the_context_is_said_and_the_chat_goes_on(run, main, answers):
-    done = chat(run, main, "word " * 3000, QUESTIONS[0])
+def test_a_conversation_that_fills_the_context_is_said_and_the_chat_goes_on(run_here, main, answers):
+    done = chat(run_here, main, "word " * 3000, QUESTIONS[0])
     assert "fills the context" in done.stderr
     assert done.stdout == answers[0][0] + "\n"
 
 
-def test_a_main_model_without_chat_template_is_refused(run, tmp_path):
+def test_a_main_model_without_chat_template_is_refused(run_here, tmp_path):
     plain = tmp_path / "plain"
     shutil.copytree(DRAFT, plain)
     (plain / "chat_template.jinja").unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def test_a_main_model_without_chat_template_is_refused(run, tmp_path):
     tokenizer = (plain / "openvino_tokenizer.xml").read_text(encoding="utf-8")
     tokenizer = re.sub('<\\w*chat_template value="[^"]*" ?/>', "", tokenizer)
     (plain / "openvino_tokenizer.xml").write_text(tokenizer, encoding="utf-8")
-    done = run(CHAT, plain, DRAFT)
+    done = run_here(CHAT, plain, DRAFT)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"error: {plain} has no chat template: use an instruct model."
 

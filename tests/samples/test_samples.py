@@ -49,9 +49,9 @@ def figures(stderr):
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)
-def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, name):
+def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy, name):
     text, tokens = greedy
-    done = run(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT, *GREEDY.get(name, []))
+    done = run_here(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT, *GREEDY.get(name, []))
     assert done.returncode == 0, done.stderr
     assert done.stdout == text
     shown = figures(done.stderr)
@@ -66,7 +66,7 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run, greedy, nam
 
 @pytest.mark.parametrize("tokens", [20, TOKENS])
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(run, k, tokens):
+def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(run_here, k, tokens):
     draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
     pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
     result = pipe.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
@@ -76,7 +76,9 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
     proposed = sum(min(k, tokens - sum(gained[:i]) - 1) for i in range(1, len(counted)))
     accepted = sum(counted[1:]) - len(counted[1:])
 
-    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT)
+    done = run_here(
+        sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT
+    )
     assert done.stdout == result.texts[0]
     shown = figures(done.stderr)
     assert shown["forward passes"] == f"{len(gained) - 1} of the main model after the prompt"
@@ -85,8 +87,10 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
 
 
 @pytest.mark.parametrize("k", [5, 16])
-def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run, k):
-    done = run(sample("speculative_decoding_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT)
+def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run_here, k):
+    done = run_here(
+        sample("speculative_decoding_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT
+    )
     shown = figures(done.stderr)
     assert int(shown["new tokens"]) < 300
     assert shown["acceptance rate"].startswith("1.00 (")
@@ -101,8 +105,8 @@ def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_
         ("NPU", "CPU", (*NPU_ON_CPU, "--draft-property", "EXECUTION_MODE_HINT=ACCURACY")),
     ],
 )
-def test_main_and_draft_run_on_any_pair_of_devices(run, greedy, device, draft_device, properties):
-    done = run(
+def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, draft_device, properties):
+    done = run_here(
         sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
         "--device", device, "--draft-device", draft_device, *properties,
     )  # fmt: skip
@@ -155,8 +159,8 @@ def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
     assert on_cpu.stdout == on_npu.stdout
 
 
-def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run):
-    done = run(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
+def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run_here):
+    done = run_here(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
     assert done.returncode == 0, done.stderr
     assert figures(done.stderr)["new tokens"] == "1"
 
@@ -175,8 +179,8 @@ def test_a_dash_reads_the_prompt_from_standard_input(before, after):
     assert ast.literal_eval(done.stdout.decode()) == prompt
 
 
-def test_a_prompt_from_standard_input_gives_the_same_text(run, greedy):
-    done = run(sample("greedy_causal_lm.py"), MAIN, "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
+def test_a_prompt_from_standard_input_gives_the_same_text(run_here, greedy):
+    done = run_here(sample("greedy_causal_lm.py"), MAIN, "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
     assert done.stdout == greedy[0]
 
 
@@ -292,9 +296,9 @@ def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_help_is_the_docstring(run, name):
+def test_help_is_the_docstring(run_here, name):
     docstring = ast.get_docstring(ast.parse((ROOT / sample(name)).read_text(encoding="utf-8")))
-    done = run(sample(name), "--help")
+    done = run_here(sample(name), "--help")
     assert done.returncode == 0
     assert docstring in done.stdout
     assert f"python samples/{name} models/embedded/main" in docstring

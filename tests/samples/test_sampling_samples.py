@@ -34,9 +34,9 @@ def drawn(temperature):
     )
 
 
-def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run, engine):
+def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here, engine):
     result = engine.generate(PROMPT, drawn(2.0), seed=5)
-    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
+    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == result.text
     shown = figures(done.stderr)
@@ -50,20 +50,20 @@ def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run, eng
     assert shown["sampling"] == "temperature 2, top-k all, top-p 1, seed 5"
 
 
-def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run):
+def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run_here):
     options = ("--temperature", 2, *SHORT)
-    first = run(SAMPLE, MAIN, DRAFT, PROMPT, *options)
+    first = run_here(SAMPLE, MAIN, DRAFT, PROMPT, *options)
     assert first.returncode == 0, first.stderr
     seed = int(re.search(r"seed (\d+)$", figures(first.stderr)["sampling"])[1])
-    assert run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed, *options).stdout == first.stdout
-    assert run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed ^ 1, *options).stdout != first.stdout
+    assert run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed, *options).stdout == first.stdout
+    assert run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed ^ 1, *options).stdout != first.stdout
     assert re.match(r"(about \d+ draft tokens|plain decoding).* ms for ", figures(first.stderr)["draft length"])
 
 
 @pytest.mark.parametrize("option", [("--temperature", 0), ("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-4)])
-def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run, engine, option):
+def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run_here, engine, option):
     alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
-    done = run(SAMPLE, MAIN, DRAFT, PROMPT, *SHORT, *option)
+    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, *SHORT, *option)
     assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
     said = figures(done.stderr)["sampling"]
     assert ("greedy" in said) == (option == ("--temperature", 0))
@@ -92,8 +92,8 @@ def test_any_text_on_any_console_and_device(run, engine):
         ("-k", "0", "from 1 to 64, nor auto"),
     ],
 )
-def test_an_argument_out_of_range(run, option, value, range_):
-    assert_one_sentence(run(SAMPLE, MAIN, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
+def test_an_argument_out_of_range(run_here, option, value, range_):
+    assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
 
 
 @pytest.mark.parametrize(
@@ -114,28 +114,28 @@ def test_more_that_is_out_of_range(option, values):
             console.ARGUMENTS[option]["type"](value)
 
 
-def test_models_and_prompts_that_cannot_be(run, tmp_path, other_tokenizer):
-    assert_one_sentence(run(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, tmp_path / "nowhere", "not a folder")
-    assert_one_sentence(run(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+def test_models_and_prompts_that_cannot_be(run_here, tmp_path, other_tokenizer):
+    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, tmp_path / "nowhere", "not a folder")
+    assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
     shutil.copytree(DRAFT, tmp_path / "other")
     for file in other_tokenizer.iterdir():
         shutil.copy(file, tmp_path / "other")
-    done = run(SAMPLE, MAIN, tmp_path / "other", PROMPT)
+    done = run_here(SAMPLE, MAIN, tmp_path / "other", PROMPT)
     assert_one_sentence(done, 2, MAIN, tmp_path / "other", "differ", "same tokenizer")
 
 
-def test_what_the_engine_refuses(run, tmp_path):
-    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+def test_what_the_engine_refuses(run_here, tmp_path):
+    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
     assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
     table = save_ir(train_tokenizer(), tmp_path / "table")
-    assert_one_sentence(run(SAMPLE, table, table, PROMPT), 1, table, "no KV cache")
+    assert_one_sentence(run_here(SAMPLE, table, table, PROMPT), 1, table, "no KV cache")
 
 
-def test_a_cache_that_is_smaller_than_the_context(run):
+def test_a_cache_that_is_smaller_than_the_context(run_here):
     npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
     options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
-    done = run(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
+    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ \(KV cache full\)", figures(done.stderr)["new tokens"])
-    done = run(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
+    done = run_here(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
     assert_one_sentence(done, 1, "the prompt has", "only fits 95")

@@ -88,8 +88,8 @@ def test_the_embedded_pair_is_sound(run):
     assert "sound: 0 errors" in process.stdout
 
 
-def test_json_alone(run):
-    process = run(PROGRAM, MAIN, DRAFT, "--json")
+def test_json_alone(run_here):
+    process = run_here(PROGRAM, MAIN, DRAFT, "--json")
     assert process.stdout.count("\n") == 1 and result_of(process)["sound"]
 
 
@@ -115,48 +115,48 @@ def test_a_terminal_gets_colours():
     ("arguments", "word"),
     [([MAIN], "draft"), ([MAIN, "no/such/folder"], "no/such/folder"), ([MAIN, DRAFT, "--what"], "--what")],
 )
-def test_bad_usage(run, arguments, word):
-    process = run(PROGRAM, *arguments)
+def test_bad_usage(run_here, arguments, word):
+    process = run_here(PROGRAM, *arguments)
     assert process.returncode == 2 and process.stdout == ""
     assert word in process.stderr and "Traceback" not in process.stderr
 
 
-def test_another_tokenizer_is_an_error(run, copy, other_tokenizer):
+def test_another_tokenizer_is_an_error(run_here, copy, other_tokenizer):
     for path in other_tokenizer.glob("openvino_*"):
         shutil.copy(path, copy)
-    process = run(PROGRAM, MAIN, copy)
+    process = run_here(PROGRAM, MAIN, copy)
     assert process.returncode == 1 and not result_of(process)["sound"]
     assert "error    vocabulary" in process.stdout and "not sound: " in process.stdout
 
 
-def test_a_truncated_model_is_an_error(run, copy):
+def test_a_truncated_model_is_an_error(run_here, copy):
     path = copy / "openvino_model.bin"
     path.write_bytes(path.read_bytes()[:-1000])
-    process = run(PROGRAM, MAIN, copy, "--json")
+    process = run_here(PROGRAM, MAIN, copy, "--json")
     (finding,) = result_of(process)["findings"]
     assert process.returncode == 1 and finding["what"] == "files"
     assert "truncated" in finding["message"] and process.stderr == ""
 
 
-def test_a_checkpoint_is_told_to_be_converted(run, tmp_path):
+def test_a_checkpoint_is_told_to_be_converted(run_here, tmp_path):
     for role, source in (("main", MAIN), ("draft", DRAFT)):
         (tmp_path / role).mkdir()
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             shutil.copy(source / name, tmp_path / role)
         (tmp_path / role / "model.safetensors").write_bytes(b"")
-    process = run(PROGRAM, tmp_path / "main", tmp_path / "draft")
+    process = run_here(PROGRAM, tmp_path / "main", tmp_path / "draft")
     assert process.returncode == 1
     assert "convert/export_pair.py" in result_of(process)["findings"][-1]["message"]
 
 
 @pytest.mark.parametrize(("mark", "name"), [("eagle3_mode", "EAGLE-3"), ("dflash_mode", "DFlash")])
-def test_drafts_from_hidden_states_are_recognised(run, copy, mark, name):
+def test_drafts_from_hidden_states_are_recognised(run_here, copy, mark, name):
     model = ov.Core().read_model(copy / "openvino_model.xml")
     model.set_rt_info("True", [mark])  # as optimum-intel does
     ov.save_model(model, copy / "marked.xml", compress_to_fp16=False)
     for suffix in (".xml", ".bin"):
         (copy / f"marked{suffix}").replace(copy / f"openvino_model{suffix}")
-    process = run(PROGRAM, MAIN, copy, "--json")
+    process = run_here(PROGRAM, MAIN, copy, "--json")
     (finding,) = result_of(process)["findings"]
     assert process.returncode == 1 and name in finding["message"]
 
@@ -241,10 +241,10 @@ def test_an_npu_takes_no_sliding_window(copy, npu_here):
     assert "16 tokens" in message
 
 
-def test_logits_of_other_width_are_an_error_with_an_npu_only(run, copy):
+def test_logits_of_other_width_are_an_error_with_an_npu_only(run_here, copy):
     save_model(copy, width=4160)  # 64 more than the tokenizer has tokens: padding
     for device, level in (("CPU", "warning"), ("NPU", "error")):
-        result = result_of(run(PROGRAM, MAIN, copy, "--json", "--draft-device", device))
+        result = result_of(run_here(PROGRAM, MAIN, copy, "--json", "--draft-device", device))
         assert {finding["level"] for finding in result["findings"] if finding["what"] == "logits width"} == {level}
 
 
@@ -255,8 +255,8 @@ def test_a_draft_as_large_as_the_main_model_is_too_dear():
     assert "cost ratio of 0.06" in message
 
 
-def test_rollbacks_are_tried_on_request(run):
-    findings = result_of(run(PROGRAM, MAIN, DRAFT, "--json", "--rollback"))["findings"]
+def test_rollbacks_are_tried_on_request(run_here):
+    findings = result_of(run_here(PROGRAM, MAIN, DRAFT, "--json", "--rollback"))["findings"]
     rollback = [finding for finding in findings if finding["what"] == "rollback"]
     assert [(finding["level"], finding["message"].split(":")[0]) for finding in rollback] == [
         ("ok", "main"),

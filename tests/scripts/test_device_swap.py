@@ -373,20 +373,20 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
         (["--html", "tests"], "'tests'"),
     ],
 )
-def test_bad_usage_is_one_sentence(run, tmp_path, arguments, word):
+def test_bad_usage_is_one_sentence(run_here, tmp_path, arguments, word):
     before = (ROOT / "LICENSE").read_bytes()
-    process = run(PROGRAM, DRAFT, DRAFT, "--results", tmp_path / "cells.jsonl", *arguments)
+    process = run_here(PROGRAM, DRAFT, DRAFT, "--results", tmp_path / "cells.jsonl", *arguments)
     assert process.returncode == 2, process.stderr
     assert word in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr and process.stdout == ""
     assert (ROOT / "LICENSE").read_bytes() == before and not (tmp_path / "cells.jsonl").exists()
 
 
-def test_a_missing_model_and_a_broken_prompts_file_are_named(run, tmp_path):
-    process = run(PROGRAM, "no/such/folder", DRAFT)
+def test_a_missing_model_and_a_broken_prompts_file_are_named(run_here, tmp_path):
+    process = run_here(PROGRAM, "no/such/folder", DRAFT)
     assert process.returncode == 2 and "no/such/folder" in process.stderr and "Traceback" not in process.stderr
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def f():"}\n{"prompt"\n', encoding="utf-8")
-    process = run(PROGRAM, MAIN, DRAFT, "--prompts", prompts, "--results", tmp_path / "cells.jsonl")
+    process = run_here(PROGRAM, MAIN, DRAFT, "--prompts", prompts, "--results", tmp_path / "cells.jsonl")
     assert process.returncode == 2 and "line 2" in process.stderr and not (tmp_path / "cells.jsonl").exists()
 
 

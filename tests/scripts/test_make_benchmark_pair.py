@@ -235,8 +235,8 @@ def test_long_texts_are_not_cut(made):
         (["--prompts", "no/such/file"], "--prompts must be JSON lines"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(run, made, tmp_path, arguments, words):
-    process = run(PROGRAM, tmp_path / "out", *(text.replace("{pair}", str(made[0])) for text in arguments))
+def test_wrong_arguments_are_one_sentence(run_here, made, tmp_path, arguments, words):
+    process = run_here(PROGRAM, tmp_path / "out", *(text.replace("{pair}", str(made[0])) for text in arguments))
     assert process.returncode == 2
     assert words in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr
     assert not list(tmp_path.iterdir())
@@ -255,17 +255,17 @@ def test_what_exists_is_kept(run, made, tmp_path):
 @pytest.mark.parametrize(
     "content", ["[]", "1", "null", '"benchmark pair"', "{}", '{"kind": []}', "[" * 100_000, "{", ""]
 )
-def test_any_other_pair_json_is_no_benchmark_pair(run, tmp_path, content):
+def test_any_other_pair_json_is_no_benchmark_pair(run_here, tmp_path, content):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/pair.json").write_text(content, encoding="utf-8")
-    process = run(PROGRAM, tmp_path / "mine", "--overwrite")
+    process = run_here(PROGRAM, tmp_path / "mine", "--overwrite")
     assert process.returncode == 2 and "is not a benchmark pair and is not overwritten" in process.stderr
     assert (tmp_path / "mine/pair.json").read_text(encoding="utf-8") == content
 
 
-def test_a_benchmark_pair_without_its_shape_is_named(run, tmp_path):
+def test_a_benchmark_pair_without_its_shape_is_named(run_here, tmp_path):
     (tmp_path / "pair.json").write_text('{"kind": "benchmark pair", "main": {"shape": [1]}}', encoding="utf-8")
-    process = run(PROGRAM, tmp_path / "out", "--main-of", tmp_path)
+    process = run_here(PROGRAM, tmp_path / "out", "--main-of", tmp_path)
     assert process.returncode == 2 and "lacks the main model's shape" in process.stderr.splitlines()[-1]
 
 
@@ -278,13 +278,13 @@ program.main()
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
-def test_killed_while_it_overwrites_the_old_pair_comes_back(run, tmp_path, renames):
+def test_killed_while_it_overwrites_the_old_pair_comes_back(run_here, tmp_path, renames):
     """Killed at each of its renames. What is made is no models here, which take minutes and are not what this tests."""
     out = tmp_path / "pair"
     out.mkdir()
     (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")
     killed_at_rename(renames, PROGRAM, out, "--overwrite", prepare=WITHOUT_MODELS)
-    process = run(PROGRAM, out, "--main-of", tmp_path)  # refused at once where the old pair is gone
+    process = run_here(PROGRAM, out, "--main-of", tmp_path)  # refused at once where the old pair is gone
     assert process.returncode == 2 and "exists: choose another folder, or use --overwrite" in process.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
 
@@ -312,9 +312,9 @@ def test_interrupted_it_leaves_nothing(tmp_path, sent):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_job_is_one_sentence_and_leaves_nothing(run, tmp_path):
+def test_a_failed_job_is_one_sentence_and_leaves_nothing(run_here, tmp_path):
     (tmp_path / "file").touch()
-    process = run(PROGRAM, tmp_path / "file/out")
+    process = run_here(PROGRAM, tmp_path / "file/out")
     assert process.returncode == 1 and process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
-    process = run(PROGRAM, tmp_path / "file/out", "--debug")
+    process = run_here(PROGRAM, tmp_path / "file/out", "--debug")
     assert process.returncode == 1 and "Traceback" in process.stderr

@@ -362,9 +362,9 @@ def test_who_cannot_see_is_told(draw, show):
     assert shown.locator("th:not([scope])").count() == 0
 
 
-def test_a_benchmark_writes_a_page_of_its_own_figures(run, show, tmp_path):
+def test_a_benchmark_writes_a_page_of_its_own_figures(run_here, show, tmp_path):
     page, saved, rows = (tmp_path / name for name in ("page.html", "result.json", "rows.csv"))
-    process = run(
+    process = run_here(
         "scripts/benchmark.py", MAIN, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1", "--paths", "engine",
         "--max-new-tokens", "12", "--html", page, "--json", saved, "--csv", rows,
     )  # fmt: skip
@@ -434,11 +434,11 @@ def test_the_last_line_of_a_saved_output_counts(run, tmp_path):
         (json.dumps({**MINIMAL, "rows": 5}).encode(), "page.html", 1, "cannot be drawn"),
     ],
 )
-def test_bad_input_is_one_sentence(run, tmp_path, content, file, status, word):
+def test_bad_input_is_one_sentence(run_here, tmp_path, content, file, status, word):
     saved = tmp_path / "result.json"
     if content is not None:
         saved.write_bytes(content)
-    process = run("scripts/report.py", saved, tmp_path / file)
+    process = run_here("scripts/report.py", saved, tmp_path / file)
     assert process.returncode == status, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr
     assert [path.name for path in tmp_path.iterdir()] == (["result.json"] if content is not None else [])
@@ -463,23 +463,23 @@ def test_a_full_disk_leaves_the_old_page(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "result.json"]
 
 
-def test_csv_holds_what_is_nested_and_no_formulas(run, tmp_path):
+def test_csv_holds_what_is_nested_and_no_formulas(run_here, tmp_path):
     saved, rows = tmp_path / "result.json", tmp_path / "rows.csv"
     tricky = {**CANDIDATES[1], "settings": {"device": "=HYPERLINK(1)", "K": -1}, "note": 'comma, "quote"\nline'}
     saved.write_text(json.dumps({**MINIMAL, "candidates": [CANDIDATES[0], tricky]}), encoding="utf-8")
-    assert run("scripts/report.py", saved, rows).returncode == 0
+    assert run_here("scripts/report.py", saved, rows).returncode == 0
     one, two = csv.DictReader(io.StringIO(rows.read_bytes().decode(), newline=""))
     assert (one["settings.draft_length"], one["spread"], one["dropped_in_round"]) == ("4", "1.9 2.1", "")
     assert (two["settings.device"], two["settings.K"], two["note"]) == ("'=HYPERLINK(1)", "-1", tricky["note"])
 
 
-def test_the_plot_is_a_png_with_a_panel_for_each_temperature(run, tmp_path):
+def test_the_plot_is_a_png_with_a_panel_for_each_temperature(run_here, tmp_path):
     sizes = []
     for temperatures in ((0,), (0, 0.7, 1)):
         saved, plot = tmp_path / "result.json", tmp_path / "speedup.png"
         points = [point for point in SWEEP if point["temperature"] in temperatures]
         saved.write_text(json.dumps({**MINIMAL, "sweep": points}), encoding="utf-8")
-        assert run("scripts/report.py", saved, plot).returncode == 0
+        assert run_here("scripts/report.py", saved, plot).returncode == 0
         data = plot.read_bytes()
         assert data.startswith(b"\x89PNG") and data.endswith(b"IEND\xaeB`\x82") and len(data) > 10_000
         sizes.append(struct.unpack(">II", data[16:24]))

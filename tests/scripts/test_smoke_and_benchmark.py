@@ -28,14 +28,14 @@ def test_smoke_passes_on_the_embedded_pair(run):
     assert result["engine"]["acceptance_rate"] == pytest.approx(result["acceptance_rate"], abs=0.05)
 
 
-def test_smoke_fails_below_the_acceptance_floor(run):
-    process = run("scripts/smoke.py", MAIN, DRAFT, "--min-acceptance", "1", "--max-new-tokens", "40")
+def test_smoke_fails_below_the_acceptance_floor(run_here):
+    process = run_here("scripts/smoke.py", MAIN, DRAFT, "--min-acceptance", "1", "--max-new-tokens", "40")
     assert process.returncode == 1
     assert "acceptance rate" in last_line(process)["problems"][0]
 
 
-def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run):
-    process = run("scripts/smoke.py", MAIN, MAIN, "--prompt", "def area(", "--min-acceptance", "1", "-k", "3")
+def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run_here):
+    process = run_here("scripts/smoke.py", MAIN, MAIN, "--prompt", "def area(", "--min-acceptance", "1", "-k", "3")
     result = last_line(process)
     assert process.returncode == 0, process.stdout
     assert result["acceptance_rate"] == result["engine"]["acceptance_rate"] == 1.0 and result["draft_length"] == 3
@@ -81,11 +81,11 @@ def test_smoke_fails_with_a_broken_engine_whatever_genai_does(plant, problem):
         ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run, tmp_path, program, arguments, status, word):
+def test_bad_input_is_one_sentence(run_here, tmp_path, program, arguments, status, word):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):\n", encoding="utf-8")
     extra = ["--prompts", prompts] if "benchmark" in program else []
-    process = run(program, *arguments, *extra)
+    process = run_here(program, *arguments, *extra)
     said = process.stdout + process.stderr
     assert process.returncode == status, said
     assert word in said and "Traceback" not in said
@@ -94,11 +94,11 @@ def test_bad_input_is_one_sentence(run, tmp_path, program, arguments, status, wo
 @pytest.mark.parametrize(
     ("content", "word"), [(None, "not a file"), ("\n", "no prompts"), ('{"prompt": "x"}\n{"prompt"\n', "line 2")]
 )
-def test_benchmark_names_what_is_wrong_with_a_prompts_file(run, tmp_path, content, word):
+def test_benchmark_names_what_is_wrong_with_a_prompts_file(run_here, tmp_path, content, word):
     prompts = tmp_path / "prompts.jsonl"
     if content is not None:
         prompts.write_text(content, encoding="utf-8")
-    process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts)
+    process = run_here("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts)
     assert process.returncode == 2 and word in process.stderr and "prompts.jsonl" in process.stderr
     assert "Traceback" not in process.stderr
 
@@ -292,8 +292,8 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
         (["--context", "1000"], "context of 1,024"),
     ],
 )
-def test_benchmark_refuses_before_it_measures(run, arguments, word):
-    process = run("scripts/benchmark.py", MAIN, DRAFT, *arguments)
+def test_benchmark_refuses_before_it_measures(run_here, arguments, word):
+    process = run_here("scripts/benchmark.py", MAIN, DRAFT, *arguments)
     assert process.returncode == 2 and word in process.stderr and process.stdout == ""
     assert "Traceback" not in process.stderr
 

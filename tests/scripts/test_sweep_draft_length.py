@@ -91,8 +91,8 @@ def test_all_files_are_written(swept):
     assert len(list(folder.iterdir())) == 4
 
 
-def test_genais_pipeline(run):
-    process = run(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
+def test_genais_pipeline(run_here):
+    process = run_here(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
     assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("GenAI", 2), ("GenAI", 4)]
@@ -115,8 +115,8 @@ def test_genais_pipeline(run):
         ([MAIN, DRAFT, "--draft-device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run, arguments, status, word):
-    process = run(PROGRAM, *arguments)
+def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+    process = run_here(PROGRAM, *arguments)
     said = process.stdout + process.stderr
     assert process.returncode == status, said
     assert word in said and "Traceback" not in said and process.stdout == ""

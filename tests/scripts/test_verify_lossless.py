@@ -359,8 +359,8 @@ def test_what_is_wrong_in_genai_fails_if_strict():
         ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run, arguments, status, word):
-    process = run(SCRIPT, *arguments)
+def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+    process = run_here(SCRIPT, *arguments)
     said = process.stdout + process.stderr
     assert process.returncode == status, said
     assert word in said and "Traceback" not in said and process.stdout == ""

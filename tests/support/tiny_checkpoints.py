@@ -7,8 +7,10 @@
 Their text is noise; what they prove is the path: the same architecture code as the real models, in kilobytes.
 """
 
+import hashlib
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from speculative.convert.errors import ConvertError
+from tests.support.paths import ROOT
 
 INITIALIZER_RANGE = 0.2
 EMBEDDING_SIZE = 8
@@ -56,6 +59,16 @@ ARCHITECTURES = {
     },
     "mistral": {"type": "mistral", "num_key_value_heads": 2, "sliding_window": 16},
 }
+
+
+def export_key() -> str:
+    """What an export of a tiny checkpoint depends on: the exporting packages and the code that makes and exports it."""
+    packages = ("torch", "transformers", "tokenizers", "optimum-intel", "nncf", "openvino", "openvino-tokenizers")
+    digest = hashlib.sha256(repr([(name, version(name)) for name in packages]).encode())
+    sources = [Path(__file__), ROOT / "convert/export_pair.py", *sorted((ROOT / "speculative/convert").rglob("*.py"))]
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> PreTrainedTokenizerFast:

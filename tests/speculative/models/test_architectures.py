@@ -1,11 +1,12 @@
 """The whole path for each architecture: random checkpoints, export, LLMPipeline; a draft leaves the tokens alone.
 
+Three architectures; all of them with --long (make test-all).
+
 Main and draft differ in every size. In f32: in lower precisions near-ties flip between one token and K + 1 tokens.
 """
 
 import numpy as np
 import openvino_genai
-import pytest
 import transformers
 from optimum.exporters.openvino.model_configs import ChatGLM2OpenVINOConfig
 from packaging.version import parse
@@ -14,7 +15,6 @@ from speculative.decoder import Decoder
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
-from tests.support.tiny_checkpoints import ARCHITECTURES
 
 PROMPT = "def read_file(path):"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -22,7 +22,6 @@ F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 NEW_TOKENS = 64  # with the prompt, several times the sliding windows of 16
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tiny_pair):
     pair = tiny_pair(architecture)
     alone, _ = generate(openvino_genai.LLMPipeline(str(pair / "main"), "CPU", **F32))
@@ -37,7 +36,6 @@ def test_greedy_tokens_with_a_draft_equal_those_without(architecture, tiny_pair)
     assert len(set(alone)) > 8  # no text that repeats itself from the start
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_our_engine_says_the_same(architecture, tiny_pair):
     """On both caches, with a bad draft and a perfect one, for fixed and adaptive draft lengths."""
     pair = tiny_pair(architecture)

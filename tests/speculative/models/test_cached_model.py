@@ -17,7 +17,7 @@ from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
 from speculative.models.stateful_model import StatefulModel
 from tests.support.paths import DRAFT, MAIN
-from tests.support.tiny_checkpoints import ARCHITECTURES, run_optimum_here, save_ir, train_tokenizer
+from tests.support.tiny_checkpoints import run_optimum_here, save_ir, train_tokenizer
 from tests.support.tiny_llama import save_llama_with_outlier_keys
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 cache too
@@ -80,7 +80,6 @@ class Spy:
 
 
 @STATEFUL
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, tiny_pair, monkeypatch):
     folder = tiny_pair(architecture) / "main"
     model = cached_model.load(folder, "CPU", EXACT, stateful=stateful)
