@@ -239,6 +239,59 @@ def _sentence(error: BaseException) -> str:
 # ---- distributing jobs ----------------------------------------------------------------------------------------------
 
 
+class WorkQueue:
+    """Jobs for machines that each have a thread. `can` and `done` are those of `spread`."""
+
+    def __init__(self, jobs: list, can: Callable, done: Callable):
+        self.waiting = list(jobs)
+        self.reasons: dict[int, str] = {}  # by the id of a job: how its last machine was lost
+        self.lost: set[int] = set()  # ids of lost machines
+        self._can, self._done = can, done
+        self._running: list = []
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def take(self, machine) -> object | None:
+        """The next job for a machine. Waits while another machine runs one that it could do, as that may be lost.
+
+        None if there is nothing left to do.
+        """
+        with self._changed:
+            while not self._stopped:
+                job = next((one for one in self.waiting if self._can(one, machine)), None)
+                if job is not None:
+                    self.waiting.remove(job)
+                    self._running.append(job)
+                    return job
+                if not any(self._can(one, machine) for one in self._running):
+                    break
+                self._changed.wait()
+        return None
+
+    def finish(self, job, machine, answer) -> None:
+        """End a job with its result. After `stop` the result is dropped."""
+        with self._changed:
+            self._running.remove(job)
+            self._changed.notify_all()
+            if not self._stopped:
+                self._done(job, machine, answer)
+
+    def lose(self, job, machine, reason: str) -> None:
+        """Return the job of a lost machine to the queue, as the next one."""
+        with self._changed:
+            self._running.remove(job)
+            self._changed.notify_all()
+            self.waiting.insert(0, job)
+            self.reasons[id(job)] = reason
+            self.lost.add(id(machine))
+
+    def stop(self) -> None:
+        """Give out no more jobs."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError), self._changed:
+            self._changed.notify_all()
+
+
 def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, done: Callable) -> list[tuple]:
     """Give each free machine the next job it can do, one at a time.
 
@@ -246,44 +299,22 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
     `done(job, machine, answer)`, of which only one call runs at a time. If a machine is lost, its job goes to another.
     Returns the jobs for which no machine is left, each with the reason. After Ctrl-C the caller must kill the actors.
     """
-    waiting, running, lost = list(jobs), [], {}
-    changed, stopped = threading.Condition(), threading.Event()
+    queue = WorkQueue(jobs, can, done)
     problems: list[BaseException] = []
 
     def serve(machine: Machine) -> None:
-        while True:
-            with changed:
-                job = None
-                while not stopped.is_set():
-                    job = next((one for one in waiting if can(one, machine)), None)
-                    if job is not None or not any(can(one, machine) for one in running):
-                        break
-                    changed.wait()  # a job running elsewhere may come back if its machine is lost
-                if job is None or stopped.is_set():
-                    return
-                waiting.remove(job)
-                running.append(job)
-            answer, reason = None, ""
+        while (job := queue.take(machine)) is not None:
             try:
                 answer = work(job, machine)
             except Lost as error:
-                reason = str(error)
+                queue.lose(job, machine, str(error))
+                return
             except BaseException as error:
                 problems.append(error)
-            with changed:
-                running.remove(job)
-                if not stopped.is_set() and not problems:
-                    if reason:
-                        lost.setdefault(id(job), []).append(reason)
-                        waiting.insert(0, job)
-                        machine_lost.add(id(machine))
-                    else:
-                        done(job, machine, answer)
-                changed.notify_all()
-                if reason or problems:
-                    return
+                queue.stop()
+                return
+            queue.finish(job, machine, answer)
 
-    machine_lost: set[int] = set()
     threads = [threading.Thread(target=serve, args=(machine,), daemon=True) for machine in machines]
     try:
         for thread in threads:
@@ -292,10 +323,8 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
             for thread in threads:
                 thread.join(0.05)
     finally:
-        stopped.set()
-        with contextlib.suppress(RuntimeError), changed:
-            changed.notify_all()
+        queue.stop()
     if problems:
         raise problems[0]
-    machines[:] = [machine for machine in machines if id(machine) not in machine_lost]
-    return [(job, lost[id(job)][-1] if id(job) in lost else "") for job in waiting]
+    machines[:] = [machine for machine in machines if id(machine) not in queue.lost]
+    return [(job, queue.reasons.get(id(job), "")) for job in queue.waiting]
