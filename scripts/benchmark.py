@@ -20,12 +20,12 @@ followed by one JSON object on the last line. Ctrl-C keeps the complete rounds. 
 scripts/sweep_draft_length.py.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -256,44 +256,10 @@ def summary(
     asked_rounds: int,
 ) -> list[str]:
     """The result in sentences; `compared` holds those that say which engine is faster."""
-    lines, n = [], len(rows[0]["throughputs"])
-    for sampled, kind in ((False, "greedy"), (True, "sampled")):
-        best = fastest(rows, sampled)
-        if not best:
-            continue
-        low, high = best["speedup_range"]
-        if best["speedup"] < 1:
-            lines.append(
-                f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
-                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
-            )
-            continue
-        lines.append(
-            f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
-            f"({low:.2f}-{high:.2f} over {rounds(n)}), a gain of {best['gain_percent']:.0f} %, and "
-            f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
-        )
-        if low < 1:
-            lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
-        if best["repetition"] > REPEATS_ITSELF:
-            lines.append(
-                f"The text of {best['name']} is repetitive ({best['repetition']:.0%} of its 4-grams are repeated), "
-                "which inflates acceptance rate and speedup."
-            )
-    lines += compared
-    main, best = rows[0], fastest(rows, False)
-    chosen = [part for part in categories if best and part["name"] == best["name"]]
-    if chosen:
-        low, *_, high = sorted(chosen, key=lambda part: part["speedup"])
-        lines.append(
-            f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "
-            f"{high['speedup']:.2f}x ({high['category']})."
-        )
-    if best and best["ttft"]:
-        lines.append(
-            f"Time to first token: {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
-            f"{best['name']}."
-        )
+    greedy, sampled, n = fastest(rows, False), fastest(rows, True), len(rows[0]["throughputs"])
+    lines = [*gain_sentences(greedy, "greedy"), *gain_sentences(sampled, "sampled"), *compared]
+    if greedy:
+        lines += detail_sentences(greedy, rows[0], [part for part in categories if part["name"] == greedy["name"]])
     draft = next((row for row in rows if row["name"] == "GenAI, draft alone"), None)
     if draft:
         lines.append(f"The draft model alone is {draft['speedup']:.1f}x as fast as the main model.")
@@ -305,6 +271,48 @@ def summary(
     if n < asked_rounds:
         lines.append(f"Interrupted: {n} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
+
+
+def gain_sentences(best: dict | None, kind: str) -> list[str]:
+    """The gain of the fastest method with a draft, if there is one, and what makes it uncertain."""
+    if not best:
+        return []
+    low, high = best["speedup_range"]
+    if best["speedup"] < 1:
+        return [
+            f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
+            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
+        ]
+    lines = [
+        f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
+        f"({low:.2f}-{high:.2f} over {rounds(len(best['throughputs']))}), a gain of {best['gain_percent']:.0f} %, and "
+        f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
+    ]
+    if low < 1:
+        lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
+    if best["repetition"] > REPEATS_ITSELF:
+        lines.append(
+            f"The text of {best['name']} is repetitive ({best['repetition']:.0%} of its 4-grams are repeated), "
+            "which inflates acceptance rate and speedup."
+        )
+    return lines
+
+
+def detail_sentences(best: dict, main: dict, categories: list[dict]) -> list[str]:
+    """The fastest method's range over the prompt categories, and its time to first token."""
+    lines = []
+    if categories:
+        low, *_, high = sorted(categories, key=lambda part: part["speedup"])
+        lines.append(
+            f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "
+            f"{high['speedup']:.2f}x ({high['category']})."
+        )
+    if best["ttft"]:
+        lines.append(
+            f"Time to first token: {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
+            f"{best['name']}."
+        )
+    return lines
 
 
 def sentence(text: str) -> str:
@@ -319,58 +327,84 @@ def memory(size: int | None) -> str:
     return f"{size / 1e6:,.0f} MB at peak" if size else "memory: n/a"
 
 
-# ---- table ----------------------------------------------------------------------------------------------------------
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict], result: dict) -> str:
+def table(result: dict) -> str:
+    """All tables of the result, then its summary."""
+    rows = result["rows"]
+    best = [fastest(rows, False), fastest(rows, True)]
+    shown = {one["name"] for one in best if one}
+    tables = (
+        table_of_methods(rows, best),
+        table_of_positions([one for one in rows if one["position_acceptance"]]),
+        table_of_iterations(result["iteration"]),
+        table_of_categories([part for part in result["categories"] if part["name"] in shown]),
+        table_of_starts(result["starts"]),
+    )
+    lines = [line for one in tables if one for line in (*one, "")]
+    lines += map(compared, result["comparisons"])
+    lines += [f"{one['name'].removeprefix('ours, ')}: {one['why']}" for one in rows if one["why"]]
+    return "\n".join([*lines, "", *result["summary"]])
+
+
+def table_of_methods(rows: list[dict], best: list[dict | None]) -> list[str]:
     lines = [
         "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
         "   block eff.   outside   repetition       same text"
     ]
-    best = [fastest(rows, False), fastest(rows, True)]
     for one in rows:
         low, high = one["speedup_range"]
-        acceptance = "" if one["acceptance_rate"] is None else f"{one['acceptance_rate']:.2f}"
-        outside = "" if one["outside"] is None else f"{one['outside']:.1%}"
         ttft = "" if one["ttft"] is None else f"{1000 * one['ttft']:.1f}"
         same = "" if one["same_text"] is None else f"{one['same_text']}/{one['texts']}"
         lines.append(
             f"{one['name']:<24}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
             f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
-            f"   {acceptance:>10}   {one['block_efficiency']:10.2f}   {outside:>7}   {one['repetition']:10.2f}"
+            f"   {known(one['acceptance_rate'], '.2f'):>10}   {one['block_efficiency']:10.2f}"
+            f"   {known(one['outside'], '.1%'):>7}   {one['repetition']:10.2f}"
             f"   {same:>13}{'   <- best' if one in best else ''}"
         )
-    drafted = [one for one in rows if one["position_acceptance"]]
-    if drafted:
-        longest = max(len(one["position_acceptance"]) for one in drafted)
-        lines += ["", "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1))]
-        lines += [f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in drafted]
-    if result["iteration"]:
-        lines += ["", "one iteration, ms          draft   verify   overhead"]
-        lines += [
-            f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
-            for part in result["iteration"]
-        ]
-    shown = {one["name"] for one in best if one}
-    chosen = [part for part in result["categories"] if part["name"] in shown]
-    if chosen:
-        lines += ["", "category               prompts   method                    speedup   acceptance   repetition"]
-        for part in chosen:
-            acceptance = "" if part["acceptance_rate"] is None else f"{part['acceptance_rate']:.2f}"
-            lines.append(
-                f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
-                f"   {acceptance:>10}   {part['repetition']:10.2f}"
-            )
-    if result["starts"]:
-        lines += ["", "load time, s                first    with cache   peak memory"]
-    lines += [
-        f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
-        for cost in result["starts"]
+    return lines
+
+
+def table_of_positions(rows: list[dict]) -> list[str]:
+    if not rows:
+        return []
+    longest = max(len(one["position_acceptance"]) for one in rows)
+    return [
+        "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1)),
+        *(f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in rows),
     ]
-    lines.append("")
-    lines += map(compared, result["comparisons"])
-    lines += [f"{one['name'].removeprefix('ours, ')}: {one['why']}" for one in rows if one["why"]]
-    return "\n".join([*lines, "", *result["summary"]])
+
+
+def table_of_iterations(parts: list[dict]) -> list[str]:
+    lines = [
+        f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
+        for part in parts
+    ]
+    return lines and ["one iteration, ms          draft   verify   overhead", *lines]
+
+
+def table_of_categories(parts: list[dict]) -> list[str]:
+    lines = [
+        f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
+        f"   {known(part['acceptance_rate'], '.2f'):>10}   {part['repetition']:10.2f}"
+        for part in parts
+    ]
+    title = "category               prompts   method                    speedup   acceptance   repetition"
+    return lines and [title, *lines]
+
+
+def table_of_starts(costs: list[dict]) -> list[str]:
+    lines = [
+        f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
+        for cost in costs
+    ]
+    return lines and ["load time, s                first    with cache   peak memory", *lines]
+
+
+def known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def compared(fact: dict) -> str:
@@ -379,36 +413,43 @@ def compared(fact: dict) -> str:
     return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}{sure})"
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    ks = arguments.num_assistant_tokens
-    room = arguments.max_new_tokens + (arguments.context or 0)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        costs = [] if arguments.no_starts else starts(arguments)
-        with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
-            ways = [way for process in processes for way in process.ways]
-            with BackgroundLoad() as other:
-                complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
-            rows = summarise(ways, keeps_caches=bool(arguments.context))
-            drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]
-            best = fastest(drafting, sampled=False)
-            view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """The methods' rounds, whether all were completed, and what was measured besides."""
+
+    ways: list[Way]
+    rows: list[dict]
+    complete: bool
+    load: BackgroundLoad
+    costs: list[dict]  # load time and peak memory, per pipeline
+    starts: list[dict]  # of each process
+    view: dict | None  # the tokens of the first prompt with our best greedy method
+
+
+def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
+    """Measure all methods. Raises KeyboardInterrupt without a complete round; what a rejected model raises; Failed."""
+    costs = [] if arguments.no_starts else starts(arguments)
+    with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
+        ways = [way for process in processes for way in process.ways]
+        with BackgroundLoad() as load:
+            complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
+        rows = summarise(ways, keeps_caches=bool(arguments.context))
+        ks = (*arguments.num_assistant_tokens, "adaptive")
+        drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in ks]
+        best = fastest(drafting, sampled=False)
+        view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
+        begun = [start for process in processes for start in process.starts]
+    return Measured(ways, rows, complete, load, costs, begun, view)
+
+
+def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
+    """The program's result, as written in JSON."""
+    ways, rows = measured.ways, measured.rows
     facts = {
-        **environment(arguments, other),
+        **environment(arguments, measured.load),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
         "huge_pages": arguments.huge_pages,
@@ -418,21 +459,35 @@ def main() -> int:
         "rounds": len(ways[0].rounds),
     }
     categories, comparisons = by_category(ways, prompts), compare(ways)
-    words = verdict(comparisons, arguments.starts)
-    result = {
+    words, asked = verdict(comparisons, arguments.starts), arguments.rounds * arguments.starts
+    return {
         "program": "benchmark",
-        "summary": summary(rows, categories, words, costs, other, arguments.rounds * arguments.starts),
+        "summary": summary(rows, categories, words, measured.costs, measured.load, asked),
         "environment": facts,
         "rows": rows,
         "categories": categories,
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
-        "starts": costs,
+        "starts": measured.costs,
         "comparisons": comparisons,
-        "processes": [start for process in processes for start in process.starts],
-        **({"token_view": view} if view else {}),
+        "processes": measured.starts,
+        **({"token_view": measured.view} if measured.view else {}),
     }
-    write_outputs(arguments, result, table(rows, result))
-    return 0 if complete else 130
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        room = arguments.max_new_tokens + (arguments.context or 0)
+        ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
+    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+        measured = run(arguments, ids)
+    result = result_of(arguments, prompts, measured)
+    write_outputs(arguments, result, table(result))
+    return 0 if measured.complete else 130
 
 
 if __name__ == "__main__":
