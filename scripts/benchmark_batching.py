@@ -17,7 +17,7 @@ caches included, up to the largest number of texts. Output: a table, then one JS
 the complete rounds. For the same over HTTP: scripts/benchmark_serving.py.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import statistics
@@ -29,7 +29,7 @@ from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
-from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
@@ -189,31 +189,17 @@ def _range(one: dict) -> str:
     return "-".join(f"{value:.2f}" for value in one["range"])
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        texts = [prompt.text for prompt in prompts]
-        with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
-            ways = ways_of(processes, arguments.num_assistant_tokens)
-            with BackgroundLoad() as other:
-                complete, memory = measure(processes, ways, arguments)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def result_of(
+    arguments: argparse.Namespace, prompts: list[Prompt], ways: list[Load], memory: list[dict], other: BackgroundLoad
+) -> dict:
+    """The program's result, as written in JSON."""
+    clients = arguments.max_concurrency
     alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
-    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in arguments.max_concurrency]
-    comparisons, done = compare(ways, arguments.max_concurrency), len(ways[0].rounds[arguments.max_concurrency[0]])
+    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in clients]
+    comparisons, done = compare(ways, clients), len(ways[0].rounds[clients[0]])
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
@@ -224,7 +210,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "cache_tokens": arguments.cache_tokens,
     }
-    result = {
+    return {
         "program": "benchmark_batching",
         "summary": summary(rows, comparisons, memory, done, arguments.rounds * arguments.starts, other),
         "environment": facts,
@@ -232,7 +218,24 @@ def main() -> int:
         "comparisons": comparisons,
         "starts": memory,
     }
-    written = write_load_outputs(arguments, result, "\n".join([table(rows), "", *result["summary"]]))
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+        texts = [prompt.text for prompt in prompts]
+        with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
+            ways = ways_of(processes, arguments.num_assistant_tokens)
+            with BackgroundLoad() as other:
+                complete, memory = measure(processes, ways, arguments)
+    result = result_of(arguments, prompts, ways, memory, other)
+    written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130
 
 

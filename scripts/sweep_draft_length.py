@@ -15,7 +15,7 @@ one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures
 sampled mode with a draft samples from another distribution (scripts/verify_lossless.py).
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import importlib.util
@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -42,7 +43,7 @@ from speculative.bench.harness import (
     write_outputs,
 )
 from speculative.bench.methods import our_way
-from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.cli import former_options
 from speculative.cli.arguments import (
     add_pair_arguments,
@@ -313,29 +314,29 @@ def table(points: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        with Closing() as processes:
-            ways, ours = load(arguments, processes)
-            context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
-            costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
-            with BackgroundLoad() as other:
-                complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def measure(
+    arguments: argparse.Namespace, ids: list[np.ndarray]
+) -> tuple[list[Way], MeasuredCosts, BackgroundLoad, bool]:
+    """The methods with their rounds, the costs, the background load, and whether all rounds were completed.
+
+    Raises KeyboardInterrupt without a complete round.
+    """
+    with Closing() as processes:
+        ways, ours = load(arguments, processes)
+        context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
+        costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
+        with BackgroundLoad() as other:
+            complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
+    return ways, costs, other, complete
+
+
+def result_of(
+    arguments: argparse.Namespace, prompts: list[Prompt], ways: list[Way], costs: MeasuredCosts, other: BackgroundLoad
+) -> dict:
+    """The program's result, as written in JSON."""
     alone = {way.temperature: way for way in ways if not way.draft_length}
     rows = [row(way, alone[way.temperature]) for way in ways]
     points = sweep(ways, rows, costs)
@@ -345,7 +346,7 @@ def main() -> int:
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),
     }
-    result = {
+    return {
         "program": "sweep_draft_length",
         "summary": summary(points, ways, costs, other, arguments.rounds),
         "environment": facts,
@@ -354,17 +355,34 @@ def main() -> int:
         "prediction_error": mean_error(points),
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
     }
-    failed = False
-    if arguments.png:
-        from speculative.bench.reporting import plot as speedup_plot
 
-        try:
-            write_whole(arguments.png, speedup_plot.png(points))
-        except OSError as error:
-            print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
-            failed = True
-    write_outputs(arguments, result, "\n".join([table(points), "", *result["summary"]]))
-    return 1 if failed else 0 if complete else 130
+
+def write_plot(file: Path, points: list[dict]) -> bool:
+    """Write the plot. Returns False, with the reason on standard error, if that fails."""
+    from speculative.bench.reporting import plot as speedup_plot
+
+    try:
+        write_whole(file, speedup_plot.png(points))
+    except OSError as error:
+        print(f"error: {file} was not written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
+    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+        ways, costs, other, complete = measure(arguments, ids)
+    result = result_of(arguments, prompts, ways, costs, other)
+    written = not arguments.png or write_plot(arguments.png, result["sweep"])
+    write_outputs(arguments, result, "\n".join([table(result["sweep"]), "", *result["summary"]]))
+    return 1 if not written else 0 if complete else 130
 
 
 if __name__ == "__main__":
