@@ -20,7 +20,7 @@ tables, then one JSON object on the last line. Exit status: 0 if the engine's pa
 `--strict`: or one of GenAI's), 2 for bad usage.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import json
@@ -167,19 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens", type=whole, default=64, metavar="N", help="new tokens per greedy text (default: 64)"
     )
-    parser.add_argument(
-        "--draws",
-        type=whole,
-        metavar="N",
-        help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
-    )
-    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
-    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
-    parser.add_argument(
-        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
+    add_sample_arguments(parser)
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
     parser.add_argument(
@@ -200,6 +188,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draws",
+        type=whole,
+        metavar="N",
+        help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
+    )
+    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
+    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
+    parser.add_argument(
+        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
+
+
 def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
     draft_device = arguments.draft_device or arguments.device
@@ -214,16 +218,7 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
     fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
     our_pair = Engine(engine, arguments.seed)
     our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
-    greedy_k, sampled_k = (arguments.num_assistant_tokens or k for k in (GREEDY_K, SAMPLED_K))
-
-    def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, **settings) -> list[Way]:
-        return [
-            Way(
-                f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy_k, k in sampled_k
-            )
-            for k in sorted({*greedy_k, *sampled_k})
-        ]
-
+    ks = arguments.num_assistant_tokens
     return [
         Way("GenAI main alone", False, alone, {}, is_alone=True),
         Way(
@@ -234,17 +229,26 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
             is_sampled=False,
             is_alone=True,
         ),
-        *for_each_k("engine draft", True, our_pair),
+        *for_each_k("engine draft", True, our_pair, ks),
         Way("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
         Way("engine draft, adaptive", True, our_pair, {}),
-        *for_each_k("engine lookup", True, our_lookup),
-        *for_each_k("GenAI lookup", False, lookup, max_ngram_size=NGRAM),
-        *for_each_k("GenAI draft", False, pair),
+        *for_each_k("engine lookup", True, our_lookup, ks),
+        *for_each_k("GenAI lookup", False, lookup, ks, max_ngram_size=NGRAM),
+        *for_each_k("GenAI draft", False, pair, ks),
         *(
             Way(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
-            for way in for_each_k("GenAI draft", False, fresh_pair)
+            for way in for_each_k("GenAI draft", False, fresh_pair, ks)
             if way.is_sampled
         ),
+    ]
+
+
+def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, asked: list[int] | None, **settings) -> list[Way]:
+    """The path with each draft length: those asked for, or the default ones, which differ for texts and samples."""
+    greedy, sampled = (asked or ks for ks in (GREEDY_K, SAMPLED_K))
+    return [
+        Way(f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy, k in sampled)
+        for k in sorted({*greedy, *sampled})
     ]
 
 
@@ -404,42 +408,41 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    properties = dict(arguments.property) if arguments.property else EXACT
-    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
-    if arguments.top_k:
-        sampling["top_k"] = arguments.top_k
-    try:
-        engine = decoder.load(
-            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
-        )
-        prompts = [engine.encode(text) for text in texts]
-        cells = exact_cells(arguments, engine.main, prompts[0], sampling)
-        all_ways = ways(arguments, properties, engine)
-        run(arguments, all_ways, prompts, sampling)
-    except (RuntimeError, ValueError, KeyError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdicts:
+    """One row per path, and the path whose texts the others are compared with."""
+
+    greedy: list[dict]
+    sampled: list[dict]
+    reference: Way | None
+
+    def hold(self, strict: bool) -> bool:
+        """Whether all paths of our engine pass, with `strict` GenAI's, too."""
+        return all(row["holds"] for row in (*self.greedy, *self.sampled) if row["ours"] or strict)
+
+
+def judge(all_ways: list[Way], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells) -> Verdicts:
     reference = reference_of(all_ways)
-    greedy = [judge_texts(way, reference, engine.main, prompts) for way in all_ways if way.is_greedy]
+    greedy = [judge_texts(way, reference, main, prompts) for way in all_ways if way.is_greedy]
     sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
-    ok = all(row["holds"] for row in (*greedy, *sampled) if row["ours"] or arguments.strict)
-    print(table_of_texts(greedy, arguments.max_new_tokens))
-    if reference is not all_ways[0]:
-        instead = f"the texts are compared with {reference.name}" if reference else "no text could be compared"
-        print(f"{all_ways[0].name} failed ({all_ways[0].crash}): {instead}.")
-    print()
-    print(table_of_draws(sampled, arguments.tokens, len(cells)))
-    environment = {
+    return Verdicts(greedy, sampled, reference)
+
+
+def tables(arguments: argparse.Namespace, found: Verdicts, first: Way, cells: int) -> str:
+    """Both tables; between them a sentence if the `first` path could not be the reference."""
+    lines = [table_of_texts(found.greedy, arguments.max_new_tokens)]
+    if found.reference is not first:
+        name = found.reference and found.reference.name
+        instead = f"the texts are compared with {name}" if name else "no text could be compared"
+        lines.append(f"{first.name} failed ({first.crash}): {instead}.")
+    return "\n".join([*lines, "", table_of_draws(found.sampled, arguments.tokens, cells)])
+
+
+def environment(arguments: argparse.Namespace, properties: dict, sampling: dict, cells: int) -> dict:
+    return {
         "main": str(arguments.main),
         "draft": str(arguments.draft),
         "device": arguments.device,
@@ -451,14 +454,44 @@ def main() -> int:
         "genai_draws": arguments.genai_draws,
         "power": POWER,
         "tokens": arguments.tokens,
-        "cells": len(cells),
+        "cells": cells,
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
     }
-    document = {"ok": ok, "reference": reference and reference.name, "environment": environment}
-    print(json.dumps({**document, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
+    properties = dict(arguments.property) if arguments.property else EXACT
+    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+    if arguments.top_k:
+        sampling["top_k"] = arguments.top_k
+    with exit_on(RuntimeError, ValueError, KeyError):
+        engine = decoder.load(
+            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
+        )
+        prompts = [engine.encode(text) for text in texts]
+        cells = exact_cells(arguments, engine.main, prompts[0], sampling)
+        all_ways = ways(arguments, properties, engine)
+        run(arguments, all_ways, prompts, sampling)
+    found = judge(all_ways, engine.main, prompts, cells)
+    ok = found.hold(arguments.strict)
+    print(tables(arguments, found, all_ways[0], len(cells)))
+    document = {
+        "ok": ok,
+        "reference": found.reference and found.reference.name,
+        "environment": environment(arguments, properties, sampling, len(cells)),
+        "greedy": found.greedy,
+        "sampled": found.sampled,
+    }
+    print(json.dumps(document, ensure_ascii=False))
     return 0 if ok else 1
 
 
