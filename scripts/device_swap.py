@@ -83,6 +83,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
+    add_cell_arguments(parser)
+    add_results_arguments(parser)
+    harness.add_output_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == "genai":
+        parser.error("-k adaptive requires --engine ours")
+    if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
+        parser.error("--emulate-npu requires NPU in --devices")
+    return arguments
+
+
+def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
+    """Devices, and the measurement in each cell."""
     parser.add_argument(
         "--devices",
         type=device_list,
@@ -121,6 +134,10 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SECONDS",
         help="time limit per cell, loading included (default: 600)",
     )
+
+
+def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where cells are kept and measured, and which are measured again."""
     parser.add_argument(
         "--results",
         type=Path,
@@ -136,13 +153,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="measure all cells again")
     parser.add_argument("--retry", action="store_true", help="measure cells again that failed or timed out")
-    harness.add_output_arguments(parser)
-    arguments = parser.parse_args()
-    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == "genai":
-        parser.error("-k adaptive requires --engine ours")
-    if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
-        parser.error("--emulate-npu requires NPU in --devices")
-    return arguments
 
 
 def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:

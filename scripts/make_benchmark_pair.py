@@ -110,6 +110,17 @@ def rate(text: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the arguments, check OUT and resolve the shapes, the prompts and the models that both are expanded from."""
+    parser = build_parser()
+    arguments = parser.parse_args()
+    refuse_occupied(parser, arguments)
+    resolve_shapes(parser, arguments)
+    arguments.prompts = read_prompts(parser, arguments.prompts)
+    open_sources(parser, arguments)
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("out", type=Path, help="output folder for OUT/main, OUT/draft, OUT/pair.json")
@@ -133,7 +144,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the random weights and the noise (default: 0)")
     add("--overwrite", action="store_true", help="replace OUT if it is a benchmark pair")
     add("--debug", action="store_true", help="show stack traces")
-    arguments = parser.parse_args()
+    return parser
+
+
+def refuse_occupied(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Complete an interrupted installation of OUT; refuse to replace anything but a benchmark pair."""
     out = arguments.out
     try:
         recover(out)
@@ -143,6 +158,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"{out} exists: choose another folder, or use --overwrite")
     if out.exists() and not is_benchmark_pair(out):
         parser.error(f"{out} is not a benchmark pair and is not overwritten: choose another folder")
+
+
+def resolve_shapes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Set the shapes that were not given; main's is that of the --main-of pair."""
     if arguments.main_of:
         if arguments.shape:
             parser.error("--main-of and --shape exclude each other: the main model already has a shape")
@@ -161,12 +180,20 @@ def parse_arguments() -> argparse.Namespace:
             f"the draft's vocabulary={arguments.draft_shape.vocabulary} differs from the main model's "
             f"{arguments.shape.vocabulary}: give both the same"
         )
+
+
+def read_prompts(parser: argparse.ArgumentParser, file: Path) -> list[str]:
     try:
-        arguments.prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text("utf-8").splitlines()]
+        prompts = [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()]
     except (OSError, ValueError, KeyError, TypeError):
-        arguments.prompts = []
-    if not arguments.prompts:
+        prompts = []
+    if not prompts:
         parser.error('--prompts must be JSON lines with "prompt", like scripts/prompts/embedded_code.jsonl')
+    return prompts
+
+
+def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Set `source` and `draft_source`, the models that main and draft are expanded from; check that they fit."""
     try:
         arguments.source = llama_ir.read(SOURCE)
     except (OSError, RuntimeError, ValueError) as error:
@@ -182,7 +209,6 @@ def parse_arguments() -> argparse.Namespace:
             refuse_misfit(shape_of(source), wanted)
         except ValueError as error:
             parser.error(f"--{role}: {error}")
-    return arguments
 
 
 def is_benchmark_pair(folder: Path) -> bool:
