@@ -167,7 +167,6 @@ def load(
     folder = Path(folder)
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
-    model_type = text_config(known).get("model_type", known.get("model_type"))
     kind = device.partition(".")[0]
     model = ov.Core().read_model(folder / "openvino_model.xml")
     properties = properties or {}
@@ -185,19 +184,35 @@ def load(
             return StatefulModel(model.clone(), device, properties, capacity, window)
 
         if stateful is None:
-            stateful = kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
+            stateful = _is_stateful_by_default(kind, known)
         if kind == "CPU":
             return _rolled_back_on_cpu(with_states if stateful else paged, properties, text)
         if stateful:
             return CachedModel(with_states(properties), text)
-        try:
-            return CachedModel(paged(properties), text)
-        except (RuntimeError, ValueError) as error:
-            # A GPU driver may lack it. Any other failure is raised again below.
-            warnings.warn(f"no paged attention on {device} ({_line(error)}): using the stateful cache", stacklevel=2)
-            return CachedModel(with_states(properties), text)
+        return _paged_or_with_states(device, paged, with_states, properties, text)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def _is_stateful_by_default(kind: str, config: dict) -> bool:
+    """Whether a model is decoded without paged attention, on this kind of device or because of its architecture."""
+    model_type = text_config(config).get("model_type", config.get("model_type"))
+    return kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
+
+
+def _paged_or_with_states(
+    device: str,
+    paged: Callable[[dict], Backend],
+    with_states: Callable[[dict], Backend],
+    properties: dict,
+    text: np.ndarray | None,
+) -> CachedModel:
+    """Load the model with paged attention, which a GPU driver may lack, else, with a warning, with states."""
+    try:
+        return CachedModel(paged(properties), text)
+    except (RuntimeError, ValueError) as error:  # another failure is raised again below
+        warnings.warn(f"no paged attention on {device} ({_line(error)}): using the stateful cache", stacklevel=3)
+        return CachedModel(with_states(properties), text)
 
 
 def _rolled_back_on_cpu(backend: Callable[[dict], Backend], properties: dict, text: np.ndarray | None) -> CachedModel:
