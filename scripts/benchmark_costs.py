@@ -13,7 +13,7 @@
 Values are medians; the machine must be idle. Output: tables, then one JSON object on the last line.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import json
@@ -262,7 +262,7 @@ def main() -> int:
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)
     properties = dict(arguments.property)
-    try:
+    with exit_on(RuntimeError, ValueError):
         started = starts(arguments)
         one = decoder.load(
             arguments.main,
@@ -281,9 +281,6 @@ def main() -> int:
             for name, config in SETTINGS.items()
         ]
         bound = limit(arguments, one)
-    except (RuntimeError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     print(table(inferences, sampling, started, bound, arguments))
     environment = {
         "main": str(arguments.main),

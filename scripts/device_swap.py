@@ -31,7 +31,7 @@ could not be written, or a machine was lost and no other could take its cells; 2
 table then shows the finished cells).
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import hashlib
@@ -375,7 +375,7 @@ def main() -> int:
     prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
-    try:
+    with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]
         kept = ResultsFile(arguments.results)
@@ -385,11 +385,6 @@ def main() -> int:
                 devices, cells, finished = swap(arguments, prompts, ids, kept, places)
         else:
             devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
-    except ValueError as error:
-        say(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
     summary = matrix.summary(cells)
     print(matrix.table(cells), *summary, sep="\n", end="\n\n")
     labels = [device.label for device in devices]
