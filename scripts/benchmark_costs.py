@@ -42,7 +42,8 @@ from speculative.cli.arguments import (
 )
 from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices, weights
+from speculative.models.cores import usable_cores
+from speculative.pair import weights
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.rejection_sampling import draw, verify
 
@@ -172,7 +173,7 @@ class ReadBandwidth:
     """
 
     def __init__(self):
-        cores = devices.usable_cores()
+        cores = usable_cores()
         self.parts = [np.ones(2**30 // cores, np.int8) for _ in range(cores)]
 
     def measure(self, times: int = 3) -> float:
@@ -294,7 +295,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {usable_cores()} cores",
     }
     results = {"inferences": inferences, "sampling": sampling, "starts": started, "limit": bound}
     print(json.dumps({"environment": environment, **results}))

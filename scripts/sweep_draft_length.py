@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from speculative import decoder
+from speculative.atomic_write import atomic_write
 from speculative.bench.cluster.child_process import Failed
 from speculative.bench.decoding_process import Closing, DecodingProcess, Job
 from speculative.bench.harness import (
@@ -51,7 +52,6 @@ from speculative.cli.arguments import (
     refuse_missing_devices,
     refuse_unsound,
 )
-from speculative.cli.whole_file import write_whole
 from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
 from speculative.sequence import metrics
@@ -359,7 +359,7 @@ def main() -> int:
         from speculative.bench.reporting import plot as speedup_plot
 
         try:
-            write_whole(arguments.png, speedup_plot.png(points))
+            atomic_write(arguments.png, speedup_plot.png(points))
         except OSError as error:
             print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
             failed = True

@@ -46,7 +46,7 @@ from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices
+from speculative.models.cores import usable_cores
 from speculative.sampling import lossless_check
 
 PROMPTS = (
@@ -455,7 +455,7 @@ def main() -> int:
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {usable_cores()} cores",
     }
     document = {"ok": ok, "reference": reference and reference.name, "environment": environment}
     print(json.dumps({**document, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))

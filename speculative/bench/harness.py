@@ -34,11 +34,12 @@ import openvino as ov
 import openvino_genai
 import psutil
 
+from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.cli.progress import tqdm
-from speculative.cli.whole_file import write_whole
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
+from speculative.models.cores import usable_cores
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
@@ -274,7 +275,7 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
-        "cores": devices.usable_cores(),
+        "cores": usable_cores(),
         "memory": f"{memory.total / 2**30:.0f} GiB",
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -338,7 +339,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") 
     failed = False
     for path, text in _outputs(arguments, result, line):
         try:
-            write_whole(path, text)
+            atomic_write(path, text)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             print(

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import openvino as ov
 
+from speculative.atomic_write import atomic_write
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices
+from speculative.models.cores import usable_cores
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
 MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
@@ -103,7 +104,7 @@ def key(*models: tuple[Path | None, str, dict]) -> str:
         for folder, device, properties in models
         if folder
     ]
-    machine = [platform.node(), devices.usable_cores()]
+    machine = [platform.node(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
 
 
@@ -127,12 +128,9 @@ def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: 
     costs = measure(main, draft)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({**asdict(costs), "of": name}), encoding="utf-8")
         if earlier := _kept(file):  # another process has measured at the same time
-            partial.unlink()
             return earlier
-        partial.replace(file)
+        atomic_write(file, json.dumps({**asdict(costs), "of": name}))
     except OSError:
         pass  # a read-only home: measured again next time
     return costs

@@ -20,6 +20,8 @@ import json
 import os
 from pathlib import Path
 
+from speculative.atomic_write import atomic_write
+
 FILE = "recommended.json"
 FORMAT = 1
 PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
@@ -45,13 +47,7 @@ def fingerprint(folder: Path) -> str:
 
 def write(file: Path, recommendation: dict) -> None:
     """Write the file atomically. Raises OSError."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        text = json.dumps({"format": FORMAT, **recommendation}, indent=2, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8", newline="\n")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    atomic_write(file, json.dumps({"format": FORMAT, **recommendation}, indent=2, ensure_ascii=False) + "\n")
 
 
 def read(file: Path) -> dict:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from openvino_genai import GenerationConfig, Tokenizer
 
-from speculative.drafting.proposers import Proposal
 from speculative.sampling.distribution import Distribution, check_supported
+from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 

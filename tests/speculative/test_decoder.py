@@ -397,7 +397,7 @@ def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
 def test_costs_are_kept_for_the_cores_in_use():
     program = """import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))
 from speculative.drafting import cost_model as costs
-from speculative.pair import devices as device_facts; print(device_facts.usable_cores(), costs.key())"""
+from speculative.models.cores import usable_cores; print(usable_cores(), costs.key())"""
 
     def said_on(cores):
         command = [sys.executable, "-c", program, *map(str, cores)]

@@ -18,6 +18,7 @@ from speculative.drafting.policy import AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
+from speculative.models.cores import usable_cores
 from speculative.pair import devices
 
 Properties = tuple[tuple[str, object], ...]
@@ -130,7 +131,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     """Single properties of `device` that may beat its default, most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
         return []  # AUTO and HETERO pass them to devices of their choice
-    cores = devices.usable_cores()
+    cores = usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
     tried = {
@@ -154,7 +155,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
 def draft_property_values(device: str) -> list[Properties]:
     """Properties for the draft only: a small model's steps are short, and with more threads, synchronization costs
     more than it saves."""
-    cores = devices.usable_cores()
+    cores = usable_cores()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig, Tokenizer
 
-from speculative.drafting.proposers import Proposal
+from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot
 from speculative.sequence.result import Step
 from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
