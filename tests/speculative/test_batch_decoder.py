@@ -611,6 +611,15 @@ def test_an_inference_has_one_of_the_few_sizes(models):
     assert shapes == [rounded_up(33), rounded_up(17)] == [36, 18]
 
 
+def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
+    """50 tokens in blocks of 32."""
+    tokens = (np.arange(50) * 7 + 3) % 4096
+    tight, roomy = (cached_model.load(DRAFT, "CPU", EXACT, capacity=capacity) for capacity in (50, 64))
+    assert np.array_equal(tight.logits(tokens, last=20), roomy.logits(tokens, last=20))
+    batch = BatchModel(tight)
+    assert batch.has_room(50) and batch.pool.needed(50) == batch.pool.blocks == 2
+
+
 def test_a_sequence_longer_than_its_blocks_is_refused(models):
     """OpenVINO would go beyond them, into memory that is not the cache's."""
     backend = models[1].backend
