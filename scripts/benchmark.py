@@ -53,6 +53,7 @@ from speculative.cli.arguments import (
     add_run_arguments,
     add_starts_argument,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
@@ -112,25 +113,22 @@ def starts(arguments: argparse.Namespace) -> list[dict]:
 def jobs(arguments: argparse.Namespace) -> list[Job]:
     """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
+    main, draft = model_specs(arguments)
     alone = Job(
         name="GenAI, main alone",
         engine="GenAI",
-        main=arguments.main,
-        device=arguments.device,
+        main=main,
         draft=None,
-        draft_device="",
-        properties=dict(arguments.property),
         max_new_tokens=arguments.max_new_tokens,
         ways=(("GenAI, main alone", 0, 0.0),),
         keep_caches=bool(arguments.context),
         huge_pages=arguments.huge_pages,
     )
-    pair = replace(alone, name="GenAI with the draft", draft=arguments.draft, draft_device=arguments.draft_device)
+    pair = replace(alone, name="GenAI with the draft", draft=draft)
     found = [alone]
     if "draft" in paths:
         name = "GenAI, draft alone"
-        draft = (arguments.draft, arguments.draft_device)
-        found.append(replace(alone, name=name, main=draft[0], device=draft[1], ways=((name, 0, 0.0),)))
+        found.append(replace(alone, name=name, main=draft, ways=((name, 0, 0.0),)))
     if "genai" in paths:
         found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:

@@ -37,6 +37,7 @@ from speculative.bench.startup import Start, job, read_files, run
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
@@ -264,14 +265,7 @@ def main() -> int:
     properties = dict(arguments.property)
     try:
         started = starts(arguments)
-        one = decoder.load(
-            arguments.main,
-            arguments.device,
-            arguments.draft,
-            arguments.draft_device,
-            properties,
-            use_huge_pages=arguments.huge_pages,
-        )
+        one = decoder.load(*model_specs(arguments), use_huge_pages=arguments.huge_pages)
         longest = min(one.main.capacity, one.draft.model.capacity) - max(TOKENS)
         contexts = tqdm([n for n in CONTEXTS if n <= longest], desc="contexts", leave=False)
         inferences = [inference_costs(n, one.main, one.draft.model, arguments.repeat) for n in contexts]

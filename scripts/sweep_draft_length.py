@@ -47,6 +47,7 @@ from speculative.cli.arguments import (
     add_pair_arguments,
     add_run_arguments,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
 )
@@ -155,13 +156,13 @@ class MeasuredCosts:
 def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
     """The methods (per temperature: main model alone, then each K), and our engine, in which costs are measured.
     Started processes are appended to `processes`."""
-    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties, n = dict(arguments.property), arguments.max_new_tokens
-    ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    main, draft = model_specs(arguments)
+    n = arguments.max_new_tokens
+    ours = decoder.load(main, draft)
     if arguments.engine == "genai":
-        alone = Job("alone", "GenAI", main, device, None, "", properties, n, (("GenAI, main alone", 0, 0.0),))
+        alone = Job("alone", "GenAI", main, None, n, (("GenAI, main alone", 0, 0.0),))
         ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.k)
-        for job in (alone, Job("pair", "GenAI", main, device, draft, draft_device, properties, n, ways)):
+        for job in (alone, Job("pair", "GenAI", main, draft, n, ways)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
         return [way for process in processes for way in process.ways], ours

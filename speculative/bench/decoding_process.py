@@ -11,7 +11,6 @@ is measured in the process that decodes.
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
 from speculative.decoder import GenerationResult
+from speculative.models.spec import ModelSpec
 
 WORKER = "speculative.bench.decoding_worker"
 
@@ -29,11 +29,8 @@ class Job:
 
     name: str
     engine: str  # "GenAI" or "ours"
-    main: Path
-    device: str
-    draft: Path | None
-    draft_device: str
-    properties: dict
+    main: ModelSpec
+    draft: ModelSpec | None
     max_new_tokens: int
     ways: tuple[tuple[str, int | str, float], ...]
     lookup: bool = False  # GenAI's prompt lookup, which needs a separate pipeline

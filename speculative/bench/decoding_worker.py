@@ -44,13 +44,12 @@ class Pipeline:
 
     def _genai(self):
         job = self.job
-        draft = (job.draft, job.draft_device)
-        pipe = genai_pipeline(job.main, job.device, job.properties, *draft, job.lookup, job.keep_caches)
+        pipe = genai_pipeline(job.main, job.draft, job.lookup, job.keep_caches)
         return [genai_way(name, pipe, k, job.max_new_tokens) for name, k, _ in job.ways]
 
     def _ours(self):
         job = self.job
-        ours = decoder.load(job.main, job.device, job.draft, job.draft_device, job.properties, job.properties)
+        ours = decoder.load(job.main, job.draft)
         self.engine = ours
         seconds = [time_in(model) for model in (ours.main, *([ours.draft.model] if job.draft else []))]
         return [our_way(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.ways]

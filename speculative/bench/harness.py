@@ -39,6 +39,7 @@ from speculative.bench.genai import Run
 from speculative.cli.whole_file import write_whole
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
@@ -288,20 +289,20 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
             facts[role] = str(folder)
             facts[device_name] = device
             facts[f"{device_name}_name"] = ", ".join(found)
-            facts[f"{role}_precision"] = precision(folder, device, properties)
+            facts[f"{role}_precision"] = precision(ModelSpec(folder, device, properties))
     facts["properties"] = properties
     if load:
         facts["other_load"] = load.share
     return facts
 
 
-def precision(folder: Path, device: str, properties: dict) -> str:
+def precision(model: ModelSpec) -> str:
     """The weight format, read from the IR, and the inference precision reported by the device."""
     core = ov.Core()
-    formats = weights.read(core.read_model(folder / "openvino_model.xml"))
+    formats = weights.read(core.read_model(model.folder / "openvino_model.xml"))
     try:
-        core.set_property(device, properties)
-        hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+        core.set_property(model.device, model.properties)
+        hint = core.get_property(model.device, "INFERENCE_PRECISION_HINT").to_string()
     except RuntimeError:  # AUTO, HETERO and a simulated NPU do not report it
         hint = "the device's default"
     return f"{formats} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types

@@ -23,6 +23,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
+from speculative.models.spec import ModelSpec
 
 TOKENS = 32
 PIECE = 2**24  # bytes per read
@@ -93,18 +94,19 @@ def run(asked: dict) -> dict:
 
 
 def one_start(asked: dict) -> dict:
-    main, device, properties = Path(asked["main"]), asked["device"], asked.get("properties", {})
-    draft, draft_device = asked.get("draft") and Path(asked["draft"]), asked.get("draft_device", "")
+    properties = asked.get("properties", {})
+    main = ModelSpec(asked["main"], asked["device"], properties)
+    draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None
     prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
     if asked["engine"] == "ours":
-        ours = decoder.load(main, device, draft, draft_device, properties, properties)
+        ours = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
         models = [ours.main, *([ours.draft.model] if draft else [])]
         cache_bytes = sum(model.backend.cache_bytes for model in models)
     else:
-        pipe = genai.load(main, device, draft, draft_device, properties, properties)
+        pipe = genai.load(main, draft)
         seconds = time.perf_counter() - begin
         genai.generate(pipe, genai.inputs(prompt), TOKENS, 4 if draft else None)
     return {"seconds": seconds, "peak_bytes": peak_memory(), "cache_bytes": cache_bytes}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from speculative.cli import console
 from speculative.models.cached_model import CAPACITY
+from speculative.models.spec import ModelSpec
 from speculative.serving import resources
 from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
@@ -131,12 +132,8 @@ def _pair(args: argparse.Namespace) -> Pair:
     threads = {"INFERENCE_NUM_THREADS": args.num_cpus} if args.num_cpus else {}
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),
-        main=folder,
-        draft=args.draft and args.draft.resolve(),
-        device=args.device,
-        draft_device=args.draft_device,
-        properties={**threads, **args.property},
-        draft_properties={**threads, **args.draft_property},
+        main=ModelSpec(folder, args.device, {**threads, **args.property}),
+        draft=args.draft and ModelSpec(args.draft.resolve(), args.draft_device, {**threads, **args.draft_property}),
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,

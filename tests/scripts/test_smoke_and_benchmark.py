@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
@@ -227,7 +228,7 @@ def test_no_prompt_is_answered_from_a_cache():
         assert read[0] == expected
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
-        one = genai_way("GenAI", genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", keep_caches=keep), 4, 8)
+        one = genai_way("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
         seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 

@@ -33,6 +33,7 @@ from speculative.bench.tuning.settings import SCHEDULERS, Setting
 from speculative.bench.tuning.stages import Candidate, Tuning
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
 from tests.support.paths import DRAFT, MAIN, ROOT
 
@@ -644,7 +645,7 @@ def test_samples_and_library_know_weights_by_the_same_fingerprint():
 @pytest.fixture(scope="module")
 def exact():
     """The main model in f32 and one text of it."""
-    model = cached_model.load(MAIN, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, 128)
+    model = cached_model.load(ModelSpec(MAIN, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=128)
     return model, text_quality.reference_text(model, np.arange(40, 50), 24)
 
 
@@ -657,8 +658,8 @@ def test_the_reference_against_itself_is_exact(exact):
 
 
 def test_default_properties_fit_and_another_model_does_not(exact):
-    default = text_quality.judge(cached_model.load(MAIN, "CPU", {}, 128), [exact[1]])
-    other = text_quality.judge(cached_model.load(DRAFT, "CPU", {}, 128), [exact[1]])
+    default = text_quality.judge(cached_model.load(MAIN, capacity=128), [exact[1]])
+    other = text_quality.judge(cached_model.load(DRAFT, capacity=128), [exact[1]])
     assert default.fits() and 0 < default.mean_kl < text_quality.MOST_KL
     assert other.grade == "loss" and not other.fits(default) and other.mean_kl > 10 * default.mean_kl
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)

@@ -13,6 +13,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
+from speculative.models.spec import ModelSpec
 from speculative.serving.engine_thread import Engine, EngineFailed
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
@@ -23,7 +24,9 @@ PATIENCE = 60  # seconds, for what takes milliseconds
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    return cached_model.load(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY, 256)
+    return cached_model.load(
+        ModelSpec(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY), capacity=256
+    )
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from speculative.drafting.policy import AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 
 Properties = tuple[tuple[str, object], ...]
@@ -179,7 +180,7 @@ class Models:
         key = (folder, device, properties)
         if key not in self._loaded:
             capacity = None if kind(device) == "NPU" else self.capacity
-            self._loaded[key] = cached_model.load(folder, device, dict(properties), capacity)
+            self._loaded[key] = cached_model.load(ModelSpec(folder, device, dict(properties)), capacity=capacity)
         return self._loaded[key]
 
     def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
@@ -257,14 +258,8 @@ class Models:
             properties = dict(models.properties)
             if setting.scheduler:
                 properties["scheduler_config"] = scheduler_config(setting.scheduler)
-            self._loaded[key] = genai.load(
-                self.main,
-                models.device,
-                setting.draft,
-                models.draft_device,
-                properties,
-                dict(models.draft_properties),
-            )
+            draft = setting.draft and ModelSpec(setting.draft, models.draft_device, dict(models.draft_properties))
+            self._loaded[key] = genai.load(ModelSpec(self.main, models.device, properties), draft)
         return self._loaded[key]
 
 

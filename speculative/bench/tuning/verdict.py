@@ -455,7 +455,6 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
 
 def _python(main: str, setting: Setting) -> list[str]:
     models = setting.models
-    properties, draft_properties = dict(models.properties), dict(models.draft_properties)
     length = ""
     if isinstance(setting.draft_length, float):
         length = f", assistant_confidence_threshold={setting.draft_length}"
@@ -463,15 +462,16 @@ def _python(main: str, setting: Setting) -> list[str]:
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
     if setting.engine == "ours":
-        of_draft = f", {str(setting.draft)!r}, {models.draft_device!r}"
+        given = [f"ModelSpec({main!r}, {models.device!r}, {dict(models.properties)})"]
+        if setting.draft:
+            own = dict(models.draft_properties)
+            given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
         return [
             "from openvino_genai import GenerationConfig",
-            "from speculative import decoder",
-            f"engine = decoder.load({main!r}, {models.device!r}{of_draft}, {properties}, {draft_properties})"
-            if setting.draft
-            else f"engine = decoder.load({main!r}, {models.device!r}, properties={properties})",
+            "from speculative import ModelSpec, load",
+            f"decoder = load({', '.join(given)})",
             f"config = {config}",
-            f"print(engine.generate({PROMPT!r}, config).text)",
+            f"print(decoder.generate({PROMPT!r}, config).text)",
         ]
     lines = ["import openvino_genai"]
     arguments = "".join(f", {name}={value!r}" for name, value in models.properties)

@@ -10,6 +10,7 @@ from speculative.bench import startup
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way, interleave
 from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
+from speculative.models.spec import ModelSpec
 from tests.speculative.models.test_huge_pages import HAS_COLLAPSE
 from tests.support.paths import DRAFT, MAIN
 
@@ -112,7 +113,7 @@ def test_genais_seconds_end_with_its_last_token():
 
 @pytest.mark.parametrize("draft", [None, DRAFT])
 def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft):
-    pipe = genai_runs.load(MAIN, "CPU", draft, "CPU", {}, {})
+    pipe = genai_runs.load(ModelSpec(MAIN), draft and ModelSpec(draft))
     ids, found = np.arange(5, 25), []
     generate = pipe.generate
     kept = type("Kept", (), {"generate": lambda self, *given: found.append(generate(*given)) or found[-1]})()
@@ -156,9 +157,9 @@ def test_files_are_read(tmp_path):
 def test_both_engines_have_processes_of_their_own_and_the_same_pages():
     from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
 
-    genai = Job("GenAI", "GenAI", MAIN, "CPU", None, "", {}, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
+    genai = Job("GenAI", "GenAI", ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
     ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
-    ours = replace(genai, name="ours", engine="ours", draft=DRAFT, draft_device="CPU", ways=ways)
+    ours = replace(genai, name="ours", engine="ours", draft=ModelSpec(DRAFT), ways=ways)
     small = replace(genai, name="usual pages", huge_pages=False)
     with Closing([DecodingProcess(job) for job in (genai, ours, small)]) as processes:
         ways = [one for process in processes for one in process.ways]
