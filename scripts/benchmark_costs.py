@@ -44,6 +44,7 @@ from speculative.cli.arguments import (
 )
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices, weights
+from speculative.pair.engines import NATIVE
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.rejection_sampling import draw, verify
 
@@ -146,7 +147,7 @@ STARTS = 3  # of each kind, interleaved
 def starts(arguments: argparse.Namespace) -> list[dict]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
     found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
-    ours = Start("ours with the draft", "ours", with_draft=True)
+    ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
         with tempfile.TemporaryDirectory() as folder:

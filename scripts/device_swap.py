@@ -55,6 +55,7 @@ from speculative.bench.prompts import read_prompts, token_ids
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
@@ -90,14 +91,18 @@ def parse_arguments() -> argparse.Namespace:
         "on this machine)",
     )
     parser.add_argument(
-        "--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or this project's engine"
+        "--engine",
+        type=engine_id,
+        choices=(GENAI, NATIVE),
+        default=GENAI,
+        help="GenAI's pipeline or this project's engine (default: genai)",
     )
     parser.add_argument(
         "--k",
         type=draft_lengths,
         default="4",
         metavar="K",
-        help="draft lengths: 4, 2,4,6 or 2-6, with --engine ours also adaptive; each cell shows the best (default: 4)",
+        help="draft lengths: 4, 2,4,6 or 2-6, with --engine native also adaptive; a cell shows the best (default: 4)",
     )
     add_run_arguments(parser, max_prompts=4)
     parser.add_argument(
@@ -135,8 +140,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="measure cells again that failed or timed out")
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.k == ["adaptive"] and arguments.engine == "genai":
-        parser.error("--k adaptive requires --engine ours")
+    if arguments.k == ["adaptive"] and arguments.engine == GENAI:
+        parser.error("--k adaptive requires --engine native")
     if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
         parser.error("--emulate-npu requires NPU in --devices")
     return arguments
@@ -170,7 +175,7 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
     cells = []
     for main in devices:
         lengths = arguments.k
-        if main.is_npu and arguments.engine == "genai":
+        if main.is_npu and arguments.engine == GENAI:
             lengths = sorted({min(k, LONGEST_ON_NPU) for k in lengths})
         for draft in [None, *devices]:
             cell = Cell(main, draft)

@@ -13,6 +13,7 @@ from speculative.bench.methods import genai_pipeline, genai_way, our_way
 from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
 from speculative.models import huge_pages
+from speculative.pair.engines import NATIVE
 
 FIRST_PROMPT = np.arange(1, 9)  # a pipeline allocates all its memory in the first run
 
@@ -24,7 +25,7 @@ class Pipeline:
         """Load the models. Returns the load time and this process's bytes in huge pages, if the system reports them."""
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
-        make = self._ours if job.engine == "ours" else self._genai
+        make = self._ours if job.engine == NATIVE else self._genai
         self.ways = {way.name: way for way in make()}
         seconds = time.perf_counter() - begin
         if job.huge_pages:  # the same way for both engines

@@ -1,6 +1,6 @@
 """Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
-    way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
+    way = Way("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
@@ -55,7 +55,7 @@ class Way:
     """One decoding method. Per-round lists have one entry for each complete round after the warm-up."""
 
     name: str  # "GenAI, K = 4"
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run

@@ -18,6 +18,7 @@ from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.spec import ModelSpec
+from speculative.pair.engines import GENAI, NATIVE
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
 
@@ -39,11 +40,11 @@ def genai_pipeline(
 
 def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Way:
     if str(draft_length).startswith("lookup"):
-        return Way(name, "GenAI", draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
+        return Way(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None
     return Way(
         name,
-        "GenAI",
+        GENAI,
         draft_length,
         0.0,
         lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k),
@@ -87,4 +88,4 @@ def our_way(
                 source.forget()
         return decoder.generate(ids, config)
 
-    return Way(name, "ours", draft_length, temperature, decode, seconds)
+    return Way(name, NATIVE, draft_length, temperature, decode, seconds)

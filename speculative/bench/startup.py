@@ -1,6 +1,6 @@
 """Load time and peak memory of a pipeline, with an empty and a filled model cache, each in a new process.
 
-    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
+    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "genai"}'
 
 This is one start, as run by `start_costs`: loading and a text of 32 tokens, reported as JSON. All model files are read
 once beforehand, so that no start has to wait for the disk, and kinds of start alternate.
@@ -24,6 +24,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
 from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 TOKENS = 32
 PIECE = 2**24  # bytes per read
@@ -33,7 +34,7 @@ class Start(NamedTuple):
     """A pipeline to start."""
 
     name: str
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     with_draft: bool
 
 
@@ -99,7 +100,7 @@ def one_start(asked: dict) -> dict:
     draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None
     prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
-    if asked["engine"] == "ours":
+    if asked["engine"] == NATIVE:
         ours = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))

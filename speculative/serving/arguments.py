@@ -9,6 +9,7 @@ from pathlib import Path
 from speculative.cli import console
 from speculative.models.cached_model import CAPACITY
 from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 from speculative.serving import resources
 from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
@@ -86,7 +87,7 @@ def parse(description: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = console.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
+        args = console.take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)

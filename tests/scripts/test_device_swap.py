@@ -361,7 +361,7 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
     [
         (["--devices", "CPU,GPX"], "'GPX'"),
         (["--devices", ""], "''"),
-        (["--k", "adaptive"], "--engine ours"),
+        (["--k", "adaptive"], "--engine native"),
         (["--k", "0"], "'0'"),
         (["--emulate-npu", "--devices", "CPU"], "requires NPU in --devices"),
         (["--timeout", "0"], "'0'"),
@@ -424,6 +424,11 @@ def cell(device, draft_device, alone, speedup, low, high):
     answer = {"rows": rows, "tokens": [[[1, 2]]] * len(rows), "other_load": 0.0}
     draft = Device(draft_device) if draft_device else None
     return Cell(Device(device), draft, status="ok", answer=answer)
+
+
+def test_results_files_keep_their_cells_though_the_engine_is_called_differently():
+    keys = [Cell(Device("CPU"), None, {"engine": engine, "rounds": 3}).key() for engine in ("ours", "native", "genai")]
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from speculative.decoder import Decoder, GenerationResult
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
+from speculative.pair.engines import GENAI, NATIVE
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # Intel device types, all of which are looked up
@@ -65,13 +66,13 @@ def measure(job: dict) -> dict:
     Prompts are never served from a cache: each method gets a prompt the previous one has just read, and the time to
     first token would be that of a single token."""
     begin = time.perf_counter()
-    ways = (_genai_ways if job["engine"] == "genai" else _own_ways)(job)
+    ways = (_genai_ways if job["engine"] == GENAI else _own_ways)(job)
     load_seconds = time.perf_counter() - begin
     prompts = [np.array(ids, np.int64) for ids in job["prompts"]]
     with BackgroundLoad() as load:
         interleave(ways, prompts, job["rounds"])
     rows = [row(way, ways[0]) for way in ways]
-    if job["engine"] == "genai" and "NPU" in (job["main_device"], job["draft_device"]):
+    if job["engine"] == GENAI and "NPU" in (job["main_device"], job["draft_device"]):
         for one in rows:  # there GenAI varies K and does not report the drafted tokens
             one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
     roles = ("main", "draft") if job["draft_device"] else ("main",)
@@ -91,13 +92,13 @@ def _spec(job: dict, role: str) -> ModelSpec:
 def _genai_ways(job: dict) -> list[Way]:
     main, n = _spec(job, "main"), job["max_new_tokens"]
     alone = genai.load(_without_prefix_cache(main, main.device), None)
-    ways = [Way("alone", "GenAI", 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
+    ways = [Way("alone", GENAI, 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
     if job["draft_device"]:
         draft = _spec(job, "draft")
         pair = genai.load(_without_prefix_cache(main, main.device + draft.device), draft)
         for k in job["draft_lengths"]:
             decode = lambda ids, k=k: genai.generate(pair, genai.inputs(ids), n, k)  # noqa: E731
-            ways.append(Way(f"K = {k}", "GenAI", k, 0.0, decode))
+            ways.append(Way(f"K = {k}", GENAI, k, 0.0, decode))
     return ways
 
 
@@ -129,7 +130,7 @@ def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
             one.draft.forget()
         return one.generate(ids, config)
 
-    return Way(f"K = {k}" if k else "alone", "ours", k, 0.0, decode)
+    return Way(f"K = {k}" if k else "alone", NATIVE, k, 0.0, decode)
 
 
 def margins(job: dict) -> list[float]:
@@ -146,7 +147,7 @@ def sentence(error: Exception) -> str:
     lines = [line for line in lines if line and not line.startswith("Exception from")]
     said = lines[-1] if lines else type(error).__name__
     if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
-        said += "; probably out of memory: --engine ours holds the main model once instead of twice"
+        said += "; probably out of memory: --engine native holds the main model once instead of twice"
     return said[:300]
 
 

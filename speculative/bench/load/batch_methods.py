@@ -1,6 +1,6 @@
 """Batched decoding methods: GenAI's ContinuousBatchingPipeline and our batch decoder, each in its own process.
 
-    process = BatchingProcess({"name": "ours, draft", "engine": "ours", "main": "models/embedded/main", ...})
+    process = BatchingProcess({"name": "ours, draft", "engine": "native", "main": "models/embedded/main", ...})
     process.start()
     way = process.way("ours, adaptive draft", 0)
 
@@ -28,6 +28,7 @@ from speculative.bench.load.metrics import Answer, Load, Span
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
 from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 CACHE_TOKENS = 8192  # for all texts together; GenAI's caches grow as needed
 
@@ -162,7 +163,7 @@ class Batch:
         main = ModelSpec(job["main"], job["device"], job["properties"])
         draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
         self.job, self.prompts, self.ways = job, Prompts(main.folder, job["prompts"]), {}
-        self.ours, self.cache_bytes = job["engine"] == "ours", None
+        self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
             self.pipeline = batch_decoder.load(main, draft, cache_tokens=job["cache_tokens"])
