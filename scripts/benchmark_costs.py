@@ -36,6 +36,7 @@ from speculative.bench.startup import Start, job, read_files, run
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
@@ -44,6 +45,7 @@ from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
 from speculative.pair import weights
+from speculative.pair.engines import NATIVE
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.rejection_sampling import draw, verify
 
@@ -146,7 +148,7 @@ STARTS = 3  # of each kind, interleaved
 def starts(arguments: argparse.Namespace) -> list[dict]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
     found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
-    ours = Start("ours with the draft", "ours", with_draft=True)
+    ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
         with tempfile.TemporaryDirectory() as folder:
@@ -265,14 +267,7 @@ def main() -> int:
     properties = dict(arguments.property)
     try:
         started = starts(arguments)
-        one = decoder.load(
-            arguments.main,
-            arguments.device,
-            arguments.draft,
-            arguments.draft_device,
-            properties,
-            use_huge_pages=arguments.huge_pages,
-        )
+        one = decoder.load(*model_specs(arguments), use_huge_pages=arguments.huge_pages)
         longest = min(one.main.capacity, one.draft.model.capacity) - max(TOKENS)
         contexts = tqdm([n for n in CONTEXTS if n <= longest], desc="contexts", leave=False)
         inferences = [inference_costs(n, one.main, one.draft.model, arguments.repeat) for n in contexts]

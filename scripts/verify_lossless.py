@@ -27,7 +27,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import above_zero, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
@@ -47,6 +47,7 @@ from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
 
 PROMPTS = (
@@ -202,16 +203,15 @@ def parse_arguments() -> argparse.Namespace:
 
 def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
-    draft_device = arguments.draft_device or arguments.device
+    main, draft = model_specs(arguments, properties)
     no_prefix_cache = openvino_genai.SchedulerConfig()
     no_prefix_cache.enable_prefix_caching = False
 
-    def pipeline(draft: Path | None, **more) -> Pipeline:
-        both = {**properties, **more}
-        return Pipeline(lambda: genai.load(arguments.main, arguments.device, draft, draft_device, both, properties))
+    def pipeline(draft: ModelSpec | None, **more) -> Pipeline:
+        return Pipeline(lambda: genai.load(replace(main, properties={**properties, **more}), draft))
 
-    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
-    fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
+    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(draft)
+    fresh_pair = pipeline(draft, scheduler_config=no_prefix_cache)
     our_pair = Engine(engine, arguments.seed)
     our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
     greedy_k, sampled_k = (arguments.num_assistant_tokens or k for k in (GREEDY_K, SAMPLED_K))
@@ -419,9 +419,7 @@ def main() -> int:
     if arguments.top_k:
         sampling["top_k"] = arguments.top_k
     try:
-        engine = decoder.load(
-            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
-        )
+        engine = decoder.load(*model_specs(arguments, properties))
         prompts = [engine.encode(text) for text in texts]
         cells = exact_cells(arguments, engine.main, prompts[0], sampling)
         all_ways = ways(arguments, properties, engine)

@@ -1,6 +1,6 @@
 """Speculative decoder for one request at a time: like `LLMPipeline`, but lossless when sampling, too.
 
-    decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
+    decoder = load("models/embedded/main", "models/embedded/draft")
     config = openvino_genai.GenerationConfig(max_new_tokens=100, do_sample=True, temperature=0.8)
     print(decoder.generate("def read_file(path):", config, seed=1).text)
 
@@ -24,6 +24,7 @@ from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, 
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
@@ -180,33 +181,32 @@ def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
 
 
 def load(
-    main: Path,
-    device: str = "CPU",
-    draft: Path | None = None,
-    draft_device: str | None = None,
-    properties: dict | None = None,
-    draft_properties: dict | None = None,
+    main: ModelSpec | str | Path,
+    draft: ModelSpec | str | Path | None = None,
+    *,
     max_ngram_size: int | None = None,
     capacity: int | None = None,
     use_huge_pages: bool = False,
 ) -> Decoder:
-    """Load the IR folders `main` and `draft` into a decoder, each on its own device with its own OpenVINO properties.
+    """Load the main model, and a draft if given, into a decoder.
 
-    The draft uses the main model's device and properties unless given its own. `max_ngram_size` selects prompt lookup
-    instead of a draft model. The draft length is adaptive; its cost model is measured on the first load and cached (in
-    CACHE_DIR if the properties set one, else in the user's cache folder). `use_huge_pages` (Linux) suits long-running
-    processes: loading takes seconds longer per gigabyte of weights, decoding is faster.
+    Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
+    CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
+    ModelSpec only its own. `max_ngram_size` selects prompt lookup instead of a draft model. `capacity` is the main
+    model's longest sequence in tokens, by default its context length, at most 16,384. The draft length is adaptive; its
+    cost model is measured on the first load and cached (in CACHE_DIR if the main model's properties set one, else in
+    the user's cache folder). `use_huge_pages` (Linux) suits long-running processes: loading takes seconds longer per
+    gigabyte of weights, decoding is faster.
     """
     if draft and max_ngram_size:
         raise ValueError("draft and max_ngram_size (prompt lookup) exclude each other: pass only one")
     if max_ngram_size is not None and max_ngram_size < 1:
         raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 (3 is typical)")
     before = huge_pages.allocated() if use_huge_pages else []
-    properties = properties or {}
-    draft_device = draft_device or device
-    draft_properties = properties if draft_properties is None else draft_properties
-    main_model = cached_model.load(main, device, properties, capacity)
-    draft_model = draft and cached_model.load(draft, draft_device, draft_properties)
+    main = ModelSpec.of(main)
+    draft = ModelSpec.of(draft, like=main) if draft else None
+    main_model = cached_model.load(main, capacity=capacity)
+    draft_model = cached_model.load(draft) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
     source, rule = None, None
@@ -216,12 +216,12 @@ def load(
             if draft_model
             else NgramProposer(main_model.width, max_ngram_size)
         )
-        key = cost_model.key((main, device, properties), (draft, draft_device, draft_properties))
-        measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(properties))
+        key = cost_model.key(main, draft)
+        measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(main.properties))
         rule = (
             AdaptiveDraftLength(measured)
             if draft_model
             else AdaptiveDraftLength(measured, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
         )
-    tokenizer = openvino_genai.Tokenizer(str(main))
-    return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))
+    tokenizer = openvino_genai.Tokenizer(str(main.folder))
+    return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main.folder, tokenizer))

@@ -20,6 +20,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
 MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
@@ -97,12 +98,17 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
     return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
-def key(*models: tuple[Path | None, str, dict]) -> str:
-    """The cache key of the costs: models (folder, weights' mtime, device, properties), machine and usable cores."""
+def key(*models: ModelSpec | None) -> str:
+    """The cache key of the costs: models (with their weights' mtime), machine and usable cores."""
     named = [
-        [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
-        for folder, device, properties in models
-        if folder
+        [
+            str(model.folder.resolve()),
+            (model.folder / "openvino_model.bin").stat().st_mtime_ns,
+            model.device,
+            model.properties,
+        ]
+        for model in models
+        if model
     ]
     machine = [platform.node(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)

@@ -12,6 +12,7 @@ import statistics
 from speculative.bench.tuning.settings import PropertySet, Setting
 from speculative.bench.tuning.stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
 from speculative.bench.tuning.verdict import figures
+from speculative.pair.engines import GENAI, NATIVE
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
 LAST = 6  # settings in the final rounds, besides the choice and the main model alone
@@ -38,11 +39,11 @@ class Exhaustive(Tuning):
         return list(dict.fromkeys([self.choice, *(one for models in sets for one in self.all_with(models))]))
 
     def all_with(self, models: PropertySet) -> list[Setting]:
-        found = [Setting(models, "GenAI"), Setting(models, "ours")]
+        found = [Setting(models, GENAI), Setting(models, NATIVE)]
         for draft in self.drafts:
-            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in ("GenAI", "ours")]
+            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
             if self.on_one(lambda bench, draft=draft: self.measure_costs(bench, models, draft)):
-                found += [Setting(models, "ours", draft, rule) for rule in ("adaptive", *THRESHOLDS)]
+                found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", *THRESHOLDS)]
         return found
 
     def finalists(self) -> list[Setting]:

@@ -39,6 +39,7 @@ from speculative.bench.tuning.settings import (
 from speculative.cli.progress import tqdm
 from speculative.drafting import cost_model
 from speculative.drafting.policy import LONGEST, Costs
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 NOISE = 1.02  # gain below which a property stays at its default
@@ -134,7 +135,7 @@ class Tuning:
         devices = [(one, other) for one in arguments.devices for other in arguments.devices]
         self.sets = [PropertySet(one, other, fixed, fixed) for one, other in devices]
         self.default = self.sets[0]
-        self.baseline = Setting(self.default, "GenAI")
+        self.baseline = Setting(self.default, GENAI)
         self.references: list[text_quality.ReferenceText] = []
         self.quality: dict[PropertySet, Quality] = {}
         self.alpha: dict[Path, float] = {}  # per-token acceptance of each draft
@@ -269,7 +270,7 @@ class Tuning:
 
     def try_drafts_on(self, bench: TuningClient) -> None:
         for draft in list(self.drafts):
-            setting, runs = Setting(self.default, "ours", draft, 4), []
+            setting, runs = Setting(self.default, NATIVE, draft, 4), []
             for ids in self.prompts[:4]:
                 run = self.decode(bench, setting, ids, 2 * FIRST_TOKENS)
                 runs += [run] if run else []
@@ -284,7 +285,7 @@ class Tuning:
 
     def measure_costs(self, bench: TuningClient, models: PropertySet, draft: Path) -> bool:
         if (models, draft) not in self.costs:
-            found = self.tried(bench, Setting(models, "ours", draft, 1), "measure_costs", models, draft)
+            found = self.tried(bench, Setting(models, NATIVE, draft, 1), "measure_costs", models, draft)
             if not found:
                 return False
             self.costs[models, draft] = found
@@ -438,10 +439,10 @@ class Tuning:
         best_set, draft = self.fastest[0], self.drafts[0]
         best = self.lengths(best_set, draft)[0]
         found = [
-            Setting(self.default, "GenAI", draft, SAMPLE_K),
-            Setting(best_set, "GenAI", draft, best),
-            Setting(best_set, "ours", draft, best),
-            Setting(best_set, "ours", draft, "adaptive"),
+            Setting(self.default, GENAI, draft, SAMPLE_K),
+            Setting(best_set, GENAI, draft, best),
+            Setting(best_set, NATIVE, draft, best),
+            Setting(best_set, NATIVE, draft, "adaptive"),
             *self.alone(),
         ]
         least = len(found)
@@ -449,10 +450,10 @@ class Tuning:
             for draft in self.drafts if place == 0 else self.drafts[:1]:
                 lengths = self.lengths(models, draft)
                 fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
-                found += [Setting(models, engine, draft, k) for k in fixed for engine in ("GenAI", "ours")]
-                found += [Setting(models, "ours", draft, k) for k in ("adaptive", *THRESHOLDS[: 3 * (place == 0)])]
+                found += [Setting(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)]
+                found += [Setting(models, NATIVE, draft, k) for k in ("adaptive", *THRESHOLDS[: 3 * (place == 0)])]
         longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # on an NPU, GenAI may grow K to twice its value
-        found = [one for one in found if one.engine == "ours" or one.draft_length <= longest]
+        found = [one for one in found if one.engine == NATIVE or one.draft_length <= longest]
         if kind(best_set.device) != "NPU":
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
         found = list(dict.fromkeys(found))
@@ -467,9 +468,9 @@ class Tuning:
         models = self.fastest_alone
         schedulers = SCHEDULERS if kind(models.device) != "NPU" else ()
         return [
-            Setting(models, "GenAI"),
-            Setting(models, "ours"),
-            *(Setting(models, "GenAI", scheduler=scheduler) for scheduler in schedulers),
+            Setting(models, GENAI),
+            Setting(models, NATIVE),
+            *(Setting(models, GENAI, scheduler=scheduler) for scheduler in schedulers),
         ]
 
     def lengths(self, models: PropertySet, draft: Path) -> list[int]:
@@ -495,7 +496,7 @@ class Tuning:
             if len(drafted) <= 6 or self.clock.until(LENGTHS_BY) <= 0:
                 break
             kept = {one.setting for one in drafted[: max(4, len(drafted) // 2)]}
-            for engine in ("GenAI", "ours"):  # there are samples for both
+            for engine in (GENAI, NATIVE):  # there are samples for both
                 kept |= {one.setting for one in [one for one in drafted if one.setting.engine == engine][:2]}
             kept |= {one.setting for one in found if not one.setting.draft}
             self.drop(found, kept, f"lengths {round_}")
@@ -558,10 +559,10 @@ class Tuning:
         found = [one for one in self.candidates.values() if one.speedup and not one.dropped and one.setting.draft]
         found.sort(key=lambda one: -one.speedup)
         chosen = [one.setting for one in found[:2]]
-        for engine in ("GenAI", "ours"):
+        for engine in (GENAI, NATIVE):
             chosen += [one.setting for one in found if one.setting.engine == engine][:2]
-        usual = Setting(self.default, "GenAI", self.drafts[0], SAMPLE_K)
-        steps = [Setting(one.models, "GenAI", one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
+        usual = Setting(self.default, GENAI, self.drafts[0], SAMPLE_K)
+        steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
         return list(dict.fromkeys([self.baseline, *self.alone(), usual, *steps, *chosen]))
 
     def measure_afresh(self) -> None:

@@ -27,6 +27,7 @@ from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from speculative.sampling import rejection_sampling
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.lossless_check import compare, exact_joint
@@ -171,7 +172,7 @@ def load(folders):
     def model(name, backend):
         if (name, backend) not in models:
             models[name, backend] = cached_model.load(
-                folders[name], "CPU", CACHES[backend], capacity=64, stateful=backend == "stateful"
+                ModelSpec(folders[name], "CPU", CACHES[backend]), capacity=64, stateful=backend == "stateful"
             )
         return models[name, backend]
 
