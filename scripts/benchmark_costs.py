@@ -44,6 +44,7 @@ from speculative.cli.arguments import (
 from speculative.models.cached_model import CachedModel
 from speculative.pair import devices, weights
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import draw, verify
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
@@ -116,7 +117,7 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
     text = random.integers(0, size, 200)
-    transform = Distribution(config)
+    transform = Distribution(SamplingParams.resolve(config))
     q = [transform(row, text, text) for row in logits]
     drafted = [int(np.asarray(row).argmax()) for row in q[:4]]
 

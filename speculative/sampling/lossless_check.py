@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from openvino_genai import GenerationConfig
 
 from speculative.models.cached_model import CachedModel
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
@@ -42,11 +42,11 @@ class Comparison(NamedTuple):
 
 
 def main_alone(
-    main: CachedModel, prompt: np.ndarray, config: GenerationConfig
+    main: CachedModel, prompt: np.ndarray, params: SamplingParams
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
     """Return the `next_token` for `exact_joint`: the main model's distribution after `prompt` (token ids int64 [n]) and
-    the tokens generated so far, processed as `config` says and computed without a cache."""
-    transform = Distribution(config)
+    the tokens generated so far, processed as `params` say and computed without a cache."""
+    transform = Distribution(params)
 
     def next_token(generated: tuple[int, ...]) -> np.ndarray:
         main.forget()
