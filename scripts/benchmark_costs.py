@@ -47,6 +47,7 @@ from speculative.models.cores import usable_cores
 from speculative.pair import weights
 from speculative.pair.engines import NATIVE
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import draw, verify
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
@@ -119,7 +120,7 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
     text = random.integers(0, size, 200)
-    transform = Distribution(config)
+    transform = Distribution(SamplingParams.resolve(config))
     q = [transform(row, text, text) for row in logits]
     drafted = [int(np.asarray(row).argmax()) for row in q[:4]]
 

@@ -49,6 +49,7 @@ from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
 from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
+from speculative.sampling.params import SamplingParams
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -269,7 +270,8 @@ def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.nda
 
 def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
     """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
-    next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
+    params = SamplingParams.resolve(GenerationConfig(**sampling))
+    next_token = lossless_check.main_alone(main, prompt, params)
     resolution = max(lossless_check.EXPECTED / max(arguments.draws, arguments.genai_draws), FINEST)
     with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 

@@ -30,7 +30,7 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder, Prompt
 from speculative.drafting import cost_model
 from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
-from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
@@ -38,9 +38,10 @@ from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
 from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
+from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids_of
+from speculative.sequence.sequence import Sequence
 
 PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
 LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
@@ -108,7 +109,8 @@ class BatchDecoder:
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self._limits = ModelLimits(main.width, main.context, stop_token_ids, subtract_penalties)
+        self.stop_token_ids = stop_token_ids
+        self.subtract_penalties = subtract_penalties
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
@@ -147,11 +149,13 @@ class BatchDecoder:
         as `Decoder.stream` does.
         """
         config = config or GenerationConfig()
-        seed = config.rng_seed or None if seed is None else seed
-        random = np.random.default_rng(seed)
-        text = Sequence(self.encode(prompt, config), config, self._limits, random)
+        ids = self.encode(prompt, config)
+        params = SamplingParams.resolve(
+            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed
+        )
+        text = Sequence(ids, params, self.main.width, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, OutputProcessor(config, text.stops, decode, stream), self._rule(config, seed))
+        request = Request(text, OutputProcessor(params, decode, stream), self._rule(params))
         if isinstance(self.draft, NgramProposer):
             request.source = self.draft
         with self._lock:
@@ -330,10 +334,10 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLengthPolicy | DraftHistory:
-        if rule := named_by(config):
+    def _rule(self, params: SamplingParams) -> DraftLengthPolicy | DraftHistory:
+        if rule := policy_from_params(params):
             return rule
-        repeatable = config.do_sample and seed is not None
+        repeatable = params.do_sample and params.seed is not None
         return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
 
     @staticmethod

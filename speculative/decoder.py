@@ -20,14 +20,15 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
-from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
+from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
+from speculative.sequence.sequence import Sequence
 
 Prompt = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
@@ -77,13 +78,12 @@ class Decoder:
     def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Iterator[Step]:
         """Yield one `Step` per forward pass of the main model, until `max_new_tokens`, a stop token or a full context.
 
-        Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first. An
-        unfinished iterator keeps the decoder busy until it is closed. Raises ValueError for an empty or too long
-        prompt and for config options that are not supported.
+        Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first; the
+        config's `rng_seed` has no effect here. An unfinished iterator keeps the decoder busy until it is closed. Raises
+        ValueError for an empty or too long prompt and for config options that are not supported.
         """
-        limits = ModelLimits(self.main.width, self.main.capacity, self.stop_token_ids)
-        text = Sequence(self.encode(prompt, config), config, limits, self._random)
-        return self._alone(text, self._rule(config), seed)
+        text = self._sequence(prompt, config)
+        return self._alone(text, self._rule(text.params), seed)
 
     def generate(
         self,
@@ -97,16 +97,17 @@ class Decoder:
 
         With `seed`, or the config's `rng_seed`, the decoder is reset first. Raises the same errors as `stream`.
         """
-        config = config or GenerationConfig()
+        begin = time.perf_counter()
         takes_tokens = isinstance(streamer, StreamerBase)
         takes_text = streamer is not None and not takes_tokens
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
-        stops = stop_ids(config, self.stop_token_ids)
-        recording = OutputProcessor(config, stops, self.tokenizer and self._decode, piecewise=takes_text)
+        text = self._sequence(prompt, config or GenerationConfig(), seed)
+        rule = self._rule(text.params)
+        recording = OutputProcessor(text.params, self.tokenizer and self._decode, piecewise=takes_text, begin=begin)
         result = recording.result
         # closing frees the decoder even if a streamer raises
-        with closing(self.stream(prompt, config, config.rng_seed or None if seed is None else seed)) as steps:
+        with closing(self._alone(text, rule, text.params.seed)) as steps:
             for step in steps:
                 tokens, piece = recording.take(step)
                 answer = streamer.write(tokens) if takes_tokens else streamer(piece) if takes_text and piece else None
@@ -119,7 +120,7 @@ class Decoder:
             streamer.end()
         elif takes_text and rest and result.finish_reason != "cancelled":
             streamer(rest)
-        result.draft_length = self._rule(config).why() if self.draft else "no draft"
+        result.draft_length = rule.why() if self.draft else "no draft"
         result.kv_cache = self.kv_cache
         return result
 
@@ -138,6 +139,12 @@ class Decoder:
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
         return ids.astype(np.int64)
+
+    def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
+        """The sequence of a new request. This is where its config is resolved."""
+        ids = self.encode(prompt, config)
+        params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
+        return Sequence(ids, params, self.main.width, self._random)
 
     def _alone(self, text: Sequence, rule: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
         """Yield the steps of `text`, with the decoder locked."""
@@ -167,8 +174,8 @@ class Decoder:
                 rule.learn(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
             yield step
 
-    def _rule(self, config: GenerationConfig) -> DraftLengthPolicy:
-        return named_by(config) or self.draft_length
+    def _rule(self, params: SamplingParams) -> DraftLengthPolicy:
+        return policy_from_params(params) or self.draft_length
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)

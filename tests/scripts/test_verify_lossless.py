@@ -19,6 +19,7 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
 from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_joint
+from speculative.sampling.params import SamplingParams
 from speculative.sequence.sequence import Sequence
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until_loaded
@@ -266,7 +267,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     main = cached_model.load(ModelSpec(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=64)
     prompt, draws, alpha = np.arange(40, 50), 400, 1e-4
     config = GenerationConfig(do_sample=True, top_k=4, max_new_tokens=5, ignore_eos=True, num_assistant_tokens=2)
-    next_token = lossless_check.main_alone(main, prompt, config)
+    next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
     cells, first = exact_joint(next_token, 2), next_token(())
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
     decoder = Decoder(main, NgramProposer(main.width, 3))

@@ -30,6 +30,7 @@ from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.spec import ModelSpec
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
+from speculative.sampling.params import SamplingParams
 from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -371,10 +372,10 @@ def cells(folders):
 def exact_cells(main, prompt, options, later=None):
     """With `later`, a temperature, what would come if the tokens behind the first one were drawn at it."""
     config = GenerationConfig(do_sample=True, max_new_tokens=9, **options)
-    first = main_alone(main, np.array(prompt), config)
+    first = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     if later:
         config.temperature = later
-    others = main_alone(main, np.array(prompt), config)
+    others = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     return exact_joint(
         lambda tokens: (others if tokens else first)(tokens), LENGTH, stop_token_ids=config.stop_token_ids
     )

@@ -31,6 +31,7 @@ from speculative.models.spec import ModelSpec
 from speculative.sampling import rejection_sampling
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.lossless_check import compare, exact_joint
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
@@ -202,7 +203,7 @@ def settings(temperature=1.0, **more):
 
 def exact_cells(exact_logits, config, length=LENGTH, later=None):
     """With `later`, a config, what would come if the tokens behind the first one were drawn as it says."""
-    first, later = Distribution(config), Distribution(later or config)
+    first, later = (Distribution(SamplingParams.resolve(one)) for one in (config, later or config))
 
     def next_token(generated):
         generated = np.array(generated, np.int64)
