@@ -29,8 +29,12 @@ from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
 from speculative.bench.quality import Quality, ReferenceText
 from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.finals import Finals
+from speculative.bench.tuning.lengths import LengthStage
+from speculative.bench.tuning.properties import PropertyStage
+from speculative.bench.tuning.session import Candidate
 from speculative.bench.tuning.settings import SCHEDULERS, Setting
-from speculative.bench.tuning.stages import Candidate, Tuning
+from speculative.bench.tuning.stages import Tuning
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
@@ -226,8 +230,12 @@ def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
     threads, group = (("INFERENCE_NUM_THREADS", 1),), (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 128),)
     sets = [tuning.default, tuning.default.with_draft_properties(threads), tuning.default.with_properties(group)]
     found = [Candidate(one, 1.0, alone) for one, alone in zip(sets, (1.0, 1.3, 1.1), strict=True)]
-    assert tuning.best_alone(found) == sets[2]
-    assert tuning.best_alone(found[:2]) == tuning.best_alone(found, above=1.2) == tuning.default
+    assert PropertyStage(tuning).best_alone(found) == sets[2]
+    assert (
+        PropertyStage(tuning).best_alone(found[:2])
+        == PropertyStage(tuning).best_alone(found, above=1.2)
+        == tuning.default
+    )
 
 
 # ---- the verdict, on made-up figures --------------------------------------------------------------------------------
@@ -254,7 +262,7 @@ def made_up(choosing, afresh=None, gained=4):
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
             setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
-            way = contest.ways[setting] = tuning.way(setting)
+            way = contest.ways[setting] = Finals(tuning).way(setting)
             way.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
         contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
     return tuning
@@ -397,11 +405,12 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
         *(Setting(models, GENAI, scheduler=one) for one in SCHEDULERS),
     }
     tuning.clock.begin -= 3600  # no time is left for what may be left out
-    tuning.lengths = lambda *_: [4]
-    assert alone <= set(tuning.settings())
+    stage = LengthStage(tuning)
+    stage.lengths = lambda *_: [4]
+    assert alone <= set(stage.settings())
     for setting in (*alone, Setting(tuning.default, NATIVE, DRAFT, 4)):
         tuning.candidates[setting] = Candidate(setting, 1.0, throughput=20.0)
-    assert {tuning.baseline, *alone} <= set(tuning.finalists())
+    assert {tuning.baseline, *alone} <= set(Finals(tuning).finalists())
 
 
 CRASHES = """
