@@ -23,6 +23,7 @@ PROGRAMS = [
 API = {
     "speculative.decoder": "One request at a time",
     "speculative.batch_decoder": "Many requests in one batch",
+    "speculative.models.spec": "Models to load",
     "speculative.sequence.result": "Results",
     "speculative.sequence.metrics": "Metrics",
     "speculative.sampling.rejection_sampling": "The algorithm",

@@ -53,10 +53,12 @@ from speculative.cli.arguments import (
     add_run_arguments,
     add_starts_argument,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
 )
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
@@ -101,43 +103,40 @@ def parse_arguments() -> argparse.Namespace:
 
 def starts(arguments: argparse.Namespace) -> list[dict]:
     """Load time and peak memory of the pipelines that the paths need."""
-    kinds = [Start("GenAI, main alone", "GenAI", with_draft=False)]
+    kinds = [Start("GenAI, main alone", GENAI, with_draft=False)]
     if "genai" in arguments.paths:
-        kinds.append(Start("GenAI with the draft", "GenAI", with_draft=True))
+        kinds.append(Start("GenAI with the draft", GENAI, with_draft=True))
     if {"engine", "sampled"} & set(arguments.paths):
-        kinds.append(Start("ours with the draft", "ours", with_draft=True))
+        kinds.append(Start("ours with the draft", NATIVE, with_draft=True))
     return start_costs(kinds, arguments, arguments.starts)
 
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:
     """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
+    main, draft = model_specs(arguments)
     alone = Job(
         name="GenAI, main alone",
-        engine="GenAI",
-        main=arguments.main,
-        device=arguments.device,
+        engine=GENAI,
+        main=main,
         draft=None,
-        draft_device="",
-        properties=dict(arguments.property),
         max_new_tokens=arguments.max_new_tokens,
         ways=(("GenAI, main alone", 0, 0.0),),
         keep_caches=bool(arguments.context),
         huge_pages=arguments.huge_pages,
     )
-    pair = replace(alone, name="GenAI with the draft", draft=arguments.draft, draft_device=arguments.draft_device)
+    pair = replace(alone, name="GenAI with the draft", draft=draft)
     found = [alone]
     if "draft" in paths:
         name = "GenAI, draft alone"
-        draft = (arguments.draft, arguments.draft_device)
-        found.append(replace(alone, name=name, main=draft[0], device=draft[1], ways=((name, 0, 0.0),)))
+        found.append(replace(alone, name=name, main=draft, ways=((name, 0, 0.0),)))
     if "genai" in paths:
         found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
         found.append(replace(alone, name=name, lookup=True, ways=((name, f"lookup {LOOKUP}", 0.0),)))
     if ours := tuple(our_ways(ks, paths, arguments.temperature)):
-        found.append(replace(pair, name="ours with the draft", engine="ours", ways=ours))
+        found.append(replace(pair, name="ours with the draft", engine=NATIVE, ways=ours))
     return found
 
 
@@ -226,12 +225,12 @@ def compare(ways: list[Way]) -> list[dict]:
     def throughput(way: Way) -> float:
         return statistics.median(way.throughput(i) for i in range(len(way.rounds)))
 
-    facts, genai, ours = [], find("GenAI", False), find("ours", False)
+    facts, genai, ours = [], find(GENAI, False), find(NATIVE, False)
     for k in [k for k in genai if k in ours]:
         where = {0: "alone", f"lookup {LOOKUP}": "prompt lookup"}.get(k, f"K = {k}")
         facts += engines(where, ours[k], genai[k])
     for sampled in (False, True):
-        table, kind = find("ours", sampled), "sampled" if sampled else "greedy"
+        table, kind = find(NATIVE, sampled), "sampled" if sampled else "greedy"
         fixed = [way for k, way in table.items() if isinstance(k, int) and k]
         if fixed:
             best = max(fixed, key=throughput)
@@ -438,7 +437,7 @@ def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
             complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
         rows = summarise(ways, keeps_caches=bool(arguments.context))
         ks = (*arguments.num_assistant_tokens, "adaptive")
-        drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in ks]
+        drafting = [one for one in rows if one["engine"] == NATIVE and one["draft_length"] in ks]
         best = fastest(drafting, sampled=False)
         view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
         begun = [start for process in processes for start in process.starts]

@@ -39,6 +39,7 @@ from speculative.cli.arguments import (
     refuse_unsound,
     whole,
 )
+from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 
@@ -82,10 +83,10 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
     }
     draft = {"draft": str(arguments.draft)}
     return [
-        {**shared, "name": "GenAI, main alone", "engine": "GenAI"},
-        {**shared, "name": "GenAI, draft", "engine": "GenAI", **draft},
-        {**shared, "name": "ours, main alone", "engine": "ours"},
-        {**shared, "name": "ours, draft", "engine": "ours", **draft},
+        {**shared, "name": "GenAI, main alone", "engine": GENAI},
+        {**shared, "name": "GenAI, draft", "engine": GENAI, **draft},
+        {**shared, "name": "ours, main alone", "engine": NATIVE},
+        {**shared, "name": "ours, draft", "engine": NATIVE, **draft},
     ]
 
 

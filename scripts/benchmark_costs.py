@@ -36,14 +36,18 @@ from speculative.bench.startup import Start, job, read_files, run
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
 )
 from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices, weights
+from speculative.models.cores import usable_cores
+from speculative.pair import weights
+from speculative.pair.engines import NATIVE
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import draw, verify
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
@@ -116,7 +120,7 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
     text = random.integers(0, size, 200)
-    transform = Distribution(config)
+    transform = Distribution(SamplingParams.resolve(config))
     q = [transform(row, text, text) for row in logits]
     drafted = [int(np.asarray(row).argmax()) for row in q[:4]]
 
@@ -145,7 +149,7 @@ STARTS = 3  # of each kind, interleaved
 def starts(arguments: argparse.Namespace) -> list[dict]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
     found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
-    ours = Start("ours with the draft", "ours", with_draft=True)
+    ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
         with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +176,7 @@ class ReadBandwidth:
     """
 
     def __init__(self):
-        cores = devices.usable_cores()
+        cores = usable_cores()
         self.parts = [np.ones(2**30 // cores, np.int8) for _ in range(cores)]
 
     def measure(self, times: int = 3) -> float:
@@ -264,14 +268,7 @@ def main() -> int:
     properties = dict(arguments.property)
     with exit_on(RuntimeError, ValueError):
         started = starts(arguments)
-        one = decoder.load(
-            arguments.main,
-            arguments.device,
-            arguments.draft,
-            arguments.draft_device,
-            properties,
-            use_huge_pages=arguments.huge_pages,
-        )
+        one = decoder.load(*model_specs(arguments), use_huge_pages=arguments.huge_pages)
         longest = min(one.main.capacity, one.draft.model.capacity) - max(TOKENS)
         contexts = tqdm([n for n in CONTEXTS if n <= longest], desc="contexts", leave=False)
         inferences = [inference_costs(n, one.main, one.draft.model, arguments.repeat) for n in contexts]
@@ -291,7 +288,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {usable_cores()} cores",
     }
     results = {"inferences": inferences, "sampling": sampling, "starts": started, "limit": bound}
     print(json.dumps({"environment": environment, **results}))

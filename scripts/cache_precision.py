@@ -18,6 +18,7 @@ import openvino_genai
 
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
 
 CACHES = {
     "default": {},
@@ -70,7 +71,7 @@ def main() -> None:
     text = ids[: arguments.tokens].astype(np.int64)
     result = {}
     for name, properties in CACHES.items():
-        model = cached_model.load(arguments.model, "CPU", properties, capacity=len(text) + 2 * REJECTED)
+        model = cached_model.load(ModelSpec(arguments.model, "CPU", properties), capacity=len(text) + 2 * REJECTED)
         result[name] = compare(model, text)
         shown = "; ".join(f"{way} KL {of['kl']:.4f}, TV {of['tv']:.4f}" for way, of in result[name].items())
         print(f"{name:14} {shown}{'; ' + model.note if model.note else ''}", flush=True)

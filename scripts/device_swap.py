@@ -56,6 +56,7 @@ from speculative.cli.arguments import above_zero, add_run_arguments, lengths, re
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
@@ -87,8 +88,8 @@ def parse_arguments() -> argparse.Namespace:
     add_results_arguments(parser)
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == "genai":
-        parser.error("-k adaptive requires --engine ours")
+    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == GENAI:
+        parser.error("-k adaptive requires --engine native")
     if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
         parser.error("--emulate-npu requires NPU in --devices")
     return arguments
@@ -104,7 +105,11 @@ def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
         "on this machine)",
     )
     parser.add_argument(
-        "--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or this project's engine"
+        "--engine",
+        type=engine_id,
+        choices=(GENAI, NATIVE),
+        default=GENAI,
+        help="GenAI's pipeline or this project's engine (default: genai)",
     )
     draft_length = parser.add_argument(
         "-k",
@@ -112,7 +117,7 @@ def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
         type=draft_lengths,
         default="4",
         metavar="K",
-        help="draft lengths: 4, 2,4,6 or 2-6, with --engine ours also adaptive; each cell shows the best (default: 4)",
+        help="draft lengths: 4, 2,4,6 or 2-6, with --engine native also adaptive; a cell shows the best (default: 4)",
     )
     former_options.accept(parser, draft_length, "--k")
     add_run_arguments(parser, max_prompts=4)
@@ -183,7 +188,7 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
     cells = []
     for main in devices:
         lengths = arguments.num_assistant_tokens
-        if main.is_npu and arguments.engine == "genai":
+        if main.is_npu and arguments.engine == GENAI:
             lengths = sorted({min(k, LONGEST_ON_NPU) for k in lengths})
         for draft in [None, *devices]:
             cell = Cell(main, draft)

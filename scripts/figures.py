@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from speculative.atomic_write import atomic_write
 from speculative.bench.reporting.gains_table import gains, summary
 from speculative.cli.processes import prepare_output
-from speculative.cli.whole_file import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
@@ -253,7 +253,7 @@ def write_pages() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if rendered(text, kept) != text:
-            write_whole(page, rendered(text, kept))
+            atomic_write(page, rendered(text, kept))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             failed = True
             continue
-        write_whole(KEPT / f"{name}.json", json.dumps(figure, ensure_ascii=False, indent=1) + "\n")
+        atomic_write(KEPT / f"{name}.json", json.dumps(figure, ensure_ascii=False, indent=1) + "\n")
         write_pages()
     write_pages()
     return 1 if failed else 0

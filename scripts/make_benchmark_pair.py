@@ -49,6 +49,7 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
 
@@ -269,8 +270,8 @@ def write_json(path: Path, content: dict) -> None:
 
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """The acceptance rate at K = 4 over all prompts."""
-    model = cached_model.load(main, "CPU")
-    source = DraftModelProposer(cached_model.load(draft, "CPU"), model.width)
+    model = cached_model.load(main)
+    source = DraftModelProposer(cached_model.load(draft), model.width)
     engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     if arguments.temperature:
@@ -328,7 +329,7 @@ def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
 
 def same_tokens(main: Path, prompts: list[str]) -> dict:
     """How many greedy tokens equal the embedded main model's, up to the first difference of each prompt, in f32."""
-    small, large = (genai.load(folder, "CPU", None, "", EXACT, {}) for folder in (SOURCE, main))
+    small, large = (genai.load(ModelSpec(folder, properties=EXACT)) for folder in (SOURCE, main))
     equal = 0
     for prompt in tqdm(prompts[:COMPARED], desc="same tokens", unit="prompt", leave=False):
         inputs = genai.encode(small.get_tokenizer(), prompt)
@@ -349,7 +350,7 @@ def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
     matrices = [model.embedding, *(getattr(layer, key) for layer in model.layers for key in llama_ir.MATRICES)]
     matrices += [] if model.head is None else [model.head]
     zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices)
-    pipe = genai.load(folder, "CPU", None, "", {}, {})
+    pipe = genai.load(ModelSpec(folder))
     inputs = genai.encode(pipe.get_tokenizer(), prompt)
     runs = [genai.generate(pipe, inputs, NEW_TOKENS) for _ in range(4)][1:]
     return {

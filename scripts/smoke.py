@@ -20,7 +20,7 @@ import openvino_genai
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.cli.arguments import refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,8 @@ def smoke(arguments: argparse.Namespace) -> dict:
 
 def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> list[list[int]]:
     """The greedy tokens of the main model alone in GenAI after each prompt."""
-    pipe = genai.load(arguments.main, arguments.device, None, "", exact, {})
+    main, _ = model_specs(arguments, exact)
+    pipe = genai.load(main)
     encoded = [genai.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
     return [genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
 
@@ -93,7 +94,7 @@ def genai_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
     """Metrics and failed checks of GenAI's pipeline with the draft."""
-    pair = genai.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    pair = genai.load(*model_specs(arguments, exact))
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt, reference in zip(prompts, references, strict=True):
@@ -121,7 +122,7 @@ def engine_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
     """Metrics and failed checks of this project's engine with the draft."""
-    engine = decoder.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    engine = decoder.load(*model_specs(arguments, exact))
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt, reference in zip(prompts, references, strict=True):

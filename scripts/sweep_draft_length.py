@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from speculative import decoder
+from speculative.atomic_write import atomic_write
 from speculative.bench.cluster.child_process import Failed
 from speculative.bench.decoding_process import Closing, DecodingProcess, Job
 from speculative.bench.harness import (
@@ -49,12 +50,13 @@ from speculative.cli.arguments import (
     add_pair_arguments,
     add_run_arguments,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
 )
-from speculative.cli.whole_file import write_whole
 from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 from speculative.sequence import metrics
 
 EXPLAINED = 0.1  # mean prediction error above which the summary explains it
@@ -91,14 +93,20 @@ def parse_arguments() -> argparse.Namespace:
         metavar="T",
         help="one or more, like 0,0.7,1; 0 is greedy (default: 0)",
     )
-    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="engine to measure (default: ours)")
+    parser.add_argument(
+        "--engine",
+        type=engine_id,
+        choices=(NATIVE, GENAI),
+        default=NATIVE,
+        help="this project's engine or GenAI's pipeline (default: native)",
+    )
     add_output_arguments(parser)
     parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
     arguments = parser.parse_args()
-    if arguments.engine == "genai" and any(arguments.temperature):
+    if arguments.engine == GENAI and any(arguments.temperature):
         parser.error(
             f"--temperature {max(arguments.temperature):g} is not supported with --engine genai, whose sampled mode "
-            "with a draft is not lossless: use --temperature 0 or --engine ours"
+            "with a draft is not lossless: use --temperature 0 or --engine native"
         )
     if arguments.png and not importlib.util.find_spec("matplotlib"):
         parser.error("--png requires matplotlib: `pip install matplotlib`")
@@ -163,13 +171,13 @@ class MeasuredCosts:
 def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
     """The methods (per temperature: main model alone, then each K), and our engine, in which costs are measured.
     Started processes are appended to `processes`."""
-    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties, n = dict(arguments.property), arguments.max_new_tokens
-    ours = decoder.load(main, device, draft, draft_device, properties, properties)
-    if arguments.engine == "genai":
-        alone = Job("alone", "GenAI", main, device, None, "", properties, n, (("GenAI, main alone", 0, 0.0),))
+    main, draft = model_specs(arguments)
+    n = arguments.max_new_tokens
+    ours = decoder.load(main, draft)
+    if arguments.engine == GENAI:
+        alone = Job("alone", GENAI, main, None, n, (("GenAI, main alone", 0, 0.0),))
         ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
-        for job in (alone, Job("pair", "GenAI", main, device, draft, draft_device, properties, n, ways)):
+        for job in (alone, Job("pair", GENAI, main, draft, n, ways)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
         return [way for process in processes for way in process.ways], ours
@@ -232,7 +240,7 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
     drafted = [way for way in ways if way.draft_length]
     splits = [iteration_split(way) for way in drafted]
     if None in splits:
-        return "GenAI's pipeline does not expose its time outside the forward passes: try --engine ours."
+        return "GenAI's pipeline does not expose its time outside the forward passes: try --engine native."
     alone = [iteration_split(way) for way in ways if not way.draft_length]
     plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
     predicted_draft = statistics.mean(1000 * way.draft_length * costs.draft_step for way in drafted)
@@ -362,7 +370,7 @@ def write_plot(file: Path, points: list[dict]) -> bool:
     from speculative.bench.reporting import plot as speedup_plot
 
     try:
-        write_whole(file, speedup_plot.png(points))
+        atomic_write(file, speedup_plot.png(points))
     except OSError as error:
         print(f"error: {file} was not written: {error.strerror or error}", file=sys.stderr)
         return False

@@ -52,8 +52,9 @@ from speculative.bench.devices.matrix import device_list
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.tuning import exhaustive as tune_exhaustive
 from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
-from speculative.bench.tuning.stages import Ended, Tuning
+from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
 from speculative.cli.properties import key_value
 from speculative.pair import recommendation
@@ -188,7 +189,7 @@ def nothing_lost():
         interrupted.append(True)
 
 
-def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
+def tune(tuning: Tuning | tune_exhaustive.Exhaustive) -> tuple[harness.BackgroundLoad, list[bool], str]:
     """Run it. Returns the background load, whether Ctrl-C was pressed, and the reason if it had to stop."""
     ended = ""
     with harness.BackgroundLoad() as load, nothing_lost() as interrupted:

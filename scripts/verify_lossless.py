@@ -27,7 +27,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,15 +39,17 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import above_zero, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices
+from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
+from speculative.sampling.params import SamplingParams
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -206,16 +208,15 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
-    draft_device = arguments.draft_device or arguments.device
+    main, draft = model_specs(arguments, properties)
     no_prefix_cache = openvino_genai.SchedulerConfig()
     no_prefix_cache.enable_prefix_caching = False
 
-    def pipeline(draft: Path | None, **more) -> Pipeline:
-        both = {**properties, **more}
-        return Pipeline(lambda: genai.load(arguments.main, arguments.device, draft, draft_device, both, properties))
+    def pipeline(draft: ModelSpec | None, **more) -> Pipeline:
+        return Pipeline(lambda: genai.load(replace(main, properties={**properties, **more}), draft))
 
-    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
-    fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
+    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(draft)
+    fresh_pair = pipeline(draft, scheduler_config=no_prefix_cache)
     our_pair = Engine(engine, arguments.seed)
     our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
     ks = arguments.num_assistant_tokens
@@ -273,7 +274,8 @@ def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.nda
 
 def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
     """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
-    next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
+    params = SamplingParams.resolve(GenerationConfig(**sampling))
+    next_token = lossless_check.main_alone(main, prompt, params)
     resolution = max(lossless_check.EXPECTED / max(arguments.draws, arguments.genai_draws), FINEST)
     with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
@@ -458,7 +460,7 @@ def environment(arguments: argparse.Namespace, properties: dict, sampling: dict,
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {devices.usable_cores()} cores",
+        "machine": f"{platform.machine()}, {usable_cores()} cores",
     }
 
 
@@ -474,9 +476,7 @@ def main() -> int:
     if arguments.top_k:
         sampling["top_k"] = arguments.top_k
     with exit_on(RuntimeError, ValueError, KeyError):
-        engine = decoder.load(
-            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
-        )
+        engine = decoder.load(*model_specs(arguments, properties))
         prompts = [engine.encode(text) for text in texts]
         cells = exact_cells(arguments, engine.main, prompts[0], sampling)
         all_ways = ways(arguments, properties, engine)

@@ -1,6 +1,6 @@
 """Speculative decoder for many requests in one batch, greedy and sampled, lossless, on one copy of the weights.
 
-    decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
+    decoder = load("models/embedded/main", "models/embedded/draft")
     request = decoder.add("def read_file(path):", GenerationConfig(max_new_tokens=100, do_sample=True), seed=1)
     while decoder.busy:
         for output in decoder.step():
@@ -30,16 +30,18 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder, Prompt
 from speculative.drafting import cost_model
 from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
-from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
+from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
+from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids_of
+from speculative.sequence.sequence import Sequence
 
 PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
 LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
@@ -107,7 +109,8 @@ class BatchDecoder:
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self._limits = ModelLimits(main.width, main.context, stop_token_ids, subtract_penalties)
+        self.stop_token_ids = stop_token_ids
+        self.subtract_penalties = subtract_penalties
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
@@ -146,11 +149,13 @@ class BatchDecoder:
         as `Decoder.stream` does.
         """
         config = config or GenerationConfig()
-        seed = config.rng_seed or None if seed is None else seed
-        random = np.random.default_rng(seed)
-        text = Sequence(self.encode(prompt, config), config, self._limits, random)
+        ids = self.encode(prompt, config)
+        params = SamplingParams.resolve(
+            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed
+        )
+        text = Sequence(ids, params, self.main.width, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, OutputProcessor(config, text.stops, decode, stream), self._rule(config, seed))
+        request = Request(text, OutputProcessor(params, decode, stream), self._rule(params))
         if isinstance(self.draft, NgramProposer):
             request.source = self.draft
         with self._lock:
@@ -329,10 +334,10 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLengthPolicy | DraftHistory:
-        if rule := named_by(config):
+    def _rule(self, params: SamplingParams) -> DraftLengthPolicy | DraftHistory:
+        if rule := policy_from_params(params):
             return rule
-        repeatable = config.do_sample and seed is not None
+        repeatable = params.do_sample and params.seed is not None
         return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
 
     @staticmethod
@@ -360,19 +365,16 @@ def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request,
 
 
 def load(
-    main: Path,
-    device: str = "CPU",
-    draft: Path | None = None,
-    draft_device: str | None = None,
-    properties: dict | None = None,
-    draft_properties: dict | None = None,
+    main: ModelSpec | str | Path,
+    draft: ModelSpec | str | Path | None = None,
+    *,
     max_ngram_size: int | None = None,
     cache_tokens: int = CAPACITY,
     use_huge_pages: bool = False,
     prefix_cache: bool = True,
     subtract_penalties: bool = False,
 ) -> BatchDecoder:
-    """Load the IR folders `main` and `draft` into a batch decoder; see `decoder.load` for the common arguments.
+    """Load the main model, and a draft if given, into a batch decoder; see `decoder.load` for the common arguments.
 
     `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts included;
     `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks. `subtract_penalties` is
@@ -380,16 +382,16 @@ def load(
     device without paged attention.
     """
     before = huge_pages.allocated() if use_huge_pages else []
-    properties = properties or {}
-    main_model = cached_model.load(main, device, properties, cache_tokens)
-    draft_properties = properties if draft_properties is None else draft_properties
-    draft_model = draft and cached_model.load(draft, draft_device or device, draft_properties, cache_tokens)
+    main = ModelSpec.of(main)
+    draft = ModelSpec.of(draft, like=main) if draft else None
+    main_model = cached_model.load(main, capacity=cache_tokens)
+    draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
-    batch = BatchModel(main_model, config_facts(Path(main)).context_length, prefix_cache)
+    batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
     source = NgramProposer(batch.width, max_ngram_size) if max_ngram_size else None
     if draft:
-        source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
+        source = BatchModel(draft_model, config_facts(draft.folder).context_length, prefix_cache)
     rule = BatchDraftLength(*cost_model.measure_together(main_model, draft_model))
-    tokenizer = openvino_genai.Tokenizer(str(main))
-    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer), subtract_penalties)
+    tokenizer = openvino_genai.Tokenizer(str(main.folder))
+    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties)

@@ -11,7 +11,6 @@ is measured in the process that decodes.
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
 from speculative.decoder import GenerationResult
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 WORKER = "speculative.bench.decoding_worker"
 
@@ -28,12 +29,9 @@ class Job:
     """The models a process loads and its decoding methods: (name, draft length, temperature)."""
 
     name: str
-    engine: str  # "GenAI" or "ours"
-    main: Path
-    device: str
-    draft: Path | None
-    draft_device: str
-    properties: dict
+    engine: str  # genai or native
+    main: ModelSpec
+    draft: ModelSpec | None
     max_new_tokens: int
     ways: tuple[tuple[str, int | str, float], ...]
     lookup: bool = False  # GenAI's prompt lookup, which needs a separate pipeline
@@ -64,7 +62,7 @@ class DecodingProcess:
 
     def _way(self, name: str, draft_length: int | str, temperature: float) -> Way:
         way = Way(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(way, ids))
-        if self.job.engine == "ours":
+        if self.job.engine == NATIVE:
             way.seconds = [[] for _ in range(2 if self.job.draft else 1)]
         return way
 

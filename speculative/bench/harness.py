@@ -1,6 +1,6 @@
 """Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
-    way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
+    way = Way("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
@@ -34,11 +34,13 @@ import openvino as ov
 import openvino_genai
 import psutil
 
+from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.cli.progress import tqdm
-from speculative.cli.whole_file import write_whole
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
+from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
@@ -54,7 +56,7 @@ class Way:
     """One decoding method. Per-round lists have one entry for each complete round after the warm-up."""
 
     name: str  # "GenAI, K = 4"
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
@@ -274,7 +276,7 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
-        "cores": devices.usable_cores(),
+        "cores": usable_cores(),
         "memory": f"{memory.total / 2**30:.0f} GiB",
         "os": platform.platform(),
         "python": platform.python_version(),
@@ -288,20 +290,20 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
             facts[role] = str(folder)
             facts[device_name] = device
             facts[f"{device_name}_name"] = ", ".join(found)
-            facts[f"{role}_precision"] = precision(folder, device, properties)
+            facts[f"{role}_precision"] = precision(ModelSpec(folder, device, properties))
     facts["properties"] = properties
     if load:
         facts["other_load"] = load.share
     return facts
 
 
-def precision(folder: Path, device: str, properties: dict) -> str:
+def precision(model: ModelSpec) -> str:
     """The weight format, read from the IR, and the inference precision reported by the device."""
     core = ov.Core()
-    formats = weights.read(core.read_model(folder / "openvino_model.xml"))
+    formats = weights.read(core.read_model(model.folder / "openvino_model.xml"))
     try:
-        core.set_property(device, properties)
-        hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+        core.set_property(model.device, model.properties)
+        hint = core.get_property(model.device, "INFERENCE_PRECISION_HINT").to_string()
     except RuntimeError:  # AUTO, HETERO and a simulated NPU do not report it
         hint = "the device's default"
     return f"{formats} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types
@@ -338,7 +340,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") 
     failed = False
     for path, text in _outputs(arguments, result, line):
         try:
-            write_whole(path, text)
+            atomic_write(path, text)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             print(

@@ -1,6 +1,6 @@
 """Load time and peak memory of a pipeline, with an empty and a filled model cache, each in a new process.
 
-    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
+    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "genai"}'
 
 This is one start, as run by `start_costs`: loading and a text of 32 tokens, reported as JSON. All model files are read
 once beforehand, so that no start has to wait for the disk, and kinds of start alternate.
@@ -23,6 +23,8 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 TOKENS = 32
 PIECE = 2**24  # bytes per read
@@ -32,7 +34,7 @@ class Start(NamedTuple):
     """A pipeline to start."""
 
     name: str
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     with_draft: bool
 
 
@@ -93,18 +95,19 @@ def run(asked: dict) -> dict:
 
 
 def one_start(asked: dict) -> dict:
-    main, device, properties = Path(asked["main"]), asked["device"], asked.get("properties", {})
-    draft, draft_device = asked.get("draft") and Path(asked["draft"]), asked.get("draft_device", "")
+    properties = asked.get("properties", {})
+    main = ModelSpec(asked["main"], asked["device"], properties)
+    draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None
     prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
-    if asked["engine"] == "ours":
-        ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    if asked["engine"] == NATIVE:
+        ours = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
         models = [ours.main, *([ours.draft.model] if draft else [])]
         cache_bytes = sum(model.backend.cache_bytes for model in models)
     else:
-        pipe = genai.load(main, device, draft, draft_device, properties, properties)
+        pipe = genai.load(main, draft)
         seconds = time.perf_counter() - begin
         genai.generate(pipe, genai.inputs(prompt), TOKENS, 4 if draft else None)
     return {"seconds": seconds, "peak_bytes": peak_memory(), "cache_bytes": cache_bytes}

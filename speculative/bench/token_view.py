@@ -7,7 +7,8 @@ import openvino_genai
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import Proposal, Proposer, Transform
+from speculative.drafting.proposers import Proposer, Transform
+from speculative.sampling.proposal import Proposal
 
 
 class Noted:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from speculative.cli.properties import key_value
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.check import check_pair
 
@@ -23,6 +24,15 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="OpenVINO property for both models (repeatable)",
+    )
+
+
+def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec]:
+    """Main model and draft of the arguments, each on its device, both with `properties`, by default the --property."""
+    given = dict(arguments.property) if properties is None else properties
+    return (
+        ModelSpec(arguments.main, arguments.device, given),
+        ModelSpec(arguments.draft, arguments.draft_device or arguments.device, given),
     )
 
 

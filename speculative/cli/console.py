@@ -23,6 +23,8 @@ import openvino_genai
 
 from speculative.cli.properties import key_value
 from speculative.models.config import context_length, read_config
+from speculative.pair import recommendation
+from speculative.pair.engines import GENAI, NATIVE
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
@@ -32,8 +34,8 @@ RECOMMENDED = "recommended.json"  # written by scripts/tune.py, described in spe
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 SAMPLE_OF = {
     "alone": "greedy_causal_lm.py",
-    "GenAI": "speculative_decoding_lm.py",
-    "ours": "speculative_sampling_lm.py",
+    GENAI: "speculative_decoding_lm.py",
+    NATIVE: "speculative_sampling_lm.py",
 }
 WEIGHT_FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "f32": "fp32"}
 
@@ -95,7 +97,7 @@ def parse_arguments(description, *names):
     args = parser.parse_args()
     if getattr(args, "recommended", False):
         args = take_recommendation(
-            parser, args, "alone" if "draft" not in names else "ours" if "-k" in names else "GenAI"
+            parser, args, "alone" if "draft" not in names else NATIVE if "-k" in names else GENAI
         )
 
     if "-k" in names:
@@ -265,7 +267,7 @@ def take_recommendation(parser, args, engine):
     if not file.exists():
         fail(f"{file} does not exist: create it with {tune}.")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = recommendation.upgraded(json.loads(file.read_text(encoding="utf-8")))
         settings, best, measured_on = found["settings"], found["best"], found["measured_on"]
         others = [folder for role, folder in folders.items() if fingerprint(folder) != found[role]["fingerprint"]]
         reason = (

@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+from speculative.atomic_write import atomic_write
 from speculative.convert.errors import ConvertError
 from speculative.convert.work_folder import WorkFolder
 from speculative.pair.model_info import is_ir
@@ -167,6 +168,4 @@ def _read(path: Path) -> dict:
 
 
 def _write(path: Path, content: dict) -> None:
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
-    partial.replace(path)
+    atomic_write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

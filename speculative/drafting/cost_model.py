@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import openvino as ov
 
+from speculative.atomic_write import atomic_write
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
-from speculative.pair import devices
+from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
 MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
@@ -96,14 +98,19 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
     return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
-def key(*models: tuple[Path | None, str, dict]) -> str:
-    """The cache key of the costs: models (folder, weights' mtime, device, properties), machine and usable cores."""
+def key(*models: ModelSpec | None) -> str:
+    """The cache key of the costs: models (with their weights' mtime), machine and usable cores."""
     named = [
-        [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
-        for folder, device, properties in models
-        if folder
+        [
+            str(model.folder.resolve()),
+            (model.folder / "openvino_model.bin").stat().st_mtime_ns,
+            model.device,
+            model.properties,
+        ]
+        for model in models
+        if model
     ]
-    machine = [platform.node(), devices.usable_cores()]
+    machine = [platform.node(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
 
 
@@ -127,12 +134,9 @@ def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: 
     costs = measure(main, draft)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({**asdict(costs), "of": name}), encoding="utf-8")
         if earlier := _kept(file):  # another process has measured at the same time
-            partial.unlink()
             return earlier
-        partial.replace(file)
+        atomic_write(file, json.dumps({**asdict(costs), "of": name}))
     except OSError:
         pass  # a read-only home: measured again next time
     return costs

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from openvino_genai import GenerationConfig
 
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import excess
+from speculative.sampling.params import SamplingParams
 
 Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
@@ -94,12 +94,12 @@ class Costs:
         return np.interp(np.arange(LONGEST + 2), n, seconds)
 
 
-def named_by(config: GenerationConfig) -> DraftLengthPolicy | None:
-    """The policy that a GenAI config asks for: a fixed length or a confidence threshold; None if it sets neither."""
-    if config.num_assistant_tokens:
-        return FixedDraftLength(config.num_assistant_tokens)
-    if config.assistant_confidence_threshold:
-        return ConfidenceDraftLength(config.assistant_confidence_threshold)
+def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
+    """The policy that a request sets: a fixed length or a confidence threshold; None if it sets neither."""
+    if params.num_assistant_tokens:
+        return FixedDraftLength(params.num_assistant_tokens)
+    if params.assistant_confidence_threshold:
+        return ConfidenceDraftLength(params.assistant_confidence_threshold)
     return None
 
 

@@ -1,23 +1,16 @@
 """Proposers of draft tokens: a draft model, or n-gram matches in the text (prompt lookup)."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from speculative.models.cached_model import CachedModel
+from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, draw
 
 Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | OneHot]
 """Maps the logits float32 [V] after the given tokens (int64 [n]) to the distribution float32 [V] to sample from."""
-
-
-class Proposal(NamedTuple):
-    """A draft token, the distribution float32 [V] it was sampled from, and the draft's confidence, from 0 to 1."""
-
-    token: int
-    q: np.ndarray | OneHot
-    confidence: Callable[[], float]
 
 
 class Proposer(Protocol):

@@ -1,6 +1,6 @@
 """Batched model with a paged KV cache: like `CachedModel`, but many sequences in one forward pass.
 
-    model = BatchModel(cached_model.load(Path("models/embedded/main"), capacity=8192))
+    model = BatchModel(cached_model.load("models/embedded/main", capacity=8192))
     one, other = model.slot(longest=500), model.slot(longest=200)
     rows = model.logits([ScheduledTokens(one, tokens_of_one, last=3), ScheduledTokens(other, tokens_of_other, last=1)])
 

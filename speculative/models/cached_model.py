@@ -1,6 +1,6 @@
 """Language model with a KV cache that can be rolled back: tokens in, next-token logits out.
 
-    model = cached_model.load(Path("models/embedded/main"), "CPU")
+    model = cached_model.load(ModelSpec("models/embedded/main", "CPU"))
     logits = model.logits(tokens, last=3)  # after each of the last 3 tokens
 
 Every call passes the whole sequence. The longest common prefix with the cache is not computed again: a chat turn costs
@@ -20,6 +20,7 @@ from speculative.models import kv_cache
 from speculative.models.config import context_length, read_config, sliding_window, text_config
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # default longest sequence, in tokens: bounds the memory for the cache
@@ -147,14 +148,8 @@ def _total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.abs(p - q).sum(axis=1) / 2
 
 
-def load(
-    folder: Path,
-    device: str = "CPU",
-    properties: dict | None = None,
-    capacity: int | None = None,
-    stateful: bool | None = None,
-) -> CachedModel:
-    """Compile the IR in `folder` for `device` with OpenVINO `properties`.
+def load(model: ModelSpec | str | Path, *, capacity: int | None = None, stateful: bool | None = None) -> CachedModel:
+    """Compile a model; a path stands for a ModelSpec with the CPU and no properties.
 
     CACHE_DIR keeps the compiled model on disk, except for paged attention on a CPU, where OpenVINO cannot read it back.
     `capacity` is the longest sequence in tokens, by default the model's context length, at most 16,384. `stateful`
@@ -164,24 +159,24 @@ def load(
     tokens beyond the model's own noise, keys are quantised by token and the model's `note` says so. Raises ValueError
     for a model that cannot be rolled back, RuntimeError if OpenVINO cannot compile it.
     """
-    folder = Path(folder)
+    spec = ModelSpec.of(model)
+    folder, device, properties = spec.folder, spec.device, spec.properties
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
     kind = device.partition(".")[0]
-    model = ov.Core().read_model(folder / "openvino_model.xml")
-    properties = properties or {}
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
     text = _check_text(folder)
     try:
-        kv_cache.read(model)  # rejects states that cannot be rolled back
+        kv_cache.read(graph)  # rejects states that cannot be rolled back
         if kind == "NPU":
-            return CachedModel(NpuModel(model, device, properties, capacity, context, window), text)
+            return CachedModel(NpuModel(graph, device, properties, capacity, context, window), text)
         capacity = capacity or min(context, CAPACITY)
 
         def paged(properties: dict) -> Backend:
-            return PagedModel(model.clone(), device, properties, capacity)
+            return PagedModel(graph.clone(), device, properties, capacity)
 
         def with_states(properties: dict) -> Backend:
-            return StatefulModel(model.clone(), device, properties, capacity, window)
+            return StatefulModel(graph.clone(), device, properties, capacity, window)
 
         if stateful is None:
             stateful = _is_stateful_by_default(kind, known)

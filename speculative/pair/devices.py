@@ -51,13 +51,6 @@ def names(device: str, here: list[str]) -> list[str]:
     return [name for name in wanted if name not in without]
 
 
-def usable_cores() -> int:
-    """CPU cores this process may use: fewer than the machine has under taskset, numactl or in a container."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    return len(os.sched_getaffinity(os.getpid()))  # of the main thread: OpenVINO pins some of its own to one core each
-
-
 def main_memory() -> Memory:
     """This machine's memory, or the container's limit if that is lower."""
     if os.name == "nt":

@@ -11,13 +11,12 @@ each factor computed from the main model's logits, without a draft and without a
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from openvino_genai import GenerationConfig
 
-from speculative.models.cached_model import CachedModel
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
@@ -41,12 +40,18 @@ class Comparison(NamedTuple):
     p_value: float  # of a chi-square test against the exact distribution
 
 
-def main_alone(
-    main: CachedModel, prompt: np.ndarray, config: GenerationConfig
-) -> Callable[[tuple[int, ...]], np.ndarray]:
+class Model(Protocol):
+    def forget(self) -> None:
+        """Clear the KV cache."""
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits float32 [1, V] after `tokens` (int64 [n])."""
+
+
+def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> Callable[[tuple[int, ...]], np.ndarray]:
     """Return the `next_token` for `exact_joint`: the main model's distribution after `prompt` (token ids int64 [n]) and
-    the tokens generated so far, processed as `config` says and computed without a cache."""
-    transform = Distribution(config)
+    the tokens generated so far, processed as `params` say and computed without a cache."""
+    transform = Distribution(params)
 
     def next_token(generated: tuple[int, ...]) -> np.ndarray:
         main.forget()

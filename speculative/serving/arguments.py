@@ -9,6 +9,8 @@ from pathlib import Path
 
 from speculative.cli import console, former_options
 from speculative.models.cached_model import CAPACITY
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 from speculative.serving import resources
 from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
@@ -26,7 +28,7 @@ def parse(description: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = console.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
+        args = console.take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
@@ -154,12 +156,8 @@ def _pair(args: argparse.Namespace) -> Pair:
     threads = {"INFERENCE_NUM_THREADS": args.num_cpus} if args.num_cpus else {}
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),
-        main=folder,
-        draft=args.draft and args.draft.resolve(),
-        device=args.device,
-        draft_device=args.draft_device,
-        properties={**threads, **args.property},
-        draft_properties={**threads, **args.draft_property},
+        main=ModelSpec(folder, args.device, {**threads, **args.property}),
+        draft=args.draft and ModelSpec(args.draft.resolve(), args.draft_device, {**threads, **args.draft_property}),
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,

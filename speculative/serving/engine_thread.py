@@ -116,7 +116,8 @@ class Engine:
         self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # start of the current step; 0: none
         self.generated = 0  # tokens so far
-        self.decoded = self.iterations = self.proposed = self.accepted = 0  # after the prompts' forward passes
+        self.decoded = self.iterations = 0  # after the prompts' forward passes
+        self.drafts = self.proposed = self.accepted = 0
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
         self._usual_seconds = 1.0  # recent average duration of a job
@@ -235,6 +236,7 @@ class Engine:
         if tokens and gain.request.generation.gained:  # not the prompt's forward pass
             self.decoded += len(tokens)
             self.iterations += 1
+            self.drafts += proposed > 0
             self.accepted += accepted
             self.proposed += proposed
 

@@ -11,6 +11,7 @@ import openvino_genai
 import pytest
 
 from speculative import decoder
+from speculative.models.spec import ModelSpec
 from tests.samples.test_sample_errors import assert_one_sentence
 from tests.samples.test_samples import figures
 from tests.support.paths import DRAFT, MAIN
@@ -25,7 +26,7 @@ SHORT = ("--max-new-tokens", TOKENS, "--property", ACCURACY)
 
 @pytest.fixture(scope="module")
 def engine():
-    return decoder.load(MAIN, draft=DRAFT, properties=dict([ACCURACY.split("=")]))
+    return decoder.load(ModelSpec(MAIN, properties=dict([ACCURACY.split("=")])), DRAFT)
 
 
 def drawn(temperature):

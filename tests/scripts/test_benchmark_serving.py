@@ -12,6 +12,7 @@ import pytest
 
 from speculative.bench.load.clients import Endpoint, ask, closed_loop
 from speculative.bench.load.metrics import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -89,8 +90,8 @@ def test_genai_alone_has_its_default_scheduler(monkeypatch):
 
     made = []
     monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
-    batch_methods.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
-    batch_methods.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), most_texts=16)
     names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
     alone, draft = ([getattr(config, name) for name in names] for config in made)
     assert alone == [getattr(SchedulerConfig(), name) for name in names]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
@@ -127,15 +128,15 @@ def test_benchmark_measures_every_way(measured):
     assert (alone["name"], draft_alone["name"]) == ("GenAI, main alone", "GenAI, draft alone")
     ours = [0, 2, 4, "adaptive"]
     assert set(rows) == {
-        *(("GenAI", False, k) for k in (2, 4, "lookup 5")),
-        *(("ours", False, k) for k in (*ours, "lookup 5")),
-        *(("ours", True, k) for k in ours),
+        *(("genai", False, k) for k in (2, 4, "lookup 5")),
+        *(("native", False, k) for k in (*ours, "lookup 5")),
+        *(("native", True, k) for k in ours),
     }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for (engine, sampled, k), row in rows.items():
         if k == "adaptive" and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
             assert row["block_efficiency"] == 1
-        elif k and (engine, k) != ("GenAI", "lookup 5"):  # which GenAI does not tell
+        elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not tell
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
             assert len(row["position_acceptance"]) >= 1 and all(0 <= x <= 1 for x in row["position_acceptance"])
         if k in (2, 4):
@@ -227,7 +228,7 @@ def test_no_prompt_is_answered_from_a_cache():
         assert read[0] == expected
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
-        one = genai_way("GenAI", genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", keep_caches=keep), 4, 8)
+        one = genai_way("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
         seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 

@@ -95,7 +95,7 @@ def test_genais_pipeline(run_here):
     process = run_here(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
-    assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("GenAI", 2), ("GenAI", 4)]
+    assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("genai", 2), ("genai", 4)]
     assert all(point["predicted"] > 0 and point["block_efficiency"] <= point["k"] + 1 for point in result["sweep"])
     assert result["iteration"] == []
 

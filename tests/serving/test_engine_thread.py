@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
+from speculative.models.spec import ModelSpec
 from speculative.serving.engine_thread import Engine, EngineFailed
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
@@ -23,7 +25,9 @@ PATIENCE = 60  # seconds, for what takes milliseconds
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    return cached_model.load(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY, 256)
+    return cached_model.load(
+        ModelSpec(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY), capacity=256
+    )
 
 
 @pytest.fixture
@@ -130,6 +134,16 @@ def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decode
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None and isinstance(found[0], OverflowError) and broken[0].error is found[0]
     assert [len(one.tokens) for one in found[1:]] == [5] * others
+
+
+def test_drafts_are_the_iterations_with_draft_tokens():
+    """As in vLLM: the adaptive length often drafts nothing. A prompt's forward pass is no iteration."""
+    counts = SimpleNamespace(generated=0, decoded=0, iterations=0, drafts=0, proposed=0, accepted=0)
+    steps = [([5], 0, 0), ([6], 0, 0), ([7, 8, 9], 2, 4), ([10], 0, 3), ([], 0, 2)]
+    for number, step in enumerate(steps):
+        generation = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
+        Engine._count(counts, SimpleNamespace(step=step, request=SimpleNamespace(generation=generation)))
+    assert vars(counts) == dict(generated=6, decoded=5, iterations=3, drafts=2, proposed=7, accepted=2)
 
 
 def test_the_thread_ends_with_the_engine(decoder):

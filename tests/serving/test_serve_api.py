@@ -24,6 +24,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
+from speculative.models.spec import ModelSpec
 from speculative.serving import application, arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
 from speculative.serving.limits import Limits
@@ -40,7 +41,7 @@ LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
 
 @pytest.fixture(scope="module")
 def decoder():
-    return batch_decoder.load(MAIN, draft=DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"})
+    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
 
 
 @pytest.fixture(scope="module")
@@ -719,7 +720,7 @@ def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder
         True,
         False,
     ]
-    draft = DraftModelProposer(cached_model.load(DRAFT, "CPU"), decoder.main.width + 9)
+    draft = DraftModelProposer(cached_model.load(DRAFT), decoder.main.width + 9)
     assert draft.propose(np.array([5, draft.model.width]), None, None) is None
 
 

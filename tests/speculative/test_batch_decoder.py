@@ -28,7 +28,9 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
+from speculative.models.spec import ModelSpec
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
+from speculative.sampling.params import SamplingParams
 from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -59,8 +61,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def models():
     """The embedded pair, with room for four or five texts of 100 tokens."""
-    main = cached_model.load(MAIN, "CPU", EXACT, capacity=640)
-    return main, cached_model.load(DRAFT, "CPU", EXACT, capacity=640)
+    main = cached_model.load(ModelSpec(MAIN, "CPU", EXACT), capacity=640)
+    return main, cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=640)
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def make(models, tokenizer):
 def alone(tokenizer):
     """Generations of the main model alone, by the decoder of one text."""
     decoder, known = (
-        Decoder(cached_model.load(MAIN, "CPU", EXACT), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
+        Decoder(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
         {},
     )
 
@@ -138,7 +140,10 @@ def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeyp
 def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, tokenizer):
     config = greedy(40, num_assistant_tokens=3)
     one = Decoder(
-        cached_model.load(MAIN, "CPU", EXACT), DraftModelProposer(models[1], models[0].width), None, tokenizer
+        cached_model.load(ModelSpec(MAIN, "CPU", EXACT)),
+        DraftModelProposer(models[1], models[0].width),
+        None,
+        tokenizer,
     )
     expected = one.generate(PROMPTS[0], config)
     models[1].forget()
@@ -260,7 +265,7 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, wo
 
 def test_a_model_without_a_paged_cache_is_refused():
     with pytest.raises(ValueError, match="batching needs a paged cache, but this model has one of kind 'stateful'"):
-        BatchModel(cached_model.load(DRAFT, "CPU", EXACT, stateful=True))
+        BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True))
 
 
 def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
@@ -295,7 +300,7 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
 
 
 def test_load_measures_and_serves():
-    decoder = batch_decoder.load(MAIN, "CPU", DRAFT, cache_tokens=2048)
+    decoder = batch_decoder.load(MAIN, DRAFT, cache_tokens=2048)
     assert decoder.main.context == 1024 and decoder.cache_bytes > 0
     requests = [decoder.add(prompt, greedy(20)) for prompt in PROMPTS[:4]]
     finish(decoder)
@@ -349,13 +354,16 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny(folders):
     rooms = MAIN_ROOM, DRAFT_ROOM
-    return [cached_model.load(folder, "CPU", TINY, room) for folder, room in zip(folders, rooms, strict=True)]
+    return [
+        cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=room)
+        for folder, room in zip(folders, rooms, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def cells(folders):
     """The exact distribution of the first tokens of each text, by the main model alone."""
-    main, exact = cached_model.load(folders[0], "CPU", TINY, capacity=64), {}
+    main, exact = cached_model.load(ModelSpec(folders[0], "CPU", TINY), capacity=64), {}
     for prompt, options in TEXTS.items():
         exact[prompt] = exact_cells(main, prompt, options)
     return exact
@@ -364,10 +372,10 @@ def cells(folders):
 def exact_cells(main, prompt, options, later=None):
     """With `later`, a temperature, what would come if the tokens behind the first one were drawn at it."""
     config = GenerationConfig(do_sample=True, max_new_tokens=9, **options)
-    first = main_alone(main, np.array(prompt), config)
+    first = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     if later:
         config.temperature = later
-    others = main_alone(main, np.array(prompt), config)
+    others = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     return exact_joint(
         lambda tokens: (others if tokens else first)(tokens), LENGTH, stop_token_ids=config.stop_token_ids
     )
@@ -430,7 +438,7 @@ def test_all_concurrent_draws_together_have_the_exact_joint_distribution(drawn):
 
 def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_cold(folders, cells):
     """With a power of 0.9: a temperature of 0.9 for 1.0, a total variation of 0.04 to 0.11."""
-    main = cached_model.load(folders[0], "CPU", TINY, capacity=64)
+    main = cached_model.load(ModelSpec(folders[0], "CPU", TINY), capacity=64)
     right = [cells[prompt] for prompt in TEXTS]
     wrong = [exact_cells(main, prompt, options, later=0.9) for prompt, options in TEXTS.items()]
     assert 0.03 < np.mean([distance(*pair) for pair in zip(right, wrong, strict=True)]) < 0.08
@@ -441,7 +449,7 @@ def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_c
 @pytest.fixture(scope="module")
 def one_at_a_time(folders):
     """Requests of all kinds, and what the decoder of one text makes of each."""
-    main, draft = (cached_model.load(folder, "CPU", TINY, capacity=64) for folder in folders)
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=64) for folder in folders)
     decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(2)
     requests = []
     for seed in range(60):
@@ -611,6 +619,15 @@ def test_an_inference_has_one_of_the_few_sizes(models):
     assert shapes == [rounded_up(33), rounded_up(17)] == [36, 18]
 
 
+def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
+    """50 tokens in blocks of 32."""
+    tokens = (np.arange(50) * 7 + 3) % 4096
+    tight, roomy = (cached_model.load(DRAFT, "CPU", EXACT, capacity=capacity) for capacity in (50, 64))
+    assert np.array_equal(tight.logits(tokens, last=20), roomy.logits(tokens, last=20))
+    batch = BatchModel(tight)
+    assert batch.has_room(50) and batch.pool.needed(50) == batch.pool.blocks == 2
+
+
 def test_a_sequence_longer_than_its_blocks_is_refused(models):
     """OpenVINO would go beyond them, into memory that is not the cache's."""
     backend = models[1].backend
@@ -703,7 +720,7 @@ def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, 
 def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(tiny, tmp_path):
     """As a client may ask for it: the main model's logits pass, the draft's do not."""
     folder = save_tiny_llama(tmp_path / "large", seed=1, bias=np.full(8, 50, np.float32))
-    draft = cached_model.load(folder, "CPU", TINY, DRAFT_ROOM)
+    draft = cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=DRAFT_ROOM)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(draft, 64), costs())
     config = greedy(30, do_sample=True, num_assistant_tokens=4, repetition_penalty=1e-38)
     for _ in range(2):  # not only the first time
@@ -845,7 +862,7 @@ def narrow(tmp_path_factory):
     )
     file = tmp_path_factory.mktemp("narrow") / "openvino_model.xml"
     openvino.save_model(llama_ir.build(llama), file, compress_to_fp16=False)
-    return cached_model.load(file.parent, "CPU", TINY, DRAFT_ROOM)
+    return cached_model.load(ModelSpec(file.parent, "CPU", TINY), capacity=DRAFT_ROOM)
 
 
 def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):

@@ -23,6 +23,7 @@ from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLeng
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -41,7 +42,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def models():
-    return cached_model.load(MAIN, "CPU", EXACT), cached_model.load(DRAFT, "CPU", EXACT)
+    return cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), cached_model.load(ModelSpec(DRAFT, "CPU", EXACT))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def plain(tokenizer):
 
 def plain_of(folder, tokenizer):
     """A function of a prompt: what this model alone says, by GenAI."""
-    pipe = genai.load(folder, "CPU", None, "", EXACT, {})
+    pipe = genai.load(ModelSpec(folder, "CPU", EXACT))
 
     def plain(prompt, tokens):
         return genai.generate(pipe, genai.encode(tokenizer, prompt), tokens).tokens
@@ -136,7 +137,7 @@ def test_long_greedy_text_is_that_of_the_main_model_alone(make_small, plain_smal
 
 
 def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
-    pipe = genai.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
+    pipe = genai.load(ModelSpec(MAIN, "CPU", EXACT), ModelSpec(DRAFT, "CPU", EXACT))
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
         theirs = genai.generate(pipe, genai.encode(tokenizer, prompt), 80, k)
         ours = make().generate(prompt, greedy(80, num_assistant_tokens=k))
@@ -145,7 +146,9 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
 
 def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     one = Decoder(
-        models[0], DraftModelProposer(cached_model.load(MAIN, "CPU", EXACT), models[0].width), FixedDraftLength(3)
+        models[0],
+        DraftModelProposer(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), models[0].width),
+        FixedDraftLength(3),
     )
     result = one.generate(list(range(100, 120)), greedy(17))
     assert result.from_draft == [False] + [True, True, True, False] * 4
@@ -355,7 +358,7 @@ def test_the_context_ends_the_text(make):
 
 
 def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
-    short = cached_model.load(DRAFT, "CPU", EXACT, capacity=60)
+    short = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=60)
     one = Decoder(models[0], DraftModelProposer(short, models[0].width), FixedDraftLength(4), tokenizer)
     result = one.generate(PROMPTS[0], greedy(100))
     assert result.tokens == plain(PROMPTS[0], 100)
@@ -363,16 +366,16 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
 
 
 def test_load_measures_costs_once_and_keeps_them(tmp_path):
-    properties = {"CACHE_DIR": str(tmp_path)}
-    decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    main = ModelSpec(MAIN, "CPU", {"CACHE_DIR": str(tmp_path)})
+    decoder.load(main, DRAFT)
     kept = list(tmp_path.glob("costs-*.json"))
     assert len(kept) == 1
     other = json.loads(kept[0].read_text(encoding="utf-8"))
     other["main"]["1"] *= 1000  # measured on a busy machine: it stands, or a seed would not repeat its text
     kept[0].write_text(json.dumps(other), encoding="utf-8")
-    assert decoder.load(MAIN, "CPU", DRAFT, properties=properties).draft_length.costs.main[1] == other["main"]["1"]
+    assert decoder.load(main, DRAFT).draft_length.costs.main[1] == other["main"]["1"]
     kept[0].write_text("{", encoding="utf-8")  # cut off
-    decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    decoder.load(main, DRAFT)
     assert 0 < json.loads(kept[0].read_text(encoding="utf-8"))["main"]["1"] < other["main"]["1"]
     assert list(tmp_path.glob("costs-*")) == kept
 
@@ -397,7 +400,7 @@ def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
 def test_costs_are_kept_for_the_cores_in_use():
     program = """import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1:]))
 from speculative.drafting import cost_model as costs
-from speculative.pair import devices as device_facts; print(device_facts.usable_cores(), costs.key())"""
+from speculative.models.cores import usable_cores; print(usable_cores(), costs.key())"""
 
     def said_on(cores):
         command = [sys.executable, "-c", program, *map(str, cores)]

@@ -22,6 +22,7 @@ from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
+from speculative.models.spec import ModelSpec
 from tests.support.tiny_llama import tiny_llama
 
 BLOCKS, BLOCK = 12, 4  # of the pool alone
@@ -259,8 +260,8 @@ def engine(tmp_path_factory):
         llama = dataclasses.replace(llama, layers=[*llama.layers, *tiny_llama(2, noise).layers])
         (base / name).mkdir()
         openvino.save_model(llama_ir.build(llama), base / name / "openvino_model.xml", compress_to_fp16=False)
-        models.append(cached_model.load(base / name, "CPU", EXACT, ROOM))
-    one = Decoder(cached_model.load(base / "main", "CPU", EXACT, CONTEXT))
+        models.append(cached_model.load(ModelSpec(base / name, "CPU", EXACT), capacity=ROOM))
+    one = Decoder(cached_model.load(ModelSpec(base / "main", "CPU", EXACT), capacity=CONTEXT))
 
     @functools.cache
     def alone(prompt):

@@ -15,6 +15,7 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 
 GROWTH = 8_000_000  # bytes, when the same texts are generated once more
@@ -31,7 +32,7 @@ def resident_bytes() -> int:
 
 def load(stateful: bool) -> Decoder:
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
-    main, draft = (cached_model.load(folder, "CPU", exact, stateful=stateful) for folder in (MAIN, DRAFT))
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", exact), stateful=stateful) for folder in (MAIN, DRAFT))
     return Decoder(main, DraftModelProposer(draft, main.width))
 
 

@@ -43,7 +43,7 @@ class Host:
 
     def facts(self, folders: list[str]) -> dict:
         """The computer's identity, and the fingerprints of the models in these folders, if present."""
-        from speculative.pair import devices as device_facts
+        from speculative.models.cores import usable_cores
         from speculative.pair import recommendation
 
         prints = {}
@@ -52,7 +52,7 @@ class Host:
                 prints[folder] = recommendation.fingerprint(Path(folder))
         boot = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a computer
         computer = boot.read_text(encoding="ascii").strip() if boot.is_file() else platform.node()
-        return {"computer": computer, "prints": prints, "cores": device_facts.usable_cores()}
+        return {"computer": computer, "prints": prints, "cores": usable_cores()}
 
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from speculative.cli.whole_file import write_whole
+from speculative.atomic_write import atomic_write
 
 START = b'{"key": '  # of every line
 
@@ -55,7 +55,7 @@ class ResultsFile:
         """Remove these keys from the file. Raises OSError, with nothing changed, if it cannot be written."""
         rest = {key: result for key, result in self.lines.items() if key not in keys}
         if rest != self.lines:
-            write_whole(self.path, b"".join(_line(key, result) for key, result in rest.items()))
+            atomic_write(self.path, b"".join(_line(key, result) for key, result in rest.items()))
             self.lines = rest
 
     def append(self, key: str, result: dict) -> None:

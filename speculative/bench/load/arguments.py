@@ -5,10 +5,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from speculative.atomic_write import atomic_write
 from speculative.bench.harness import add_output_arguments, output_file, write_outputs
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_prompt_arguments, two_or_more, whole
-from speculative.cli.whole_file import write_whole
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def write_load_outputs(arguments: argparse.Namespace, result: dict, table: str) 
         from speculative.bench.load import plot as load_plot
 
         try:
-            write_whole(arguments.png, load_plot.png(result["rows"]))
+            atomic_write(arguments.png, load_plot.png(result["rows"]))
         except OSError as error:
             print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
             written = False

@@ -1,6 +1,6 @@
 """Batched decoding methods: GenAI's ContinuousBatchingPipeline and our batch decoder, each in its own process.
 
-    process = BatchingProcess({"name": "ours, draft", "engine": "ours", "main": "models/embedded/main", ...})
+    process = BatchingProcess({"name": "ours, draft", "engine": "native", "main": "models/embedded/main", ...})
     process.start()
     way = process.way("ours, adaptive draft", 0)
 
@@ -27,6 +27,8 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.load.metrics import Answer, Load, Span
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 CACHE_TOKENS = 8192  # for all texts together; GenAI's caches grow as needed
 
@@ -86,14 +88,14 @@ def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
 
 
 def genai_pipeline(
-    main: Path, device: str, properties: dict, draft: Path | None = None, draft_device: str = "", most_texts: int = 256
+    main: ModelSpec, draft: ModelSpec | None = None, most_texts: int = 256
 ) -> ContinuousBatchingPipeline:
-    given, config = dict(properties), scheduler(most_texts, draft is not None)
+    given, config = dict(main.properties), scheduler(most_texts, draft is not None)
     if draft:
         given["draft_model"] = openvino_genai.draft_model(
-            str(draft), draft_device, scheduler_config=config, **properties
+            str(draft.folder), draft.device, scheduler_config=config, **draft.properties
         )
-    return ContinuousBatchingPipeline(str(main), config, device, given)
+    return ContinuousBatchingPipeline(str(main.folder), config, main.device, given)
 
 
 def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
@@ -158,16 +160,16 @@ class Batch:
     """The child's side. Its methods are called by name."""
 
     def load(self, job: dict) -> None:
-        main, draft = Path(job["main"]), Path(job["draft"]) if job.get("draft") else None
-        models = (main, job["device"], draft, job["draft_device"])
-        self.job, self.prompts, self.ways = job, Prompts(main, job["prompts"]), {}
-        self.ours, self.cache_bytes = job["engine"] == "ours", None
+        main = ModelSpec(job["main"], job["device"], job["properties"])
+        draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
+        self.job, self.prompts, self.ways = job, Prompts(main.folder, job["prompts"]), {}
+        self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
-            self.pipeline = batch_decoder.load(*models, job["properties"], cache_tokens=job["cache_tokens"])
+            self.pipeline = batch_decoder.load(main, draft, cache_tokens=job["cache_tokens"])
             self.cache_bytes = self.pipeline.cache_bytes
         else:
-            self.pipeline = genai_pipeline(main, job["device"], job["properties"], *models[2:], job["texts"])
+            self.pipeline = genai_pipeline(main, draft, job["texts"])
         self.seconds = time.perf_counter() - begin
         if job["huge_pages"]:  # the same way for both engines; a pipeline allocates all its memory in the first run
             self.run(2 if draft else 0, 1, 0.001, 0)

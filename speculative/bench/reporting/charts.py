@@ -14,6 +14,7 @@ from speculative.bench.reporting.svg import (
     whole_axis,
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
+from speculative.pair.engines import GENAI, engine_id, shown_engine
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
 FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendation, besides its settings
@@ -27,6 +28,7 @@ def speedup(result: dict) -> Markup | str:
     if not points:
         return ""
     others = [row for row in result.get("rows", []) if isinstance(row["draft_length"], str) and finite(row["speedup"])]
+    others = [_with_shown_engine(row) for row in others]
     values = [value for p in points for value in (p["speedup"], p.get("predicted"), *(p.get("speedup_range") or []))]
     values += [row["speedup"] for row in others]
     y = axis("speedup (x)", 0, max(1.2, *filter(finite, values)))
@@ -54,17 +56,21 @@ def speedup_points(result: dict) -> list[dict]:
     Empty if the rows differ in more than the draft length.
     """
     if result.get("sweep"):
-        return [point for point in result["sweep"] if finite(point.get("speedup"))]
+        return [_with_shown_engine(point) for point in result["sweep"] if finite(point.get("speedup"))]
     if result["program"] in OTHER_ROWS:
         return []
     points = [
-        {**row, "k": row["draft_length"], "temperature": row.get("temperature", 0)}
+        {**_with_shown_engine(row), "k": row["draft_length"], "temperature": row.get("temperature", 0)}
         for row in result.get("rows", [])
         if isinstance(row.get("draft_length"), int) and row["draft_length"] and finite(row.get("speedup"))
     ]
     for t in {point["temperature"] for point in points}:
         max((p for p in points if p["temperature"] == t), key=lambda p: p["speedup"])["best"] = True
     return points
+
+
+def _with_shown_engine(row: dict) -> dict:
+    return {**row, "engine": shown_engine(row["engine"])}
 
 
 def speedup_panel(t: float, points: list[dict], others: list[dict], engines: list[str], x: Axis, y: Axis) -> Markup:
@@ -191,11 +197,17 @@ def chosen(result: dict) -> dict | None:
     """The candidate with the recommended settings."""
     found = result.get("recommendation") or {}
     best = found.get("settings", {}).get(found.get("best"))
-    engine = "GenAI" if found.get("best") == "alone" else found.get("best")
     if best is None:
         return None
+    engine = GENAI if found["best"] == "alone" else engine_id(found["best"])
     wanted = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
-    return next((one for one in result["candidates"] if one.get("settings") == wanted), None)
+    return next((one for one in result["candidates"] if _with_engine_id(one.get("settings")) == wanted), None)
+
+
+def _with_engine_id(settings: dict | None) -> dict:
+    """The settings of a candidate, the engine by its present id; a device or property set has none."""
+    settings = settings or {}
+    return {**settings, "engine": engine_id(settings["engine"])} if "engine" in settings else settings
 
 
 def percent_axis(title: str, low: float, high: float) -> Axis:

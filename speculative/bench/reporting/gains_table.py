@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from speculative.pair.engines import GENAI, NATIVE, engine_id
+
 PAIRS = {
     "embedded": "embedded pair (31.6 M + 2.0 M)",
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
@@ -64,7 +66,7 @@ def named(engine: str, sampled: bool, begin: str) -> Cell:
 
 def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
     chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
-    return [row for row in chosen if (row["engine"], row["sampled"]) == (engine, sampled)]
+    return [row for row in chosen if (engine_id(row["engine"]), row["sampled"]) == (engine, sampled)]
 
 
 def same_texts(result: dict) -> str:
@@ -103,12 +105,12 @@ def span(bounds: list[float]) -> str:
 
 
 ROWS: list[tuple[str, str, Cell]] = [
-    ("greedy, GenAI's pipeline, best K", "{}", best_fixed("GenAI", sampled=False)),
-    ("greedy, our engine, best K", "{}", best_fixed("ours", sampled=False)),
-    ("greedy, our engine, adaptive K", "{}", named("ours", False, "adaptive")),
+    ("greedy, GenAI's pipeline, best K", "{}", best_fixed(GENAI, sampled=False)),
+    ("greedy, our engine, best K", "{}", best_fixed(NATIVE, sampled=False)),
+    ("greedy, our engine, adaptive K", "{}", named(NATIVE, False, "adaptive")),
     ("our engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)", "{}", same_texts),
-    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed("ours", True)),
-    ("sampled, our engine, adaptive K", "{}", named("ours", True, "adaptive")),
+    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed(NATIVE, True)),
+    ("sampled, our engine, adaptive K", "{}", named(NATIVE, True, "adaptive")),
     ("server throughput with / without draft, by number of clients", "server-{}", under_load),
     ("batched greedy texts: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
     (
@@ -119,9 +121,9 @@ ROWS: list[tuple[str, str, Cell]] = [
 ]
 
 SUMMARY: list[tuple[str, str, Cell]] = [
-    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed("GenAI", sampled=False)),
-    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed("ours", sampled=False)),
-    ("greedy, this project's engine, adaptive K", "benchmark-pair", named("ours", False, "adaptive")),
-    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named("ours", True, "adaptive")),
+    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed(GENAI, sampled=False)),
+    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed(NATIVE, sampled=False)),
+    ("greedy, this project's engine, adaptive K", "benchmark-pair", named(NATIVE, False, "adaptive")),
+    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named(NATIVE, True, "adaptive")),
     ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
 ]

@@ -5,12 +5,12 @@ import io
 from itertools import groupby
 from pathlib import Path
 
+from speculative.atomic_write import atomic_write
 from speculative.bench.load.charts import load_charts, loads
 from speculative.bench.reporting.charts import acceptance, candidates, iteration, speedup, speedup_points
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import PATTERNS
 from speculative.bench.reporting.tables import categories, devices, environment, recommendation, tables, tokens
-from speculative.cli.whole_file import write_whole
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
@@ -100,10 +100,10 @@ def draw(result: dict, path: Path) -> None:
     if path.suffix == ".png" and loads(result):
         from speculative.bench.load import plot as load_plot
 
-        write_whole(path, load_plot.png(loads(result)))
+        atomic_write(path, load_plot.png(loads(result)))
     elif path.suffix == ".png":
         from speculative.bench.reporting.plot import png
 
-        write_whole(path, png(speedup_points(result)))
+        atomic_write(path, png(speedup_points(result)))
     else:
-        write_whole(path, html_text(result) if path.suffix == ".html" else csv_text(result))
+        atomic_write(path, html_text(result) if path.suffix == ".html" else csv_text(result))

@@ -3,6 +3,7 @@
 import math
 
 from speculative.bench.reporting.markup import Markup, join, tag
+from speculative.pair.engines import shown_engine
 from speculative.sequence import metrics
 
 LINE_BREAK, NOTHING = "\u21b5", "\u2205"  # shown for a line break in a token, and for a token without text
@@ -112,7 +113,8 @@ def way(row: dict) -> str:
     if row.get("name"):
         return row["name"]
     length = row["draft_length"]
-    return f"{row['engine']}, " + (length if isinstance(length, str) else f"K = {length}" if length else "alone")
+    words = length if isinstance(length, str) else f"K = {length}" if length else "alone"
+    return f"{shown_engine(row['engine'])}, {words}"
 
 
 def candidate_name(number: int, candidate: dict) -> str:
@@ -147,6 +149,8 @@ def alignment(rows: list[dict], key: str) -> str | None:
 def cell_text(key: str, value: object) -> str:
     if isinstance(value, list):
         return " to ".join(cell_text(key, part) for part in value)
+    if key == "engine" and isinstance(value, str):
+        return shown_engine(value)
     if isinstance(value, bool) or not finite(value):
         return plain(value) if isinstance(value, (bool, str, dict)) else ""
     return COLUMNS[key][1].format(value * UNITS.get(key, 1))

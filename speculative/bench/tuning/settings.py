@@ -18,7 +18,10 @@ from speculative.drafting.policy import AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
+from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices
+from speculative.pair.engines import GENAI, NATIVE, shown_engine
 
 Properties = tuple[tuple[str, object], ...]
 """Sorted by name, so that equal sets compare equal."""
@@ -77,13 +80,13 @@ class Setting:
     """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold."""
 
     models: PropertySet
-    engine: str  # "GenAI" or "ours"
+    engine: str  # GENAI or NATIVE
     draft: Path | None = None
     draft_length: int | float | str = 0  # or "adaptive"
     scheduler: Properties = ()
 
     def __str__(self) -> str:
-        parts = [self.engine, self.length if self.draft else "main alone", str(self.models)]
+        parts = [shown_engine(self.engine), self.length if self.draft else "main alone", str(self.models)]
         return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
 
     @property
@@ -130,7 +133,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     """Single properties of `device` that may beat its default, most promising first."""
     if kind(device) not in ("CPU", "GPU", "NPU"):
         return []  # AUTO and HETERO pass them to devices of their choice
-    cores = devices.usable_cores()
+    cores = usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
     tried = {
@@ -154,7 +157,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
 def draft_property_values(device: str) -> list[Properties]:
     """Properties for the draft only: a small model's steps are short, and with more threads, synchronization costs
     more than it saves."""
-    cores = devices.usable_cores()
+    cores = usable_cores()
     return [(("INFERENCE_NUM_THREADS", n),) for n in DRAFT_THREADS if n < cores and kind(device) == "CPU"]
 
 
@@ -179,7 +182,7 @@ class Models:
         key = (folder, device, properties)
         if key not in self._loaded:
             capacity = None if kind(device) == "NPU" else self.capacity
-            self._loaded[key] = cached_model.load(folder, device, dict(properties), capacity)
+            self._loaded[key] = cached_model.load(ModelSpec(folder, device, dict(properties)), capacity=capacity)
         return self._loaded[key]
 
     def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
@@ -188,14 +191,14 @@ class Models:
 
     def load(self, setting: Setting) -> None:
         """Raises RuntimeError or ValueError if a device or plugin rejects the setting."""
-        if setting.engine == "ours":
+        if setting.engine == NATIVE:
             self.pair(setting.models, setting.draft)
         else:
             self._pipeline(setting)
 
     def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | GenerationResult:
         """Decode greedily, ignoring EOS."""
-        if setting.engine == "GenAI":
+        if setting.engine == GENAI:
             k = setting.draft_length if setting.draft else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
@@ -241,7 +244,7 @@ class Models:
         """The models a setting loads; for a property set, our engine's main model with `drafts`."""
         models = setting if isinstance(setting, PropertySet) else setting.models
         if isinstance(setting, Setting):
-            if setting.engine == "GenAI":
+            if setting.engine == GENAI:
                 return [self._pipeline_key(setting)]
             drafts = [setting.draft] if setting.draft else []
         main = (self.main, models.device, models.properties)
@@ -257,14 +260,8 @@ class Models:
             properties = dict(models.properties)
             if setting.scheduler:
                 properties["scheduler_config"] = scheduler_config(setting.scheduler)
-            self._loaded[key] = genai.load(
-                self.main,
-                models.device,
-                setting.draft,
-                models.draft_device,
-                properties,
-                dict(models.draft_properties),
-            )
+            draft = setting.draft and ModelSpec(setting.draft, models.draft_device, dict(models.draft_properties))
+            self._loaded[key] = genai.load(ModelSpec(self.main, models.device, properties), draft)
         return self._loaded[key]
 
 

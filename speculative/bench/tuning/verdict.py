@@ -18,6 +18,7 @@ from speculative.bench.cluster.hosts import Place
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair import recommendation, weights
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft to recommend one
@@ -125,10 +126,10 @@ def choose(tuning) -> Choice | None:
     ]
     drafted = [one for one in found if one.setting.draft]
     alone = [one for one in found if not one.setting.draft]
-    sample_alone = [one for one in alone if one.setting.engine == "GenAI" and not one.setting.scheduler]
+    sample_alone = [one for one in alone if one.setting.engine == GENAI and not one.setting.scheduler]
     if not sample_alone or not drafted:
         return None
-    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in ("GenAI", "ours")}
+    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in (GENAI, NATIVE)}
     of_engine = {engine: fastest(found) for engine, found in own.items() if found}
     best = fastest(drafted)
     of_engine[best.setting.engine] = best
@@ -201,7 +202,7 @@ def fastest(found: list[Figures]) -> Figures:
 
 def _usual(tuning) -> Setting:
     """The default settings of samples/speculative_decoding_lm.py."""
-    return Setting(tuning.default, "GenAI", tuning.drafts[0], 5)
+    return Setting(tuning.default, GENAI, tuning.drafts[0], 5)
 
 
 def _contest(tuning, setting: Setting):
@@ -269,15 +270,15 @@ def _rounds(one: Figures, is_afresh: bool) -> str:
 def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> list[Figures]:
     """The steps from the sample's settings to the best ones: properties, then K, then the engine."""
     models, draft = best.setting.models, best.setting.draft
-    same_k = by_setting.get(Setting(models, "GenAI", draft, usual.setting.draft_length))
+    same_k = by_setting.get(Setting(models, GENAI, draft, usual.setting.draft_length))
     of_genai = [
         one
         for one in by_setting.values()
-        if (one.setting.engine, one.setting.models, one.setting.draft) == ("GenAI", models, draft)
+        if (one.setting.engine, one.setting.models, one.setting.draft) == (GENAI, models, draft)
     ]
     best_k = max(of_genai, key=lambda one: one.speedup, default=None)
     steps = [usual]
-    for after in (same_k, best_k if best.setting.engine == "ours" else None, best):
+    for after in (same_k, best_k if best.setting.engine == NATIVE else None, best):
         if after and after.setting != steps[-1].setting:
             steps.append(after)
     return steps[1:]
@@ -429,10 +430,10 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
     if not setting.draft:
         program, folders = "greedy_causal_lm.py", [main]
     else:
-        program = "speculative_decoding_lm.py" if setting.engine == "GenAI" else "speculative_sampling_lm.py"
+        program = "speculative_decoding_lm.py" if setting.engine == GENAI else "speculative_sampling_lm.py"
         folders = [main, str(setting.draft)]
     begin = ["python", f"samples/{program}", *folders, PROMPT]
-    begin += ["--temperature", "0"] if setting.engine == "ours" else []
+    begin += ["--temperature", "0"] if setting.engine == NATIVE else []
     options = ["--device", models.device] if models.device != "CPU" else []
     for name, value in models.properties:
         options += ["--property", f"{name}={value}"]
@@ -455,23 +456,23 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
 
 def _python(main: str, setting: Setting) -> list[str]:
     models = setting.models
-    properties, draft_properties = dict(models.properties), dict(models.draft_properties)
     length = ""
     if isinstance(setting.draft_length, float):
         length = f", assistant_confidence_threshold={setting.draft_length}"
     elif setting.draft and setting.draft_length != "adaptive":
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
-    if setting.engine == "ours":
-        of_draft = f", {str(setting.draft)!r}, {models.draft_device!r}"
+    if setting.engine == NATIVE:
+        given = [f"ModelSpec({main!r}, {models.device!r}, {dict(models.properties)})"]
+        if setting.draft:
+            own = dict(models.draft_properties)
+            given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
         return [
             "from openvino_genai import GenerationConfig",
-            "from speculative import decoder",
-            f"engine = decoder.load({main!r}, {models.device!r}{of_draft}, {properties}, {draft_properties})"
-            if setting.draft
-            else f"engine = decoder.load({main!r}, {models.device!r}, properties={properties})",
+            "from speculative import ModelSpec, load",
+            f"decoder = load({', '.join(given)})",
             f"config = {config}",
-            f"print(engine.generate({PROMPT!r}, config).text)",
+            f"print(decoder.generate({PROMPT!r}, config).text)",
         ]
     lines = ["import openvino_genai"]
     arguments = "".join(f", {name}={value!r}" for name, value in models.properties)
@@ -533,7 +534,7 @@ def candidates(tuning) -> list[dict]:
     for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
         is_set = isinstance(one.setting, PropertySet)
         final = afresh.get(one.setting) or last.get(one.setting)
-        settings = Setting(one.models, "ours").as_dict() if is_set else one.setting.as_dict()
+        settings = Setting(one.models, NATIVE).as_dict() if is_set else one.setting.as_dict()
         found.append(
             {
                 "name": str(one.setting),

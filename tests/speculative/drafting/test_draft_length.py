@@ -4,10 +4,19 @@ import re
 
 import numpy as np
 import pytest
+from openvino_genai import GenerationConfig
 
 from speculative.decoder import LOOKUP_ACCEPTANCE, LOOKUP_BUDGET
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.drafting.policy import (
+    LONGEST,
+    AdaptiveDraftLength,
+    ConfidenceDraftLength,
+    Costs,
+    FixedDraftLength,
+    policy_from_params,
+)
+from speculative.sampling.params import SamplingParams
 
 COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 11: 58, 17: 72})  # a 1.1 B model, ms
 SECONDS = COSTS.verify()
@@ -282,3 +291,16 @@ def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
         return rule._budget.left(rule._plain_cost())
 
     assert left(100) == left(9) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        ({}, None),
+        (dict(num_assistant_tokens=3), FixedDraftLength(3)),
+        (dict(assistant_confidence_threshold=0.25), ConfidenceDraftLength(0.25)),
+    ],
+    ids=str,
+)
+def test_a_request_may_set_its_policy(config, policy):
+    assert policy_from_params(SamplingParams.resolve(GenerationConfig(**config))) == policy

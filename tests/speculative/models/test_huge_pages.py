@@ -28,7 +28,7 @@ if ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(huge_pages.
     sys.exit("no huge page is free")
 tokens = np.arange(1, 60)
 before = huge_pages.allocated()
-model = cached_model.load(sys.argv[1], "CPU")
+model = cached_model.load(sys.argv[1])
 logits = model.logits(tokens, last=8).copy()
 were = huge_pages.in_use()
 huge_pages.move(before)

@@ -21,6 +21,7 @@ from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN
 from tests.support.steps import finish
 from tests.support.tiny_llama import tiny_llama
@@ -64,13 +65,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(folders):
-    return [cached_model.load(folder, "CPU", F32, ROOM) for folder in folders]
+    return [cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in folders]
 
 
 @pytest.fixture(scope="module")
 def conversations(folders):
     """Requests that begin alike, first turns and second ones, and what the decoder of one text makes of each."""
-    main, draft = (cached_model.load(folder, "CPU", F32, CONTEXT) for folder in folders)
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", F32), capacity=CONTEXT) for folder in folders)
     decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(3)
     system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
     requests, texts = [], []
@@ -182,7 +183,7 @@ def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
 @pytest.fixture(scope="module")
 def small(folders):
     """In u8, where a rejected token leaves a trace."""
-    return [cached_model.load(folder, "CPU", U8, ROOM) for folder in folders]
+    return [cached_model.load(ModelSpec(folder, "CPU", U8), capacity=ROOM) for folder in folders]
 
 
 def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkeypatch):
@@ -203,7 +204,7 @@ def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkey
     ids=str,
 )
 def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
-    assert BatchModel(cached_model.load(DRAFT, "CPU", properties, capacity=64)).leaves_traces is expected
+    assert BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).leaves_traces is expected
 
 
 def test_what_was_computed_once_is_not_computed_again(tiny):
@@ -280,8 +281,12 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
 
 def test_the_embedded_pair_in_a_conversation():
     """Greedy tokens, turn by turn, are those of the main model alone; each turn computes little but its own."""
-    alone = Decoder(cached_model.load(MAIN, "CPU", F32, CONTEXT), None, tokenizer=openvino_genai.Tokenizer(str(MAIN)))
-    decoder = decoder_of(*(cached_model.load(folder, "CPU", F32, ROOM) for folder in (MAIN, DRAFT)))
+    alone = Decoder(
+        cached_model.load(ModelSpec(MAIN, "CPU", F32), capacity=CONTEXT),
+        None,
+        tokenizer=openvino_genai.Tokenizer(str(MAIN)),
+    )
+    decoder = decoder_of(*(cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in (MAIN, DRAFT)))
     said = alone.encode(
         'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        self.items = []\n'
     )

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write atomically. Raises OSError on failure; then nothing has changed and no temporary file is left."""
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a pipe or a device has no content to preserve
