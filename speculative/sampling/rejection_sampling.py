@@ -8,6 +8,10 @@ vocabulary size. A distribution is an array [V] of probabilities, float32 or flo
 precision. Greedy decoding is not a special case: its distributions are 1 at one token and 0 elsewhere; `OneHot`
 represents them without an array.
 
+Draft tokens are accepted in order, each with probability min(1, p / q) of that token. The first rejected one is
+replaced by the recovered token, sampled from norm(max(0, p - q)), and those after it are discarded. If all are
+accepted, the bonus token is sampled from p. So every iteration adds one token of the main model to the accepted ones.
+
 The output has exactly the distribution p, regardless of q (Leviathan et al., appendix A.1): q only affects the speed.
 There are no models, timings, counters or prints in this module.
 """
@@ -42,7 +46,7 @@ class OneHot:
 
 
 class Acceptance(NamedTuple):
-    """The result of one iteration: the first `accepted` draft tokens, then `token`, the recovered or bonus token."""
+    """The result of one iteration: keep the first `accepted` draft tokens, then add the recovered or bonus `token`."""
 
     accepted: int
     token: int
@@ -92,8 +96,9 @@ def verify(
     """Accept or reject the draft tokens in order, then sample the recovered or bonus token from the main model.
 
     `q[i]` [V] is the distribution that the draft sampled `drafted[i]` from. `p(i)` returns the main model's
-    distribution [V] after the first i draft tokens; it is called in order, up to the first rejection. The number of
-    draft tokens may depend on their values, the last one included, as long as every sampled token is verified here.
+    distribution [V] after the first i draft tokens; it is called in order, up to the first rejection. Drafting
+    may stop because of the tokens drafted so far, the last one included, but every token that was sampled must be
+    verified here: discarding one would change the distribution of the output.
 
     Raises ValueError if a draft token has probability 0 in the draft's distribution.
     """
