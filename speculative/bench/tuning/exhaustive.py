@@ -9,6 +9,7 @@ finalists in rounds interleaved with the choice.
 
 import statistics
 
+from speculative.bench.result import ExhaustiveCheck
 from speculative.bench.tuning.settings import PropertySet, Setting
 from speculative.bench.tuning.stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
 from speculative.bench.tuning.verdict import figures
@@ -50,7 +51,7 @@ class Exhaustive(Tuning):
         fastest = [one.setting for one in found if one.speedup and not one.dropped]
         return list(dict.fromkeys([self.baseline, self.choice, *fastest[:LAST]]))
 
-    def result(self) -> dict:
+    def result(self) -> ExhaustiveCheck:
         """For the result object: number of settings decoded, the fastest finalist, the choice's ratio to it."""
         last = {one.setting: one for one in figures(self)}
         over = {setting: one.over(last[self.choice]) for setting, one in last.items()}  # the choice, round by round
@@ -66,7 +67,7 @@ class Exhaustive(Tuning):
         }
 
 
-def sentence(result: dict | None) -> str:
+def sentence(result: ExhaustiveCheck | None) -> str:
     if not result:
         return "The exhaustive check of the choice did not finish."
     if result["fastest"] == result["choice"]:
