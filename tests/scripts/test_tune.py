@@ -28,6 +28,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
 from speculative.bench.quality import Quality, ReferenceText
+from speculative.bench.result import Recommendation, TuneResult
 from speculative.bench.tuning import verdict as tune_verdict
 from speculative.bench.tuning.settings import SCHEDULERS, Setting
 from speculative.bench.tuning.stages import Candidate, Tuning
@@ -35,6 +36,7 @@ from speculative.drafting.policy import Costs
 from speculative.models import cached_model
 from speculative.pair import recommendation
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 
 PROMPT = "def read_file(path):"
 SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
@@ -42,7 +44,9 @@ NAME = recommendation.FILE
 
 
 def last_line(done):
-    return json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert problems(result, TuneResult) == []
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +213,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     assert "Traceback" not in said + rest
     assert not (pair / NAME).exists()
     result = json.loads(out.splitlines()[-1])
+    assert problems(result, TuneResult) == []
     assert "Interrupted" in result["summary"][-1]
     assert bool(result["recommendation"]) == decoded
     if decoded:
@@ -291,6 +296,7 @@ LOSES = {
 def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
     verdict = tune_verdict.judge(made_up(figures, figures))
     found = verdict.as_dict()
+    assert problems(found, Recommendation) == []
     assert found["use_draft"] and found["best"] == "ours" and found["settings"]["ours"]["num_assistant_tokens"] == 4
     assert verdict.choice.draft == DRAFT and verdict.sentences[0].startswith("Use this draft: ours, K = 4,")
     said = next(
