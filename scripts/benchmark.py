@@ -45,6 +45,7 @@ from speculative.bench.harness import (
 from speculative.bench.methods import LOOKUP
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
+from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
 from speculative.bench.startup import Start, start_costs
 from speculative.cli.arguments import (
     above_zero,
@@ -101,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def starts(arguments: argparse.Namespace) -> list[dict]:
+def starts(arguments: argparse.Namespace) -> list[StartCost]:
     """Load time and peak memory of the pipelines that the paths need."""
     kinds = [Start("GenAI, main alone", GENAI, with_draft=False)]
     if "genai" in arguments.paths:
@@ -173,7 +174,7 @@ def baselines(ways: list[Way]) -> dict[bool, Way]:
     return {way.temperature > 0: way for way in reversed(ways) if way.name.endswith("main alone")}
 
 
-def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
+def summarise(ways: list[Way], keeps_caches: bool) -> list[MethodRow]:
     """One row per method."""
     alone = baselines(ways)
     rows = [row(way, alone[way.temperature > 0]) for way in ways]
@@ -185,7 +186,7 @@ def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
     return rows
 
 
-def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
+def by_category(ways: list[Way], prompts: list[Prompt]) -> list[CategoryRow]:
     """Speedup and acceptance rate of each drafting method, per prompt category."""
     alone, found = baselines(ways), []
     categories: dict[str, list[int]] = {}
@@ -215,7 +216,7 @@ def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
     return found
 
 
-def compare(ways: list[Way]) -> list[dict]:
+def compare(ways: list[Way]) -> list[Ratio]:
     """The comparisons readers ask for: ours against GenAI at the same K, adaptive against the best fixed K."""
 
     def find(engine: str, sampled: bool) -> dict[int | str, Way]:
@@ -241,16 +242,16 @@ def compare(ways: list[Way]) -> list[dict]:
     return facts
 
 
-def fastest(rows: list[dict], sampled: bool) -> dict | None:
+def fastest(rows: list[MethodRow], sampled: bool) -> MethodRow | None:
     drafted = [row for row in rows if row["sampled"] == sampled and row["draft_length"]]
     return max(drafted, key=lambda row: row["speedup"], default=None)
 
 
 def summary(
-    rows: list[dict],
-    categories: list[dict],
+    rows: list[MethodRow],
+    categories: list[CategoryRow],
     compared: list[str],
-    costs: list[dict],
+    costs: list[StartCost],
     load: BackgroundLoad,
     asked_rounds: int,
 ) -> list[str]:
@@ -329,7 +330,7 @@ def memory(size: int | None) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def table(result: dict) -> str:
+def table(result: BenchmarkResult) -> str:
     """All tables of the result, then its summary."""
     rows = result["rows"]
     best = [fastest(rows, False), fastest(rows, True)]
@@ -347,7 +348,7 @@ def table(result: dict) -> str:
     return "\n".join([*lines, "", *result["summary"]])
 
 
-def table_of_methods(rows: list[dict], best: list[dict | None]) -> list[str]:
+def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> list[str]:
     lines = [
         "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
         "   block eff.   outside   repetition       same text"
@@ -406,7 +407,7 @@ def known(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def compared(fact: dict) -> str:
+def compared(fact: Ratio) -> str:
     rounds_, prompts = fact["range"], fact["interval"]
     sure = f", over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else ", over 1 prompt"
     return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}{sure})"

@@ -30,6 +30,7 @@ from speculative.bench.load.arguments import add_load_arguments, write_load_outp
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import LoadRatio, LoadRow, ProcessMemory
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
@@ -103,7 +104,7 @@ def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
 
 def measure(
     processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
-) -> tuple[bool, list[dict]]:
+) -> tuple[bool, list[ProcessMemory]]:
     """Whether all rounds were measured, and each process's memory at the end of the first start, if that was reached.
 
     Raises KeyboardInterrupt if there is no complete round.
@@ -127,7 +128,7 @@ def measure(
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def compare(ways: list[Load], clients: list[int]) -> list[dict]:
+def compare(ways: list[Load], clients: list[int]) -> list[LoadRatio]:
     """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
     ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {way.name: way for way in ways}
@@ -151,8 +152,13 @@ def compare(ways: list[Load], clients: list[int]) -> list[dict]:
 
 
 def summary(
-    rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: BackgroundLoad
-):
+    rows: list[LoadRow],
+    comparisons: list[LoadRatio],
+    memory: list[ProcessMemory],
+    rounds: int,
+    asked: int,
+    load: BackgroundLoad,
+) -> list[str]:
     """The result in sentences."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
@@ -182,11 +188,11 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def _numbers(comparisons: list[dict]) -> str:
+def _numbers(comparisons: list[LoadRatio]) -> str:
     return ", ".join(str(one["clients"]) for one in comparisons) or "none"
 
 
-def _range(one: dict) -> str:
+def _range(one: LoadRatio) -> str:
     return "-".join(f"{value:.2f}" for value in one["range"])
 
 

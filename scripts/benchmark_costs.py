@@ -32,6 +32,7 @@ import openvino_genai
 from openvino_genai import GenerationConfig
 
 from speculative import decoder
+from speculative.bench.result import BandwidthLimit, CostsStart, InferenceCosts, OneStart, SamplingCosts
 from speculative.bench.startup import Start, job, read_files, run
 from speculative.cli.arguments import (
     add_huge_pages_argument,
@@ -81,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
 # ---- forward passes -------------------------------------------------------------------------------------------------
 
 
-def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> dict:
+def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> InferenceCosts:
     """Milliseconds with a context of `context` tokens: main model by number of tokens, draft step, rollback."""
     text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.width, draft.width)
     main.logits(text[:context])
@@ -115,7 +116,7 @@ def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat:
 # ---- outside the models ---------------------------------------------------------------------------------------------
 
 
-def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> dict:
+def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> SamplingCosts:
     """Microseconds of an iteration's work outside the forward passes, with a vocabulary of `size`."""
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
@@ -146,9 +147,9 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
 STARTS = 3  # of each kind, interleaved
 
 
-def starts(arguments: argparse.Namespace) -> list[dict]:
+def starts(arguments: argparse.Namespace) -> list[CostsStart]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
-    found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
+    found: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
     ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
@@ -193,7 +194,7 @@ class ReadBandwidth:
         return sum(part.nbytes for part in self.parts) / best
 
 
-def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
+def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit:
     """The engine's throughput as a fraction of the limit set by reading the weights, with and without the draft."""
     folders = {"main": arguments.main, "draft": arguments.draft}
     bytes_ = {
@@ -231,7 +232,13 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
 # ---- table ----------------------------------------------------------------------------------------------------------
 
 
-def table(inferences: list[dict], sampling: list[dict], started: list[dict], bound: dict, arguments) -> str:
+def table(
+    inferences: list[InferenceCosts],
+    sampling: list[SamplingCosts],
+    started: list[CostsStart],
+    bound: BandwidthLimit,
+    arguments: argparse.Namespace,
+) -> str:
     lines = ["context   main, ms on " + "".join(f"{n:>7}" for n in TOKENS) + " tokens   draft, ms   rollback, ms"]
     for row in inferences:
         main = "".join(f"{row['main'][n]:7.1f}" for n in TOKENS)

@@ -30,6 +30,7 @@ from speculative.bench.load.clients import Endpoint, closed_loop, only_model
 from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
 from speculative.cli.properties import key_value
 
@@ -109,7 +110,7 @@ def load(name: str, server: Endpoint, prompts: list[str], settings: dict) -> Loa
     return Load(name, lambda clients, seconds, first: closed_loop(server, clients, seconds, prompts, settings, first))
 
 
-def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> list[str]:
+def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
     lines = stops_paying([one for one in rows if one["way"] == DRAFT])
     for way in dict.fromkeys(one["way"] for one in rows):

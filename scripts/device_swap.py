@@ -51,6 +51,7 @@ from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
 from speculative.cli.progress import tqdm
@@ -354,7 +355,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 
-def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> dict:
+def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> SwapEnvironment:
     facts = harness.environment(argparse.Namespace())
     facts |= {"main": str(arguments.main), "draft": str(arguments.draft)}
     facts["devices"] = {device.label: device.full_name or device.missing for device in devices}

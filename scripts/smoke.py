@@ -20,6 +20,7 @@ import openvino_genai
 
 from speculative import decoder
 from speculative.bench import genai
+from speculative.bench.result import SmokeResult
 from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.sequence import metrics
 
@@ -59,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def smoke(arguments: argparse.Namespace) -> dict:
+def smoke(arguments: argparse.Namespace) -> SmokeResult:
     """Run the test and return its result; `problems` is empty if all checks pass."""
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
     prompts = arguments.prompt or PROMPTS

@@ -45,6 +45,7 @@ from speculative.bench.harness import (
 )
 from speculative.bench.methods import our_way
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import MethodRow, SweepPoint
 from speculative.cli import former_options
 from speculative.cli.arguments import (
     add_pair_arguments,
@@ -193,7 +194,7 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]:
+def sweep(ways: list[Way], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
     """One point per temperature and K."""
     points = []
     for t in dict.fromkeys(way.temperature for way in ways):
@@ -230,7 +231,7 @@ def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]
     return points
 
 
-def mean_error(points: list[dict], key: str = "predicted") -> float:
+def mean_error(points: list[SweepPoint], key: str = "predicted") -> float:
     """Mean over K of |predicted - measured| / measured."""
     return statistics.mean(abs(point[key] - point["speedup"]) / point["speedup"] for point in points)
 
@@ -261,7 +262,7 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
 
 
 def summary(
-    points: list[dict], ways: list[Way], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
+    points: list[SweepPoint], ways: list[Way], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
 ) -> list[str]:
     lines, rounds = [], len(ways[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
@@ -299,7 +300,7 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def table(points: list[dict]) -> str:
+def table(points: list[SweepPoint]) -> str:
     lines = [
         "temperature    K   speedup (range)      tokens per forward   predicted   from alpha   acceptance   v(K)"
         "   repetition"

@@ -50,6 +50,7 @@ from speculative.bench.cluster.child_process import Failed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.devices.matrix import device_list
 from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.result import ExhaustiveCheck, Recommendation
 from speculative.bench.tuning import exhaustive as tune_exhaustive
 from speculative.bench.tuning import verdict as tune_verdict
 from speculative.bench.tuning.session import Ended
@@ -204,7 +205,7 @@ def tune(tuning: Tuning | tune_exhaustive.Exhaustive) -> tuple[harness.Backgroun
     return load, interrupted, ended
 
 
-def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
+def check(tuning: Tuning, choice: Setting, budget: float) -> ExhaustiveCheck | None:
     """Compare the choice with an exhaustive sweep. None after Ctrl-C or if a compared setting failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
@@ -212,7 +213,7 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
     return every.result() if there and not interrupted and not ended else None
 
 
-def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
+def write_recommendation(arguments: argparse.Namespace, found: Recommendation, draft: Path) -> str:
     """Write it; return a sentence saying where, or why not."""
     file = arguments.out or recommendation.place(arguments.main, [draft])
     if not file:

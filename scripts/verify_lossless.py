@@ -39,6 +39,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
+from speculative.bench.result import ComparedRow, GreedyRow, SampledRow
 from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
@@ -291,7 +292,7 @@ def reference_of(all_ways: list[Way]) -> Way | None:
     return next((way for way in all_ways if way.is_alone and way.texts and None not in way.texts), None)
 
 
-def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: list[np.ndarray]) -> dict:
+def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: list[np.ndarray]) -> GreedyRow:
     """One row: whether the greedy texts equal the reference's. Without a reference nothing passes."""
     differences, same = [], 0
     for i, text in enumerate(way.texts if reference else ()):
@@ -333,7 +334,7 @@ def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int],
     return {"token": place + 1, "margin": margin, "near_tie": abs(margin) < NEAR_TIE * float(logits.std())}
 
 
-def judge_draws(way: Way, cells: lossless_check.Cells) -> dict:
+def judge_draws(way: Way, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
     """One row: whether the samples have the exact distribution."""
     drawn = [draw.tokens for draw in way.draws if draw]
     crashes = way.draws.count(None)
@@ -362,7 +363,7 @@ def acceptance_rate(draws: list[Draw | None]) -> float | None:
     return sum(draw.accepted for draw in draws if draw) / proposed if proposed else None
 
 
-def table_of_texts(rows: list[dict], tokens: int) -> str:
+def table_of_texts(rows: list[GreedyRow], tokens: int) -> str:
     lines = [f"{f'greedy, {tokens} tokens':<42} same text   acceptance   verdict"]
     for row in rows:
         first = next(iter(sorted(row["differences"], key=lambda difference: difference["near_tie"])), None)
@@ -374,7 +375,7 @@ def table_of_texts(rows: list[dict], tokens: int) -> str:
     return "\n".join(lines)
 
 
-def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
+def table_of_draws(rows: list[SampledRow | ComparedRow], tokens: int, cells: int) -> str:
     title = f"sampled, {tokens} tokens in {cells} cells"
     lines = [f"{title:<42} requests  crashes  acceptance     TV  noise        p  finds   verdict"]
     for row in rows:
@@ -390,7 +391,7 @@ def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
     return "\n".join([*lines, *power_sentences(rows)])
 
 
-def power_sentences(rows: list[dict]) -> list[str]:
+def power_sentences(rows: list[SampledRow | ComparedRow]) -> list[str]:
     """The meaning of "no difference found" at each sample size, and why a path was not compared."""
     found = {(row["draws"], row["detectable_total_variation"]) for row in rows if row["holds"]}
     lines = [

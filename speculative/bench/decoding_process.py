@@ -17,6 +17,7 @@ import numpy as np
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
+from speculative.bench.result import ProcessStart, TokenView
 from speculative.decoder import GenerationResult
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -44,7 +45,7 @@ class DecodingProcess:
 
     def __init__(self, job: Job):
         self.job = job
-        self.starts: list[dict] = []
+        self.starts: list[ProcessStart] = []
         self._worker = WorkerProcess([sys.executable, "-m", WORKER])
         self.ways = [self._way(*way) for way in job.ways]
 
@@ -57,7 +58,7 @@ class DecodingProcess:
     def close(self) -> None:
         self._worker.close()
 
-    def token_view(self, ids: np.ndarray, draft_length: int | str) -> dict:
+    def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return self._worker.call("token_view", ids, draft_length)
 
     def _way(self, name: str, draft_length: int | str, temperature: float) -> Way:

@@ -10,6 +10,7 @@ from speculative.bench.decoding_process import Job
 from speculative.bench.genai import Run
 from speculative.bench.harness import time_in
 from speculative.bench.methods import genai_pipeline, genai_way, our_way
+from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
 from speculative.models import huge_pages
@@ -21,7 +22,7 @@ FIRST_PROMPT = np.arange(1, 9)  # a pipeline allocates all its memory in the fir
 class Pipeline:
     """The models of a job. Its methods are called by name."""
 
-    def load(self, job: Job) -> dict:
+    def load(self, job: Job) -> Loading:
         """Load the models. Returns the load time and this process's bytes in huge pages, if the system reports them."""
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
@@ -40,7 +41,7 @@ class Pipeline:
             seconds.clear()
         return way.decode(ids), way.seconds
 
-    def token_view(self, ids: np.ndarray, draft_length: int | str) -> dict:
+    def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)
 
     def _genai(self):

@@ -36,6 +36,7 @@ import psutil
 
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
+from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
@@ -168,7 +169,7 @@ def _keep(done: list[tuple]) -> None:
 # ---- results of a method --------------------------------------------------------------------------------------------
 
 
-def row(way: Way, baseline: Way) -> dict:
+def row(way: Way, baseline: Way) -> MethodRow:
     """A method's results over its rounds; `baseline` decodes without a draft in the same rounds."""
     rounds = range(len(way.rounds))
     speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
@@ -205,7 +206,7 @@ def row(way: Way, baseline: Way) -> dict:
     }
 
 
-def iteration_split(way: Way) -> dict | None:
+def iteration_split(way: Way) -> IterationSplit | None:
     """Milliseconds per iteration in the draft, in the main model and outside both; None if nothing was timed."""
     runs = way.runs()
     iterations = sum(len(run.gained) for run in runs)
@@ -267,8 +268,9 @@ class BackgroundLoad:
         return total, total - idle, own
 
 
-def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> dict:
-    """What every published result must state: date, command, hardware, versions."""
+def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> Environment:
+    """What every published result must state: date, command, hardware, versions. With a pair in `arguments` and `load`,
+    it is a PairEnvironment."""
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])
     memory = devices.main_memory()
@@ -330,7 +332,7 @@ def output_file(text: str) -> Path:
     return path
 
 
-def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") -> None:
+def write_outputs(arguments: argparse.Namespace, result: Result, table: str = "") -> None:
     """Write `result` to the requested files; print `table`, then `result` as JSON on the last line.
 
     If a file cannot be written, everything else is, and the program exits with status 1. Files are written first, as
@@ -353,7 +355,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") 
         sys.exit(1)
 
 
-def _outputs(arguments: argparse.Namespace, result: dict, line: str):
+def _outputs(arguments: argparse.Namespace, result: Result, line: str):
     if arguments.json:
         yield arguments.json, line + "\n"
     if arguments.csv or arguments.html:

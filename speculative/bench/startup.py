@@ -23,6 +23,7 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
+from speculative.bench.result import OneStart, StartCost
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
 
@@ -38,11 +39,11 @@ class Start(NamedTuple):
     with_draft: bool
 
 
-def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[dict]:
+def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[StartCost]:
     """Start each kind twice with a shared model cache (CACHE_DIR) that is empty the first time, all `repeats` times.
     Returns medians and ranges of the seconds, and the largest peak memory. Raises RuntimeError with the reason if a
     start fails."""
-    found: dict[Start, list[list[dict]]] = {kind: [] for kind in kinds}
+    found: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
     read_files(arguments.main, arguments.draft)
     with ctrl_c_raises():  # do not leave a temporary folder behind
         for _ in range(repeats):
@@ -53,7 +54,7 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
     return [_row(kind, pairs) for kind, pairs in found.items()]
 
 
-def _row(kind: Start, pairs: list[list[dict]]) -> dict:
+def _row(kind: Start, pairs: list[list[OneStart]]) -> StartCost:
     row: dict = {"name": kind.name}
     for place, starts in zip(("first", "second"), zip(*pairs, strict=True), strict=True):
         seconds = [start["seconds"] for start in starts]
@@ -84,7 +85,7 @@ def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
     }
 
 
-def run(asked: dict) -> dict:
+def run(asked: dict) -> OneStart:
     """One start in a new process. Raises RuntimeError with the reason if it fails."""
     command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
@@ -94,7 +95,7 @@ def run(asked: dict) -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def one_start(asked: dict) -> dict:
+def one_start(asked: dict) -> OneStart:
     properties = asked.get("properties", {})
     main = ModelSpec(asked["main"], asked["device"], properties)
     draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None

@@ -12,8 +12,10 @@ import pytest
 
 from speculative.bench.load.clients import Endpoint, ask, closed_loop
 from speculative.bench.load.metrics import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+from speculative.bench.result import BatchingResult, ServingResult
 from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
@@ -47,6 +49,7 @@ def measured(request, tmp_path_factory):
 def test_every_way_is_measured_with_every_number_of_clients(measured):
     program, printed, folder = measured
     result = json.loads(printed.splitlines()[-1])
+    assert problems(result, ServingResult if program == SERVING else BatchingResult) == []
     serving = ["main model alone", "with draft"]
     batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
     ways = serving if program == SERVING else batching

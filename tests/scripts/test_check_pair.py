@@ -11,6 +11,7 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
+from speculative.bench.result import CheckResult
 from speculative.models import cached_model, kv_cache
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
@@ -19,6 +20,7 @@ from speculative.pair.fit import check_fit, check_rollback
 from tests.speculative.models.test_cached_model import OneShort
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.tiny_llama import save_llama_with_outlier_keys
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE
 
 HERE = ov.Core().available_devices
@@ -26,7 +28,9 @@ PROGRAM = "scripts/check_pair.py"
 
 
 def result_of(process):
-    return json.loads(process.stdout.splitlines()[-1])
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, CheckResult) == []
+    return result
 
 
 def messages(findings, level, what):

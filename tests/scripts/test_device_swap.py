@@ -21,8 +21,10 @@ from speculative.bench.devices import cell as device_cell
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
+from speculative.bench.result import SwapResult
 from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAM = "scripts/device_swap.py"
@@ -33,7 +35,9 @@ posix = pytest.mark.posix("POSIX signals")
 
 
 def result_of(stdout):
-    return json.loads(stdout.splitlines()[-1])
+    result = json.loads(stdout.splitlines()[-1])
+    assert problems(result, SwapResult) == []
+    return result
 
 
 def cells_of(result):

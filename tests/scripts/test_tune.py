@@ -28,6 +28,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
 from speculative.bench.quality import Quality, ReferenceText
+from speculative.bench.result import Recommendation, TuneResult
 from speculative.bench.tuning import verdict as tune_verdict
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import LengthStage
@@ -41,6 +42,7 @@ from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 
 PROMPT = "def read_file(path):"
 SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
@@ -48,7 +50,9 @@ NAME = recommendation.FILE
 
 
 def last_line(done):
-    return json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert problems(result, TuneResult) == []
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +219,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     assert "Traceback" not in said + rest
     assert not (pair / NAME).exists()
     result = json.loads(out.splitlines()[-1])
+    assert problems(result, TuneResult) == []
     assert "Interrupted" in result["summary"][-1]
     assert bool(result["recommendation"]) == decoded
     if decoded:
@@ -301,6 +306,7 @@ LOSES = {
 def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
     verdict = tune_verdict.judge(made_up(figures, figures))
     found = verdict.as_dict()
+    assert problems(found, Recommendation) == []
     assert found["use_draft"] and found["best"] == NATIVE and found["settings"][NATIVE]["num_assistant_tokens"] == 4
     assert verdict.choice.draft == DRAFT and verdict.sentences[0].startswith("Use this draft: ours, K = 4,")
     said = next(

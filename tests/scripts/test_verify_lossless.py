@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
+from speculative.bench.result import LosslessResult
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import NgramProposer
 from speculative.models import cached_model
@@ -22,6 +23,7 @@ from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_j
 from speculative.sampling.params import SamplingParams
 from speculative.sequence.sequence import Sequence
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until_loaded
 
 SCRIPT = "scripts/verify_lossless.py"
@@ -186,6 +188,7 @@ def test_without_draws_given_a_small_difference_of_the_engine_is_found(kept_sign
 
 def by_path(process):
     document = json.loads(process.stdout.splitlines()[-1])
+    assert problems(document, LosslessResult) == []
     return document, *({row["path"]: row for row in document[mode]} for mode in ("greedy", "sampled"))
 
 

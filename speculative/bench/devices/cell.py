@@ -20,6 +20,7 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import BackgroundLoad, Way, interleave, precision, row
+from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.decoder import Decoder, GenerationResult
 from speculative.models import cached_model
@@ -60,7 +61,7 @@ def _cpu_first(name: str) -> tuple[int, str]:
     return (KINDS.index(kind) if kind in KINDS else len(KINDS)), name
 
 
-def measure(job: dict) -> dict:
+def measure(job: dict) -> CellAnswer:
     """The rows of main alone and of each draft length, interleaved in this process, and the tokens of each text.
 
     Prompts are never served from a cache: each method gets a prompt the previous one has just read, and the time to

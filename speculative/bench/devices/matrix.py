@@ -10,6 +10,7 @@ import openvino_genai
 
 from speculative.bench.harness import BackgroundLoad
 from speculative.bench.quality import NEAR_TIE
+from speculative.bench.result import CellResult, MethodRow, SwapRow
 from speculative.pair.devices import VIRTUAL
 from speculative.pair.engines import NATIVE
 
@@ -94,7 +95,7 @@ class Cell:
         return max(range(1, len(rows)), key=lambda i: rows[i]["throughput"]) if self.draft else 0
 
     @property
-    def row(self) -> dict:
+    def row(self) -> MethodRow:
         return self.answer["rows"][self.best]
 
     @property
@@ -201,7 +202,7 @@ def is_real(difference: dict | None) -> bool:
     return bool(difference) and max(difference["margins"], default=0.0) > NEAR_TIE
 
 
-def described(cell: Cell) -> dict:
+def described(cell: Cell) -> CellResult:
     """The cell in the JSON result."""
     one = {
         "main_device": cell.main.label,
@@ -226,7 +227,7 @@ def described(cell: Cell) -> dict:
     return one
 
 
-def rows(cells: list[Cell]) -> list[dict]:
+def rows(cells: list[Cell]) -> list[SwapRow]:
     """Every row of every cell."""
     return [
         {

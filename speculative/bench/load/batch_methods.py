@@ -25,6 +25,7 @@ from speculative.bench import genai
 from speculative.bench.cluster import worker_process
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.load.metrics import Answer, Load, Span
+from speculative.bench.result import ProcessMemory
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
 from speculative.models.spec import ModelSpec
@@ -151,7 +152,7 @@ class BatchingProcess:
     def way(self, name: str, k: int) -> Load:
         return Load(name, lambda *load: self._worker.call("run", k, *load))
 
-    def memory(self) -> dict:
+    def memory(self) -> ProcessMemory:
         """The process's load time and peak memory so far."""
         return {"name": self.job["name"], "texts": self.job["texts"], **self._worker.call("memory")}
 

@@ -14,6 +14,7 @@ from speculative.bench.reporting.svg import (
     whole_axis,
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
+from speculative.bench.result import CandidateRow, MethodRow, Result, SpeedupPoint, TuneResult
 from speculative.pair.engines import GENAI, engine_id, shown_engine
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
@@ -22,7 +23,7 @@ FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendat
 # ---- speedup against draft length -----------------------------------------------------------------------------------
 
 
-def speedup(result: dict) -> Markup | str:
+def speedup(result: Result) -> Markup | str:
     """One panel per temperature: measured with the range over the rounds, predicted dashed."""
     points = speedup_points(result)
     if not points:
@@ -50,7 +51,7 @@ def speedup(result: dict) -> Markup | str:
     return section("speedup", "Speedup against draft length", how(notes), panels, kind="card wide")
 
 
-def speedup_points(result: dict) -> list[dict]:
+def speedup_points(result: Result) -> list[SpeedupPoint]:
     """The points of the sweep, or of the rows with a fixed draft length; the best per temperature is marked.
 
     Empty if the rows differ in more than the draft length.
@@ -73,7 +74,9 @@ def _with_shown_engine(row: dict) -> dict:
     return {**row, "engine": shown_engine(row["engine"])}
 
 
-def speedup_panel(t: float, points: list[dict], others: list[dict], engines: list[str], x: Axis, y: Axis) -> Markup:
+def speedup_panel(
+    t: float, points: list[SpeedupPoint], others: list[MethodRow], engines: list[str], x: Axis, y: Axis
+) -> Markup:
     title = f"Temperature {t:g}" if t else "Greedy"
     best = max(points, key=lambda p: p["speedup"])
     said = f"Highest: {best['speedup']:.2f}x at K = {best['k']}, {best['engine']}. All points are in the tables below."
@@ -108,9 +111,9 @@ def speedup_panel(t: float, points: list[dict], others: list[dict], engines: lis
 # ---- acceptance per position ----------------------------------------------------------------------------------------
 
 
-def acceptance(result: dict) -> Markup | str:
+def acceptance(result: Result) -> Markup | str:
     """Per engine and temperature: the longest fixed draft length, and every other policy."""
-    longest: dict[tuple, dict] = {}
+    longest: dict[tuple, MethodRow] = {}
     for row in result.get("rows", []):
         rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
         kind = (row.get("engine"), row.get("temperature"), rule)
@@ -137,7 +140,7 @@ def acceptance(result: dict) -> Markup | str:
 # ---- time per iteration ---------------------------------------------------------------------------------------------
 
 
-def iteration(result: dict) -> Markup | str:
+def iteration(result: Result) -> Markup | str:
     rows = result.get("iteration")
     if not rows:
         return ""
@@ -154,7 +157,7 @@ def iteration(result: dict) -> Markup | str:
 # ---- tune's candidates ----------------------------------------------------------------------------------------------
 
 
-def candidates(result: dict) -> Markup | str:
+def candidates(result: Result) -> Markup | str:
     """Speed against agreement; candidates never compared with the f32 text are in the table only."""
     found = list(enumerate(result.get("candidates", []), start=1))
     if not found:
@@ -170,7 +173,7 @@ def candidates(result: dict) -> Markup | str:
     return section("candidates", "Speed against agreement", *content)
 
 
-def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -> Markup:
+def candidates_figure(shown: list[tuple[int, CandidateRow]], recommended: CandidateRow | None) -> Markup:
     agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
     top = max((one for _, one in shown), key=lambda one: one["throughput"])
     said = (
@@ -193,7 +196,7 @@ def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -
     return tag("figure", plot.svg(), legend(entries))
 
 
-def chosen(result: dict) -> dict | None:
+def chosen(result: TuneResult) -> CandidateRow | None:
     """The candidate with the recommended settings."""
     found = result.get("recommendation") or {}
     best = found.get("settings", {}).get(found.get("best"))

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable
 
+from speculative.bench.result import (
+    BatchingResult,
+    BenchmarkResult,
+    LoadRow,
+    MethodRow,
+    RecordedResult,
+    Result,
+    ServingResult,
+)
 from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 PAIRS = {
     "embedded": "embedded pair (31.6 M + 2.0 M)",
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
 }
-Cell = Callable[[dict], str]
+Cell = Callable[[Result], str]
 
 
-def gains(kept: dict[str, dict]) -> str:
+def gains(kept: dict[str, RecordedResult]) -> str:
     """The Markdown table of both pairs. A cell says so if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
@@ -25,7 +34,7 @@ def gains(kept: dict[str, dict]) -> str:
     return "\n".join([*lines, "", last]) + "\n"
 
 
-def summary(kept: dict[str, dict]) -> str:
+def summary(kept: dict[str, RecordedResult]) -> str:
     """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
     facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
     if not facts:
@@ -43,7 +52,7 @@ def summary(kept: dict[str, dict]) -> str:
 
 
 def best_fixed(engine: str, sampled: bool) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: BenchmarkResult) -> str:
         rows = [row for row in ways(result, engine, sampled) if isinstance(row["draft_length"], int)]
         drafted = [row for row in rows if row["draft_length"]]
         if not drafted:
@@ -57,31 +66,31 @@ def best_fixed(engine: str, sampled: bool) -> Cell:
 def named(engine: str, sampled: bool, begin: str) -> Cell:
     """The cell of the method whose draft length starts with `begin`."""
 
-    def cell(result: dict) -> str:
+    def cell(result: BenchmarkResult) -> str:
         rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
         return times(rows[0]) if rows else ""
 
     return cell
 
 
-def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
+def ways(result: BenchmarkResult, engine: str, sampled: bool) -> list[MethodRow]:
     chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
     return [row for row in chosen if (engine_id(row["engine"]), row["sampled"]) == (engine, sampled)]
 
 
-def same_texts(result: dict) -> str:
+def same_texts(result: BenchmarkResult) -> str:
     """Our engine over GenAI's with the interval over prompts, where both gave the same texts."""
     found = [fact for fact in result["comparisons"] if fact.get("where")]
     return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
 
 
-def under_load(result: dict) -> str:
+def under_load(result: ServingResult) -> str:
     rows = [row for row in result["rows"] if row["way"] == "with draft" and row["speedup"] is not None]
     return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
 
 
 def under_load_of(clients: int) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: ServingResult) -> str:
         rows = [row for row in result["rows"] if row["way"] == "with draft" and row["clients"] == clients]
         return times(rows[0]) if rows and rows[0]["speedup"] is not None else ""
 
@@ -89,14 +98,14 @@ def under_load_of(clients: int) -> Cell:
 
 
 def at_once(begin: str, end: str) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: BatchingResult) -> str:
         found = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
         return "; ".join(f"{one['clients']}: {one['ratio']:.2f}{span(one['range'])}" for one in found)
 
     return cell
 
 
-def times(row: dict) -> str:
+def times(row: MethodRow | LoadRow) -> str:
     return f"{row['speedup']:.2f}x{span(row['speedup_range'])}"
 
 

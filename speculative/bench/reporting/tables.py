@@ -3,6 +3,7 @@
 import math
 
 from speculative.bench.reporting.markup import Markup, join, tag
+from speculative.bench.result import CandidateRow, CategoryRow, CellResult, FailedCandidate, MethodRow, Result
 from speculative.pair.engines import shown_engine
 from speculative.sequence import metrics
 
@@ -87,7 +88,7 @@ def scroll(table: Markup, label: str) -> Markup:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def tables(result: dict) -> Markup | str:
+def tables(result: Result) -> Markup | str:
     named = {
         "Draft lengths": result.get("sweep", []),
         "Methods": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
@@ -108,7 +109,7 @@ def tables(result: dict) -> Markup | str:
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
 
 
-def way(row: dict) -> str:
+def way(row: MethodRow) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
@@ -117,7 +118,7 @@ def way(row: dict) -> str:
     return f"{shown_engine(row['engine'])}, {words}"
 
 
-def candidate_name(number: int, candidate: dict) -> str:
+def candidate_name(number: int, candidate: CandidateRow | FailedCandidate) -> str:
     settings = candidate.get("settings", {})
     return f"{number}: {candidate.get('name') or ', '.join(f'{key} = {value}' for key, value in settings.items())}"
 
@@ -168,7 +169,7 @@ def terms(keys: set[str]) -> Markup:
 # ---- facts ----------------------------------------------------------------------------------------------------------
 
 
-def environment(result: dict) -> Markup | str:
+def environment(result: Result) -> Markup | str:
     facts = result.get("environment")
     if not facts:
         return ""
@@ -177,7 +178,7 @@ def environment(result: dict) -> Markup | str:
     return section("environment", "Environment", facts_table("Measurement environment", facts))
 
 
-def recommendation(result: dict) -> Markup | str:
+def recommendation(result: Result) -> Markup | str:
     """The recommendation of tune.py without its sentences, which are in the summary."""
     found = result.get("recommendation")
     if not found:
@@ -230,7 +231,7 @@ def heat(value: float, highest: float) -> str:
     return f"--share: {0.85 * value / highest if highest > 0 else 0:.2f}"
 
 
-def devices(result: dict) -> Markup | str:
+def devices(result: Result) -> Markup | str:
     matrix = result.get("matrix")
     if not matrix:
         return ""
@@ -254,7 +255,7 @@ def devices(result: dict) -> Markup | str:
     return section("devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), listed)
 
 
-def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> Markup:
+def device_cell(cell: CellResult, highest: float, best: bool, reasons: list[str]) -> Markup:
     """One cell; its reason is given as a number in the list under the table."""
     status = cell.get("status", "not measured")
     mark = f" [{reasons.index(cell['reason']) + 1}]" if cell.get("reason") else ""
@@ -273,7 +274,7 @@ def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> M
     return tag("td", value, *lines, class_="best" if best else None, style=heat(cell["throughput"], highest))
 
 
-def categories(result: dict) -> Markup | str:
+def categories(result: Result) -> Markup | str:
     found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
     if not found:
         return ""
@@ -290,7 +291,7 @@ def categories(result: dict) -> Markup | str:
     return section("categories", "By prompt category", how(words), table)
 
 
-def category_cell(row: dict | None, highest: float) -> Markup:
+def category_cell(row: CategoryRow | None, highest: float) -> Markup:
     if row is None:
         return tag("td", "not measured", class_="none")
     accepted = row.get("acceptance_rate")
@@ -301,7 +302,7 @@ def category_cell(row: dict | None, highest: float) -> Markup:
 # ---- a text, token by token -----------------------------------------------------------------------------------------
 
 
-def tokens(result: dict) -> Markup | str:
+def tokens(result: Result) -> Markup | str:
     view = result.get("token_view")
     if not view:
         return ""

@@ -9,6 +9,7 @@ finalists in rounds interleaved with the choice.
 
 import statistics
 
+from speculative.bench.result import ExhaustiveCheck
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import THRESHOLDS, LengthStage
 from speculative.bench.tuning.session import LENGTHS_BY, Clock, Contest, Session
@@ -70,7 +71,7 @@ class Exhaustive(Session):
         finals = FastestAndChoice(self, self.choice)
         finals.compare(self.choosing, finals.finalists())
 
-    def result(self) -> dict:
+    def result(self) -> ExhaustiveCheck:
         """For the result object: number of settings decoded, the fastest finalist, the choice's ratio to it."""
         last = {one.setting: one for one in figures(self)}
         over = {setting: one.over(last[self.choice]) for setting, one in last.items()}  # the choice, round by round
@@ -86,7 +87,7 @@ class Exhaustive(Session):
         }
 
 
-def sentence(result: dict | None) -> str:
+def sentence(result: ExhaustiveCheck | None) -> str:
     if not result:
         return "The exhaustive check of the choice did not finish."
     if result["fastest"] == result["choice"]:

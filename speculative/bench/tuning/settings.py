@@ -13,6 +13,7 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
+from speculative.bench.result import MethodSettings
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
@@ -100,7 +101,7 @@ class Setting:
             return f"confidence {self.draft_length:g}"
         return f"K = {self.draft_length}" if isinstance(self.draft_length, int) else self.draft_length
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> MethodSettings:
         """As in recommended.json; see speculative/pair/recommendation.py."""
         alone = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:

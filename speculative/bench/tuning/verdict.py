@@ -15,6 +15,14 @@ import openvino as ov
 from speculative.bench import harness
 from speculative.bench import quality as text_quality
 from speculative.bench.cluster.hosts import Place
+from speculative.bench.result import (
+    CandidateRow,
+    FailedCandidate,
+    MethodRow,
+    QualityFigures,
+    Recommendation,
+    RecommendedSettings,
+)
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair import recommendation, weights
@@ -38,11 +46,11 @@ class Verdict:
     best: str
     reason: str
     sentences: list[str]
-    settings: dict[str, dict]
-    quality: dict
-    measured_on: dict
+    settings: dict[str, RecommendedSettings]
+    quality: QualityFigures
+    measured_on: dict[str, str]
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> Recommendation:
         return {
             "program": "scripts/tune.py",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -210,7 +218,7 @@ def _contest(tuning, setting: Setting):
     return next((one for one in (tuning.afresh, tuning.choosing) if setting in one.ways), None)
 
 
-def measured_on(place: Place, models: PropertySet) -> dict:
+def measured_on(place: Place, models: PropertySet) -> dict[str, str]:
     """The versions and devices the results depend on; speculative/pair/recommendation.py compares them."""
     names = dict.fromkeys([models.device, models.draft_device])
     return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
@@ -520,13 +528,13 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
     return lines
 
 
-def rows(tuning) -> list[dict]:
+def rows(tuning) -> list[MethodRow]:
     """The rows of the result object: the finalists, with the new rounds if measured again."""
     contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
     return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
-def candidates(tuning) -> list[dict]:
+def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
     """All candidates, failed ones included."""
     found = []
     last = {one.setting: one for one in figures(tuning)}
@@ -552,7 +560,7 @@ def candidates(tuning) -> list[dict]:
     return found
 
 
-def _settings(one: Figures) -> dict:
+def _settings(one: Figures) -> RecommendedSettings:
     return {
         **one.setting.as_dict(),
         "throughput": statistics.median(one.throughputs),
@@ -561,7 +569,7 @@ def _settings(one: Figures) -> dict:
     }
 
 
-def _quality(quality: text_quality.Quality | None) -> dict:
+def _quality(quality: text_quality.Quality | None) -> QualityFigures:
     if not quality:
         return {}
     return {
