@@ -22,6 +22,11 @@ from pathlib import Path
 
 FILE = "recommended.json"
 FORMAT = 1
+SAMPLE_OF = {  # the sample that runs with an engine's settings
+    "alone": "greedy_causal_lm.py",
+    "GenAI": "speculative_greedy_lm.py",
+    "ours": "speculative_sampling_lm.py",
+}
 PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
 
 

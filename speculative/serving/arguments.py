@@ -6,7 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from speculative.cli import console
+from speculative.cli import console, pipeline_arguments
+from speculative.cli.pipeline_arguments import ARGUMENTS
 from speculative.models.cached_model import CAPACITY
 from speculative.serving import resources
 from speculative.serving.limits import Limits
@@ -21,11 +22,11 @@ def parse(description: str) -> argparse.Namespace:
     """Parse the arguments and derive `pair`, `limits`, `keys` (digests or None) and `resources` (per replica)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: console.fail(f"{message} (see --help)")
-    number = console.whole_number
+    number = pipeline_arguments.whole_number
     for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
-        flags = console.DRAFT_LENGTH if name == "-k" else (name,)
-        parser.add_argument(*flags, **console.ARGUMENTS[name])
-    draft = {**console.ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
+        flags = pipeline_arguments.DRAFT_LENGTH if name == "-k" else (name,)
+        parser.add_argument(*flags, **ARGUMENTS[name])
+    draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
 
     http = parser.add_argument_group("HTTP")
@@ -54,7 +55,7 @@ def parse(description: str) -> argparse.Namespace:
         help="do not cache prompt prefixes (default: shared between requests of the same API key and "
         "prompt_cache_key)",
     )  # fmt: skip
-    seconds = console.decimal(lambda value: 0 < value < 1e6, "above 0")
+    seconds = pipeline_arguments.decimal(lambda value: 0 < value < 1e6, "above 0")
     limits.add_argument(
         "--timeout",
         type=seconds,
@@ -80,12 +81,12 @@ def parse(description: str) -> argparse.Namespace:
         "--metrics-port", type=number(1, 65535), default=8001, metavar="PORT",
         help="Prometheus port of the local Ray (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--debug", **console.ARGUMENTS["--debug"])
+    parser.add_argument("--debug", **ARGUMENTS["--debug"])
 
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = console.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
+        args = pipeline_arguments.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
@@ -112,18 +113,16 @@ def resource(text: str) -> tuple[str, float]:
     """An argparse type: a Ray resource and the amount required per replica."""
     name, _, amount = text.partition("=")
     try:
-        return name, console.decimal(lambda value: 0 < value < 1e6, "above 0")(amount) if name else 1 / 0
+        return name, pipeline_arguments.decimal(lambda value: 0 < value < 1e6, "above 0")(amount) if name else 1 / 0
     except (argparse.ArgumentTypeError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=AMOUNT, like intel_gpu=1") from None
 
 
 def _check_models(args: argparse.Namespace) -> None:
-    console.check_model("main", args.main)
-    console.check_device(args.device, args.property)
+    models = {"main": (args.main, args.device, args.property)}
     if args.draft:
-        console.check_model("draft", args.draft)
-        console.check_device(args.draft_device, args.draft_property)
-        console.check_pair(args.main, args.draft)
+        models["draft"] = (args.draft, args.draft_device, args.draft_property)
+    pipeline_arguments.check_models(models)
 
 
 def _pair(args: argparse.Namespace) -> Pair:
