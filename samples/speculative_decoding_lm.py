@@ -19,7 +19,7 @@ def key_value(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
-    sys.excepthook = lambda kind, error, trace: parser.error(str(error).strip().splitlines()[-1])
+    sys.excepthook = lambda kind, error, trace: parser.error((str(error).strip() or repr(error)).splitlines()[-1])
     for role, prefix in (("main", ""), ("draft", "draft-")):
         parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
         parser.add_argument(f"--{prefix}device", default="CPU", help=f"device of the {role} model (default: CPU)")
@@ -28,12 +28,12 @@ def main():
     parser.add_argument("-k", "--num-assistant-tokens", type=int, choices=range(1, 65), default=5, metavar="K")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
     args = parser.parse_args()
-    for folder in (args.main, args.draft):
-        if not Path(folder, "openvino_model.xml").is_file():
-            parser.error(f"{folder} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
-    prompt = sys.stdin.buffer.read().decode().rstrip("\r\n") if args.prompt == "-" else args.prompt
-    if not prompt:
-        parser.error("the prompt is empty: give some text to continue.")
+    if missing := [folder for folder in (args.main, args.draft) if not Path(folder, "openvino_model.xml").is_file()]:
+        parser.error(f"{missing[0]} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
+    if args.prompt == "-":
+        args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    if not args.prompt or args.max_new_tokens < 1:
+        parser.error("give a prompt that is not empty, and --max-new-tokens of 1 or more.")
     import openvino_genai  # takes a second, for which --help and errors need not wait
 
     tokenizers = [openvino_genai.Tokenizer(folder) for folder in (args.main, args.draft)]
@@ -46,10 +46,10 @@ def main():
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
-    result = pipe.generate([prompt], config, lambda text: print(text, end="", flush=True))
-    speed, drafting = result.perf_metrics.get_throughput().mean, result.extended_perf_metrics
+    result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
+    tokens, drafting = result.perf_metrics.get_num_generated_tokens(), result.extended_perf_metrics
     accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
-    print(f"\n\nnew tokens       {len(result.tokens[0])} ({speed:.1f} tokens/s)", file=sys.stderr)
+    print(f"\n\nnew tokens       {tokens} ({result.perf_metrics.get_throughput().mean:.1f} tokens/s)", file=sys.stderr)
     print(f"acceptance rate  {accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)", file=sys.stderr)
     print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)
 

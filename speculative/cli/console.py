@@ -6,21 +6,26 @@ import errno
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import openvino
 import openvino_genai
+from openvino_genai import DecodedResults, GenerationConfig
 
 from speculative.pair.weights import read as read_weights
 from speculative.sequence.detokenizer import IncrementalDetokenizer
 from speculative.sequence.metrics import block_efficiency
+from speculative.sequence.result import GenerationResult
 from speculative.sequence.sequence import stop_ids_of
 
-ALL_TOKENS = openvino_genai.GenerationConfig().top_k
+ALL_TOKENS = GenerationConfig().top_k
 MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 
 
-def run(main):
+def run(main: Callable[[], object]) -> None:
     """Run a sample and exit: 0 success, 1 failure, 2 bad usage, 130 Ctrl-C. Stack traces only with --debug."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
@@ -39,18 +44,18 @@ def run(main):
         fail(sentence(error), status=1)
 
 
-def say(text):
+def say(text: str) -> None:
     """Print one line to stderr; stdout is reserved for the model's text."""
     print(text, file=sys.stderr, flush=True)
 
 
-def fail(sentence, status=2):
+def fail(sentence: str, status: int = 2) -> NoReturn:
     """Exit with a one-sentence error: status 2 for bad usage, 1 for a failure."""
     say(f"error: {sentence}")
     sys.exit(status)
 
 
-def sentence(error):
+def sentence(error: BaseException) -> str:
     """Return an engine error on one line, without source locations."""
     text = getattr(error, "strerror", None) or str(error)
     if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
@@ -67,7 +72,7 @@ class Streamer(openvino_genai.StreamerBase):
     then one token of the main model. `gained` holds their number per forward pass.
     """
 
-    def __init__(self, folder, tokenizer):
+    def __init__(self, folder: str | Path, tokenizer: openvino_genai.Tokenizer):
         super().__init__()
         self.detokenizer = IncrementalDetokenizer(tokenizer.decode)
         self.stop_tokens = stop_ids_of(folder, tokenizer)
@@ -77,7 +82,7 @@ class Streamer(openvino_genai.StreamerBase):
         self.error = None  # an error of stdout; an exception would be lost in the engine's thread
         ctrl_c.pressed.clear()
 
-    def write(self, tokens):
+    def write(self, tokens: int | list[int]) -> openvino_genai.StreamingStatus:
         ctrl_c.streaming = True
         self.times.append(time.perf_counter())
         tokens = tokens if isinstance(tokens, list) else [tokens]
@@ -91,31 +96,31 @@ class Streamer(openvino_genai.StreamerBase):
             return openvino_genai.StreamingStatus.CANCEL
         return openvino_genai.StreamingStatus.RUNNING if end is None else openvino_genai.StreamingStatus.STOP
 
-    def end(self):
+    def end(self) -> None:
         self.guard(self.print, self.detokenizer.end())
         ctrl_c.streaming = False
 
-    def show(self, tokens):
+    def show(self, tokens: list[int]) -> None:
         self.print(self.text_of(tokens))
 
-    def text_of(self, tokens):
+    def text_of(self, tokens: list[int]) -> str:
         """Return the text added by `tokens`, in whole characters."""
         return self.detokenizer.push(tokens)[0]
 
     @property
-    def text(self):
+    def text(self) -> str:
         return self.detokenizer.text
 
-    def print(self, text):
+    def print(self, text: str) -> None:
         print(text, end="", flush=True)
 
-    def guard(self, action, argument):
+    def guard(self, action: Callable, argument: object) -> None:
         try:
             action(argument)
         except OSError as error:
             self.error = error
 
-    def check(self):
+    def check(self) -> None:
         """Raise the exception that stopped generation early: an error of stdout, or Ctrl-C."""
         if self.error:
             raise self.error
@@ -126,7 +131,9 @@ class Streamer(openvino_genai.StreamerBase):
 # ---- summary ---------------------------------------------------------------------------------------------------------
 
 
-def print_summary(args, config, streamer, result):
+def print_summary(
+    args: Namespace, config: GenerationConfig, streamer: Streamer, result: DecodedResults | GenerationResult
+) -> None:
     """Print the metrics and settings of one generation, by GenAI or our engine, to stderr."""
     streamer.check()
     rows = figures(args, config, streamer, result)
@@ -144,7 +151,9 @@ def print_summary(args, config, streamer, result):
     say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
 
 
-def figures(args, config, streamer, result):
+def figures(
+    args: Namespace, config: GenerationConfig, streamer: Streamer, result: DecodedResults | GenerationResult
+) -> dict[str, object]:
     """Return {name: value with unit}. The prompt's forward pass yields the first token; the others are decoding."""
     first, last = streamer.times[0], streamer.times[-1]
     tokens, inferences = sum(streamer.gained) - 1, len(streamer.gained) - 1
@@ -164,7 +173,9 @@ def figures(args, config, streamer, result):
     return rows
 
 
-def draft_tokens(args, config, streamer, result):
+def draft_tokens(
+    args: Namespace, config: GenerationConfig, streamer: Streamer, result: DecodedResults
+) -> tuple[int, int]:
     """Return the numbers of proposed and accepted draft tokens.
 
     GenAI does not count the last iteration of a text, except with an NPU. If the text ended at its maximum length, the
@@ -183,7 +194,7 @@ def draft_tokens(args, config, streamer, result):
     return proposed + min(config.num_assistant_tokens, wanted - 1), accepted
 
 
-def sampling(args):
+def sampling(args: Namespace) -> str:
     """Return a description of the sampling settings."""
     if args.temperature <= 1e-6:
         return f"greedy (temperature {args.temperature:g})"
@@ -191,7 +202,7 @@ def sampling(args):
     return f"temperature {args.temperature:g}, top-k {top_k}, top-p {args.top_p:g}, seed {args.seed}"
 
 
-def precision(folder, device, properties):
+def precision(folder: str, device: str, properties: dict) -> str:
     """Return the weight format, read from the IR, and the inference precision reported by the device."""
     core = openvino.Core()
     weights = "+".join(read_weights(core.read_model(Path(folder, "openvino_model.xml"))).formats)

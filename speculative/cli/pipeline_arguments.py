@@ -8,6 +8,7 @@ import argparse
 import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import openvino
@@ -25,7 +26,7 @@ MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: 
 MAX_NEW_TOKENS = 1_000_000
 
 
-def parse_arguments(description, *names):
+def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE overrides a default), check everything that can be
     checked before compiling a model, and print what is loaded. `args.property` and `args.draft_property` are
     dictionaries."""
@@ -66,7 +67,7 @@ def parse_arguments(description, *names):
     return args
 
 
-def whole_number(low, high):
+def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `low` to `high` inclusive."""
 
     def parse(text):
@@ -77,7 +78,7 @@ def whole_number(low, high):
     return parse
 
 
-def draft_length(text):
+def draft_length(text: str) -> float:
     """Parse 1 to MAX_DRAFT_LENGTH tokens, auto (returned as 0), or a draft confidence threshold between 0 and 1."""
     try:
         if "." in text:
@@ -87,14 +88,14 @@ def draft_length(text):
         raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
-def set_draft_length(args, value):
+def set_draft_length(args: argparse.Namespace, value: float) -> None:
     """Split the value of draft_length() into GenAI's two options, number of tokens and threshold; both 0 for auto."""
     is_threshold = isinstance(value, float)
     args.num_assistant_tokens = 0 if is_threshold else value
     args.assistant_confidence_threshold = value if is_threshold else 0.0
 
 
-def decimal(valid, range_):
+def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], float]:
     """Return an argparse type for numbers for which `valid` is true; `range_` describes them."""
 
     def parse(text):
@@ -112,7 +113,7 @@ def decimal(valid, range_):
 temperature = decimal(lambda value: 0 <= value < math.inf, "of 0 or more")
 
 
-def scheduler_config(settings):
+def scheduler_config(settings: list[tuple[str, object]]) -> openvino_genai.SchedulerConfig:
     """Return GenAI's SchedulerConfig with these [(name, value)] set."""
     config = openvino_genai.SchedulerConfig()
     for name, value in settings:
@@ -197,7 +198,7 @@ ARGUMENTS = {
 # ---- recommended settings -------------------------------------------------------------------------------------------
 
 
-def take_recommendation(parser, args, engine):
+def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespace, engine: str) -> argparse.Namespace:
     """Parse again with tune.py's settings for `engine` as defaults; `args.recommended` describes their origin."""
     main, draft = Path(args.main), Path(args.draft) if "draft" in args else None
     check_folders({"main": main, "draft": draft} if draft else {"main": main})
@@ -239,7 +240,7 @@ def take_recommendation(parser, args, engine):
     return args
 
 
-def _versions():
+def _versions() -> dict[str, str]:
     """Return {what: version} of openvino_genai and the devices, as a recommendation's `measured_on`."""
     core = openvino.Core()
     names = {name: core.get_property(name, "FULL_DEVICE_NAME") for name in core.available_devices}
@@ -249,7 +250,7 @@ def _versions():
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_models(models):
+def check_models(models: dict[str, tuple[Path, str, dict]]) -> None:
     """Reject models that cannot run, alone or together: {"main" or "draft": (folder, device, properties)}."""
     check_folders({role: folder for role, (folder, _, _) in models.items()})
     for role, (_, device, properties) in models.items():
@@ -261,7 +262,7 @@ def check_models(models):
         check_pair(models["main"][0], models["draft"][0])
 
 
-def check_folders(folders):
+def check_folders(folders: dict[str, Path]) -> None:
     """Reject folders that the engine cannot load: {"main" or "draft": folder}."""
     for role, folder in folders.items():
         try:
@@ -270,7 +271,7 @@ def check_folders(folders):
             fail(f"{role}: {error}", status=1 if isinstance(error, DamagedFolder) else 2)
 
 
-def check_pair(main, draft):
+def check_pair(main: Path, draft: Path) -> None:
     """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids."""
     try:
         findings = compare_tokenizers(main, draft)
@@ -283,7 +284,7 @@ def check_pair(main, draft):
             say(f"warning: {draft} as a draft of {main}: {finding.message}")
 
 
-def read_prompt(prompt):
+def read_prompt(prompt: str) -> str:
     """Return the prompt, read from standard input if it is "-"; reject an empty one and what is not UTF-8."""
     if prompt == "-":
         try:
@@ -299,7 +300,7 @@ def read_prompt(prompt):
     return prompt
 
 
-def fit_in_context(args):
+def fit_in_context(args: argparse.Namespace) -> None:
     """Reject a prompt that fills the context; lower max_new_tokens, with a note, if the context leaves less room."""
     context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
     tokenizer = openvino_genai.Tokenizer(args.main)

@@ -270,7 +270,8 @@ def test_the_sample_that_stands_alone_needs_no_detokenizer_of_the_draft(run_here
         (["-k", "65"], ["-k", "65"]),
         (["-k", "four"], ["-k", "'four'"]),
         (["--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
-        (["--max-new-tokens", "-5"], []),
+        (["--max-new-tokens=-5"], ["--max-new-tokens of 1 or more"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens of 1 or more"]),
         (["--property", "INFERENCE_PRECISION_HINT"], ["--property", "'INFERENCE_PRECISION_HINT'"]),
         (["--property", "NO_SUCH=1"], ["NO_SUCH"]),
         (["--recommended"], ["--recommended"]),
@@ -282,8 +283,8 @@ def test_a_bad_option_of_the_sample_that_stands_alone(run_here, options, parts):
 
 @pytest.mark.parametrize("stdin", ["", "\n"])
 def test_an_empty_prompt_of_the_sample_that_stands_alone(run_here, stdin):
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, ""), 2, "prompt is empty")
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt that is not empty")
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, ""), 2, "prompt that is not empty")
     assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT), 2, "prompt")
 
 
