@@ -40,16 +40,16 @@ def main():
     text = "\n".join(token.decode(errors="ignore") for token in tokenizers[0].get_vocab())[:100_000]
     if len({str(tokenizer.encode(text).input_ids.data.tolist()) for tokenizer in tokenizers}) > 1:
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
-
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
-    tokens, drafting = result.perf_metrics.get_num_generated_tokens(), result.extended_perf_metrics
+    perf, drafting = result.perf_metrics, result.extended_perf_metrics
+    tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token
     accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
-    print(f"\n\nnew tokens       {tokens} ({result.perf_metrics.get_throughput().mean:.1f} tokens/s)", file=sys.stderr)
+    print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)", file=sys.stderr)
     print(f"acceptance rate  {accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)", file=sys.stderr)
     print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)
 
