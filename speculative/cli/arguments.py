@@ -127,13 +127,11 @@ def refuse_unsound(main: Path, draft: Path) -> None:
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:
-    """Exit with status 2 if OpenVINO does not find a requested device. The NPU code path can be used without an NPU
-    (NPUW_DEVICES)."""
-    emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
+    """Exit with status 2 if OpenVINO does not find a requested device."""
+    properties = dict(getattr(arguments, "property", None) or ())
     for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
-        facts = devices.look_up(device)
-        if emulated:
-            facts = [fact._replace(missing="") if fact.name == "NPU" else fact for fact in facts]
-        if reason := devices.why_not(device, facts):
-            print(f"error: {reason}", file=sys.stderr)
+        try:
+            devices.require(device, properties)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

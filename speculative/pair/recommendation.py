@@ -22,10 +22,15 @@ import os
 from pathlib import Path
 
 from speculative.atomic_write import atomic_write
-from speculative.pair.engines import engine_id
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 FILE = "recommended.json"
 FORMAT = 2
+SAMPLE_OF = {  # the sample that runs with an engine's settings
+    "alone": "greedy_causal_lm.py",
+    GENAI: "speculative_greedy_lm.py",
+    NATIVE: "speculative_sampling_lm.py",
+}
 PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
 
 

@@ -116,7 +116,7 @@ def test_more_that_is_out_of_range(option, values):
 
 
 def test_models_and_prompts_that_cannot_be(run_here, tmp_path, other_tokenizer):
-    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, tmp_path / "nowhere", "not a folder")
+    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, f"no folder {tmp_path / 'nowhere'}")
     assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
     shutil.copytree(DRAFT, tmp_path / "other")
     for file in other_tokenizer.iterdir():

@@ -435,11 +435,8 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
     python = _python(main, setting)
     setting = setting if setting.draft else sample_alone
     models = setting.models
-    if not setting.draft:
-        program, folders = "greedy_causal_lm.py", [main]
-    else:
-        program = "speculative_decoding_lm.py" if setting.engine == GENAI else "speculative_sampling_lm.py"
-        folders = [main, str(setting.draft)]
+    program = recommendation.SAMPLE_OF[setting.engine if setting.draft else "alone"]
+    folders = [main, str(setting.draft)] if setting.draft else [main]
     begin = ["python", f"samples/{program}", *folders, PROMPT]
     begin += ["--temperature", "0"] if setting.engine == NATIVE else []
     options = ["--device", models.device] if models.device != "CPU" else []
