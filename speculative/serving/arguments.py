@@ -7,7 +7,15 @@ import os
 import socket
 from pathlib import Path
 
-from speculative.cli import console, former_options, pipeline_arguments
+from speculative.cli import console, former_options
+from speculative.cli.pipeline_arguments import (
+    ARGUMENTS,
+    DRAFT_LENGTH,
+    check_models,
+    decimal,
+    take_recommendation,
+    whole_number,
+)
 from speculative.models.cached_model import CAPACITY
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -19,7 +27,7 @@ from speculative.serving.pair import Pair
 KEY = "SPECULATIVE_API_KEY"
 MAX = 1_000_000
 FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
-_above_zero = pipeline_arguments.decimal(lambda value: 0 < value < 1e6, "above 0")
+_above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
 def parse(description: str) -> argparse.Namespace:
@@ -28,7 +36,7 @@ def parse(description: str) -> argparse.Namespace:
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = pipeline_arguments.take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
+        args = take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
@@ -51,22 +59,20 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: console.fail(f"{message} (see --help)")
     for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
-        flags = pipeline_arguments.DRAFT_LENGTH if name == "-k" else (name,)
-        parser.add_argument(*flags, **pipeline_arguments.ARGUMENTS[name])
-    draft = {**pipeline_arguments.ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
+        flags = DRAFT_LENGTH if name == "-k" else (name,)
+        parser.add_argument(*flags, **ARGUMENTS[name])
+    draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_limits(parser.add_argument_group("limits per replica"))
     _add_ray_arguments(parser.add_argument_group("Ray"))
-    parser.add_argument("--debug", **pipeline_arguments.ARGUMENTS["--debug"])
+    parser.add_argument("--debug", **ARGUMENTS["--debug"])
     return parser
 
 
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    http.add_argument(
-        "--port", type=pipeline_arguments.whole_number(1, 65535), default=8000, help="port (default: %(default)s)"
-    )
+    http.add_argument("--port", type=whole_number(1, 65535), default=8000, help="port (default: %(default)s)")
     http.add_argument("--model-name", metavar="NAME", help="model name in the API (default: the folder's name)")
     http.add_argument(
         "--api-key-file",
@@ -85,9 +91,7 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
         ("--max-queue", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
         ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
     ):
-        limit = limits.add_argument(
-            name, type=pipeline_arguments.whole_number(1, MAX), default=default, metavar="N", help=meaning
-        )
+        limit = limits.add_argument(name, type=whole_number(1, MAX), default=default, metavar="N", help=meaning)
         former_options.accept(limits, limit, *FORMER.get(name, ()))
     limits.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false",
@@ -111,20 +115,20 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
     ray.add_argument("--address", help="connect to this Ray cluster, HOST:PORT (default: start Ray on this machine)")
     ray.add_argument(
         "--replicas",
-        type=pipeline_arguments.whole_number(1, 1000),
+        type=whole_number(1, 1000),
         default=1,
         metavar="N",
         help="replicas (default: %(default)s)",
     )
     ray.add_argument(
         "--max-replicas",
-        type=pipeline_arguments.whole_number(1, 1000),
+        type=whole_number(1, 1000),
         metavar="N",
         help="scale up to N replicas under load",
     )
     ray.add_argument(
         "--num-cpus",
-        type=pipeline_arguments.whole_number(1, 4096),
+        type=whole_number(1, 4096),
         metavar="N",
         help="cores per replica (default: Ray counts 1)",
     )
@@ -133,7 +137,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
         help="Ray resource required per replica (repeatable; default: intel_gpu=1 or intel_npu=1 for those devices)",
     )  # fmt: skip
     ray.add_argument(
-        "--metrics-port", type=pipeline_arguments.whole_number(1, 65535), default=8001, metavar="PORT",
+        "--metrics-port", type=whole_number(1, 65535), default=8001, metavar="PORT",
         help="Prometheus port of the local Ray (default: %(default)s)",
     )  # fmt: skip
 
@@ -151,7 +155,7 @@ def _check_models(args: argparse.Namespace) -> None:
     models = {"main": (args.main, args.device, args.property)}
     if args.draft:
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
-    pipeline_arguments.check_models(models)
+    check_models(models)
 
 
 def _check_access(args: argparse.Namespace) -> None:
