@@ -104,7 +104,7 @@ class Chat:
                 if value:
                     console.set_draft_length(self.args, console.draft_length(value))
                 k = self.args.num_assistant_tokens or self.args.assistant_confidence_threshold or "auto"
-                console.say(f"K = {k}: {self.draft_length().why()}")
+                console.say(f"K = {k}: {self.draft_length().describe()}")
             elif name == "/temperature":
                 if value:
                     self.set_temperature(console.temperature(value))

@@ -31,11 +31,11 @@ from pathlib import Path
 import numpy as np
 import openvino_genai
 
-from speculative.bench.cluster.child_process import Failed
-from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
+from speculative.bench.cluster.child_process import ChildFailed
+from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 from speculative.bench.harness import (
     BackgroundLoad,
-    Way,
+    Method,
     add_output_arguments,
     environment,
     iteration_split,
@@ -112,11 +112,11 @@ def starts(arguments: argparse.Namespace) -> list[StartCost]:
     return start_costs(kinds, arguments, arguments.starts)
 
 
-def jobs(arguments: argparse.Namespace) -> list[Job]:
+def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
     """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
     main, draft = model_specs(arguments)
-    alone = Job(
+    alone = ProcessJob(
         name="GenAI, main alone",
         engine=GENAI,
         main=main,
@@ -169,12 +169,12 @@ def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def baselines(ways: list[Way]) -> dict[bool, Way]:
+def baselines(ways: list[Method]) -> dict[bool, Method]:
     """The main model alone: greedy in GenAI, sampled in our engine."""
     return {way.temperature > 0: way for way in reversed(ways) if way.name.endswith("main alone")}
 
 
-def summarise(ways: list[Way], keeps_caches: bool) -> list[MethodRow]:
+def summarise(ways: list[Method], keeps_caches: bool) -> list[MethodRow]:
     """One row per method."""
     alone = baselines(ways)
     rows = [row(way, alone[way.temperature > 0]) for way in ways]
@@ -186,7 +186,7 @@ def summarise(ways: list[Way], keeps_caches: bool) -> list[MethodRow]:
     return rows
 
 
-def by_category(ways: list[Way], prompts: list[Prompt]) -> list[CategoryRow]:
+def by_category(ways: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
     """Speedup and acceptance rate of each drafting method, per prompt category."""
     alone, found = baselines(ways), []
     categories: dict[str, list[int]] = {}
@@ -216,14 +216,14 @@ def by_category(ways: list[Way], prompts: list[Prompt]) -> list[CategoryRow]:
     return found
 
 
-def compare(ways: list[Way]) -> list[Ratio]:
+def compare(ways: list[Method]) -> list[Ratio]:
     """The comparisons readers ask for: ours against GenAI at the same K, adaptive against the best fixed K."""
 
-    def find(engine: str, sampled: bool) -> dict[int | str, Way]:
+    def find(engine: str, sampled: bool) -> dict[int | str, Method]:
         chosen = [way for way in ways if way.name != "GenAI, draft alone"]
         return {way.draft_length: way for way in chosen if (way.engine, way.temperature > 0) == (engine, sampled)}
 
-    def throughput(way: Way) -> float:
+    def throughput(way: Method) -> float:
         return statistics.median(way.throughput(i) for i in range(len(way.rounds)))
 
     facts, genai, ours = [], find(GENAI, False), find(NATIVE, False)
@@ -420,7 +420,7 @@ def compared(fact: Ratio) -> str:
 class Measured:
     """The methods' rounds, whether all were completed, and what was measured besides."""
 
-    ways: list[Way]
+    ways: list[Method]
     rows: list[dict]
     complete: bool
     load: BackgroundLoad
@@ -430,7 +430,8 @@ class Measured:
 
 
 def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
-    """Measure all methods. Raises KeyboardInterrupt without a complete round; what a rejected model raises; Failed."""
+    """Measure all methods. Raises KeyboardInterrupt without a complete round, ChildFailed, and what a
+    rejected model raises."""
     costs = [] if arguments.no_starts else starts(arguments)
     with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
         ways = [way for process in processes for way in process.ways]
@@ -483,7 +484,7 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         room = arguments.max_new_tokens + (arguments.context or 0)
         ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
-    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         measured = run(arguments, ids)
     result = result_of(arguments, prompts, measured)
     write_outputs(arguments, result, table(result))

@@ -23,12 +23,12 @@ import argparse
 import statistics
 import sys
 
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing
 from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment, shuffled
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
-from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
+from speculative.bench.load.metrics import Load, break_even, counted, row, table, take_turns
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRatio, LoadRow, ProcessMemory
 from speculative.cli.arguments import (
@@ -176,7 +176,7 @@ def summary(
     for compared in filter(None, (alone, over_best)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
     ours = [row for row in rows if row["way"] == "ours, adaptive draft"]
-    lines += stops_paying(ours)
+    lines += break_even(ours)
     lines += [
         f"{one['name']}, {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB peak memory of its "
         "process" + (f", including {one['cache_bytes'] / 1e6:,.0f} MB of KV caches." if one["cache_bytes"] else ".")
@@ -235,7 +235,7 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
-    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         texts = [prompt.text for prompt in prompts]
         with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
             ways = ways_of(processes, arguments.num_assistant_tokens)

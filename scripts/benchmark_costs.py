@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> InferenceCosts:
     """Milliseconds with a context of `context` tokens: main model by number of tokens, draft step, rollback."""
-    text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.width, draft.width)
+    text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.vocab_size, draft.vocab_size)
     main.logits(text[:context])
     draft.logits(text[:context])
 
@@ -108,8 +108,8 @@ def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat:
         "draft": median(draft, 1),
         "rollback": 1000 * statistics.median(differences),
     }
-    main.forget()
-    draft.forget()
+    main.reset()
+    draft.reset()
     return row
 
 

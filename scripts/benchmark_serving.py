@@ -26,8 +26,8 @@ from pathlib import Path
 
 from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
-from speculative.bench.load.clients import Endpoint, closed_loop, only_model
-from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
+from speculative.bench.load.clients import Target, closed_loop, only_model
+from speculative.bench.load.metrics import Load, break_even, counted, losses, row, table, take_turns
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
@@ -80,7 +80,7 @@ def temperature(text: str) -> float:
     return value
 
 
-def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endpoint]:
+def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Target]:
     """The endpoints by method name; started servers are stopped by `stack`.
 
     Raises ValueError if a URL is not a usable server, RuntimeError if a server does not start.
@@ -102,17 +102,17 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endp
             stack.callback(server.end)
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
-    found = {name: Endpoint(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
+    found = {name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
     return {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
 
 
-def load(name: str, server: Endpoint, prompts: list[str], settings: dict) -> Load:
+def load(name: str, server: Target, prompts: list[str], settings: dict) -> Load:
     return Load(name, lambda clients, seconds, first: closed_loop(server, clients, seconds, prompts, settings, first))
 
 
 def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
-    lines = stops_paying([one for one in rows if one["way"] == DRAFT])
+    lines = break_even([one for one in rows if one["way"] == DRAFT])
     for way in dict.fromkeys(one["way"] for one in rows):
         best = max((one for one in rows if one["way"] == way), key=lambda one: one["throughput"])
         lines.append(f"Peak throughput {way}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
@@ -124,7 +124,7 @@ def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -
 
 def measure(
     arguments: argparse.Namespace, texts: list[str]
-) -> tuple[list[Load], dict[str, Endpoint], BackgroundLoad, bool]:
+) -> tuple[list[Load], dict[str, Target], BackgroundLoad, bool]:
     """The methods with their rounds, the servers, the background load, and whether all rounds were completed.
 
     Raises KeyboardInterrupt without a complete round, and what `endpoints` raises.
@@ -144,7 +144,7 @@ def result_of(
     arguments: argparse.Namespace,
     prompts: list[Prompt],
     ways: list[Load],
-    servers: dict[str, Endpoint],
+    servers: dict[str, Target],
     other: BackgroundLoad,
 ) -> dict:
     """The program's result, as written in JSON."""

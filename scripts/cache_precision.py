@@ -38,12 +38,12 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 def decoded(model: CachedModel, text: np.ndarray, rejected: int) -> np.ndarray:
     """Distributions [tokens, V] of plain decoding, with `rejected` wrong tokens rolled back before each token."""
-    model.forget()
+    model.reset()
     model.logits(text[:PROMPT])
     rows = []
     for n in range(PROMPT + 1, len(text) + 1):
         if rejected:
-            wrong = (text[n - 1 : n - 1 + rejected] + 7919) % model.width
+            wrong = (text[n - 1 : n - 1 + rejected] + 7919) % model.vocab_size
             model.logits(np.concatenate([text[: n - 1], wrong]))
         rows.append(probabilities(model.logits(text[:n])[0]))
     return np.array(rows)

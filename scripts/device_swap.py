@@ -44,9 +44,9 @@ import openvino_genai
 
 from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
-from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.ray_nodes import Lost, connect, ray_address, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, connect, ray_address, spread
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
@@ -168,7 +168,7 @@ def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
 def this_machine(arguments: argparse.Namespace) -> Place:
     try:
         return hosts.of(None, run_here, arguments.devices, arguments.emulate_npu)
-    except Failed as error:
+    except ChildFailed as error:
         note(f"device detection failed ({error}), so each device is tried in its own cells")
         versions = [openvino_genai.__version__, ""]
         return hosts.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
@@ -315,7 +315,7 @@ def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tq
         answer = place.run(cell.job, timeout, waiting)
         emulated = any(device.emulated for device in cell.devices)
         status, reason = "emulated" if emulated else "ok", remark(cell, arguments.num_assistant_tokens)
-    except Failed as error:
+    except ChildFailed as error:
         answer, status, reason = {}, "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
     cell.status, cell.reason, cell.answer, cell.timeout = status, reason, answer, timeout
     cell.measured = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -344,7 +344,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
     if key not in kept.lines:
         try:
             kept.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
-        except (Failed, Lost) as error:
+        except (ChildFailed, NodeLost) as error:
             note(f"could not determine whether the differences are near-ties: {error}")
             return
     margins = kept.lines[key]["margins"]

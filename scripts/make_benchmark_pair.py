@@ -271,7 +271,7 @@ def write_json(path: Path, content: dict) -> None:
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """The acceptance rate at K = 4 over all prompts."""
     model = cached_model.load(main)
-    source = DraftModelProposer(cached_model.load(draft), model.width)
+    source = DraftModelProposer(cached_model.load(draft), model.vocab_size)
     engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     if arguments.temperature:

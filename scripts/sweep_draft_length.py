@@ -29,11 +29,11 @@ import numpy as np
 
 from speculative import decoder
 from speculative.atomic_write import atomic_write
-from speculative.bench.cluster.child_process import Failed
-from speculative.bench.decoding_process import Closing, DecodingProcess, Job
+from speculative.bench.cluster.child_process import ChildFailed
+from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob
 from speculative.bench.harness import (
     BackgroundLoad,
-    Way,
+    Method,
     add_output_arguments,
     environment,
     interleave,
@@ -131,9 +131,9 @@ class MeasuredCosts:
     def measure(self) -> None:
         longest = max(self.ks) + 1
         context = max(1, min(self.context, *(model.capacity - longest for model in (self.main, self.draft))))
-        text = (np.arange(context + longest) * 7919 + 1) % min(self.main.width, self.draft.width)
+        text = (np.arange(context + longest) * 7919 + 1) % min(self.main.vocab_size, self.draft.vocab_size)
         for model in (self.main, self.draft):
-            model.forget()
+            model.reset()
             model.logits(text[:context])
 
         def timed(model: CachedModel, start: int, n: int) -> float:
@@ -149,7 +149,7 @@ class MeasuredCosts:
                     self.steps += steps
                     self.verifies.setdefault(k, []).append(verify)
         for model in (self.main, self.draft):
-            model.forget()
+            model.reset()
 
     @property
     def draft_step(self) -> float:
@@ -169,16 +169,16 @@ class MeasuredCosts:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
+def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Method], Decoder]:
     """The methods (per temperature: main model alone, then each K), and our engine, in which costs are measured.
     Started processes are appended to `processes`."""
     main, draft = model_specs(arguments)
     n = arguments.max_new_tokens
     ours = decoder.load(main, draft)
     if arguments.engine == GENAI:
-        alone = Job("alone", GENAI, main, None, n, (("GenAI, main alone", 0, 0.0),))
+        alone = ProcessJob("alone", GENAI, main, None, n, (("GenAI, main alone", 0, 0.0),))
         ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
-        for job in (alone, Job("pair", GENAI, main, draft, n, ways)):
+        for job in (alone, ProcessJob("pair", GENAI, main, draft, n, ways)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
         return [way for process in processes for way in process.ways], ours
@@ -194,7 +194,7 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def sweep(ways: list[Way], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
+def sweep(ways: list[Method], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
     """One point per temperature and K."""
     points = []
     for t in dict.fromkeys(way.temperature for way in ways):
@@ -236,7 +236,7 @@ def mean_error(points: list[SweepPoint], key: str = "predicted") -> float:
     return statistics.mean(abs(point[key] - point["speedup"]) / point["speedup"] for point in points)
 
 
-def explain(ways: list[Way], costs: MeasuredCosts) -> str:
+def explain(ways: list[Method], costs: MeasuredCosts) -> str:
     """Which parts of an iteration take longer or shorter than the costs used for the prediction; largest first."""
     drafted = [way for way in ways if way.draft_length]
     splits = [iteration_split(way) for way in drafted]
@@ -262,7 +262,7 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
 
 
 def summary(
-    points: list[SweepPoint], ways: list[Way], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
+    points: list[SweepPoint], ways: list[Method], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
 ) -> list[str]:
     lines, rounds = [], len(ways[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
@@ -328,7 +328,7 @@ def table(points: list[SweepPoint]) -> str:
 
 def measure(
     arguments: argparse.Namespace, ids: list[np.ndarray]
-) -> tuple[list[Way], MeasuredCosts, BackgroundLoad, bool]:
+) -> tuple[list[Method], MeasuredCosts, BackgroundLoad, bool]:
     """The methods with their rounds, the costs, the background load, and whether all rounds were completed.
 
     Raises KeyboardInterrupt without a complete round.
@@ -343,7 +343,11 @@ def measure(
 
 
 def result_of(
-    arguments: argparse.Namespace, prompts: list[Prompt], ways: list[Way], costs: MeasuredCosts, other: BackgroundLoad
+    arguments: argparse.Namespace,
+    prompts: list[Prompt],
+    ways: list[Method],
+    costs: MeasuredCosts,
+    other: BackgroundLoad,
 ) -> dict:
     """The program's result, as written in JSON."""
     alone = {way.temperature: way for way in ways if not way.draft_length}
@@ -386,7 +390,7 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
-    with exit_on(RuntimeError, ValueError, KeyError, Failed):
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         ways, costs, other, complete = measure(arguments, ids)
     result = result_of(arguments, prompts, ways, costs, other)
     written = not arguments.png or write_plot(arguments.png, result["sweep"])

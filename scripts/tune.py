@@ -46,7 +46,7 @@ from pathlib import Path
 
 from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts, ray_nodes
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.devices.matrix import device_list
 from speculative.bench.prompts import read_prompts, token_ids
@@ -147,7 +147,7 @@ def run_here(job: dict, timeout: float) -> dict:
 def this_machine(names: list[str] | None) -> list[Place]:
     try:
         return [hosts.of(None, run_here, names or KINDS, False)]
-    except Failed as error:
+    except ChildFailed as error:
         raise ValueError(f"device detection failed ({error}): name working devices with --devices") from None
 
 
@@ -196,7 +196,7 @@ def tune(tuning: Tuning | tune_exhaustive.Exhaustive) -> tuple[harness.Backgroun
     with harness.BackgroundLoad() as load, nothing_lost() as interrupted:
         try:
             tuning.run()
-        except (Ended, Failed, ray_nodes.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:
+        except (Ended, ChildFailed, ray_nodes.NodeLost, RuntimeError, ValueError, KeyError, MemoryError) as error:
             ended = " ".join(str(error).split())
         finally:
             tuning.clock.bar.close()

@@ -78,7 +78,7 @@ class Draw(NamedTuple):
     accepted: int = 0
 
 
-class Engine:
+class NativeRunner:
     """This project's decoder; its random number generator continues from request to request."""
 
     def __init__(self, decoder: Decoder, seed: int):
@@ -100,7 +100,7 @@ class Engine:
     def close(self) -> None: ...
 
 
-class Pipeline:
+class GenAIRunner:
     """GenAI's LLMPipeline, loaded on first use and reloaded after a crash."""
 
     def __init__(self, load: Callable[[], openvino_genai.LLMPipeline]):
@@ -125,12 +125,12 @@ class Pipeline:
 
 
 @dataclass
-class Way:
+class CheckedMethod:
     """One decoding path and the results of its requests; None stands for a crash."""
 
     name: str
     ours: bool
-    runner: Engine | Pipeline
+    runner: NativeRunner | GenAIRunner
     settings: dict  # of the GenerationConfig
     is_greedy: bool = True  # generate greedy texts
     is_sampled: bool = True  # generate samples
@@ -207,54 +207,60 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
 
 
-def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
+def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[CheckedMethod]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
     main, draft = model_specs(arguments, properties)
     no_prefix_cache = openvino_genai.SchedulerConfig()
     no_prefix_cache.enable_prefix_caching = False
 
-    def pipeline(draft: ModelSpec | None, **more) -> Pipeline:
-        return Pipeline(lambda: genai.load(replace(main, properties={**properties, **more}), draft))
+    def pipeline(draft: ModelSpec | None, **more) -> GenAIRunner:
+        return GenAIRunner(lambda: genai.load(replace(main, properties={**properties, **more}), draft))
 
     alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(draft)
     fresh_pair = pipeline(draft, scheduler_config=no_prefix_cache)
-    our_pair = Engine(engine, arguments.seed)
-    our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
+    our_pair = NativeRunner(engine, arguments.seed)
+    our_lookup = NativeRunner(Decoder(engine.main, NgramProposer(engine.main.vocab_size, NGRAM)), arguments.seed)
     ks = arguments.num_assistant_tokens
     return [
-        Way("GenAI main alone", False, alone, {}, is_alone=True),
-        Way(
+        CheckedMethod("GenAI main alone", False, alone, {}, is_alone=True),
+        CheckedMethod(
             "engine main alone",
             True,
-            Engine(Decoder(engine.main), arguments.seed),
+            NativeRunner(Decoder(engine.main), arguments.seed),
             {},
             is_sampled=False,
             is_alone=True,
         ),
         *for_each_k("engine draft", True, our_pair, ks),
-        Way("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
-        Way("engine draft, adaptive", True, our_pair, {}),
+        CheckedMethod("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
+        CheckedMethod("engine draft, adaptive", True, our_pair, {}),
         *for_each_k("engine lookup", True, our_lookup, ks),
         *for_each_k("GenAI lookup", False, lookup, ks, max_ngram_size=NGRAM),
         *for_each_k("GenAI draft", False, pair, ks),
         *(
-            Way(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
+            CheckedMethod(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
             for way in for_each_k("GenAI draft", False, fresh_pair, ks)
             if way.is_sampled
         ),
     ]
 
 
-def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, asked: list[int] | None, **settings) -> list[Way]:
+def for_each_k(
+    name: str, ours: bool, runner: NativeRunner | GenAIRunner, asked: list[int] | None, **settings
+) -> list[CheckedMethod]:
     """The path with each draft length: those asked for, or the default ones, which differ for texts and samples."""
     greedy, sampled = (asked or ks for ks in (GREEDY_K, SAMPLED_K))
     return [
-        Way(f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy, k in sampled)
+        CheckedMethod(
+            f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy, k in sampled
+        )
         for k in sorted({*greedy, *sampled})
     ]
 
 
-def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.ndarray], sampling: dict) -> None:
+def run(
+    arguments: argparse.Namespace, all_ways: list[CheckedMethod], prompts: list[np.ndarray], sampling: dict
+) -> None:
     """Generate every path's greedy texts and samples."""
     wanted = {True: arguments.draws, False: arguments.genai_draws}
     total = sum(way.is_greedy * len(prompts) + way.is_sampled * wanted[way.ours] for way in all_ways)
@@ -287,12 +293,14 @@ def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.nda
         return lossless_check.exact_joint(counted, arguments.tokens, resolution)
 
 
-def reference_of(all_ways: list[Way]) -> Way | None:
+def reference_of(all_ways: list[CheckedMethod]) -> CheckedMethod | None:
     """The first path of the main model alone without a crash."""
     return next((way for way in all_ways if way.is_alone and way.texts and None not in way.texts), None)
 
 
-def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: list[np.ndarray]) -> GreedyRow:
+def judge_texts(
+    way: CheckedMethod, reference: CheckedMethod | None, main: CachedModel, prompts: list[np.ndarray]
+) -> GreedyRow:
     """One row: whether the greedy texts equal the reference's. Without a reference nothing passes."""
     differences, same = [], 0
     for i, text in enumerate(way.texts if reference else ()):
@@ -328,13 +336,13 @@ def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: lis
 def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int], tokens: list[int]) -> dict:
     """Position of the first difference of two greedy texts, and the main model's logit margin there."""
     place = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
-    main.forget()
+    main.reset()
     logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
     margin = float(logits[expected[place]] - logits[tokens[place]])
     return {"token": place + 1, "margin": margin, "near_tie": abs(margin) < NEAR_TIE * float(logits.std())}
 
 
-def judge_draws(way: Way, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
+def judge_draws(way: CheckedMethod, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
     """One row: whether the samples have the exact distribution."""
     drawn = [draw.tokens for draw in way.draws if draw]
     crashes = way.draws.count(None)
@@ -420,21 +428,23 @@ class Verdicts:
 
     greedy: list[dict]
     sampled: list[dict]
-    reference: Way | None
+    reference: CheckedMethod | None
 
     def hold(self, strict: bool) -> bool:
         """Whether all paths of our engine pass, with `strict` GenAI's, too."""
         return all(row["holds"] for row in (*self.greedy, *self.sampled) if row["ours"] or strict)
 
 
-def judge(all_ways: list[Way], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells) -> Verdicts:
+def judge(
+    all_ways: list[CheckedMethod], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells
+) -> Verdicts:
     reference = reference_of(all_ways)
     greedy = [judge_texts(way, reference, main, prompts) for way in all_ways if way.is_greedy]
     sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
     return Verdicts(greedy, sampled, reference)
 
 
-def tables(arguments: argparse.Namespace, found: Verdicts, first: Way, cells: int) -> str:
+def tables(arguments: argparse.Namespace, found: Verdicts, first: CheckedMethod, cells: int) -> str:
     """Both tables; between them a sentence if the `first` path could not be the reference."""
     lines = [table_of_texts(found.greedy, arguments.max_new_tokens)]
     if found.reference is not first:

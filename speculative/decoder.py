@@ -69,10 +69,10 @@ class Decoder:
 
         After a reset with the same seed, the same calls give the same text on the same machine.
         """
-        self.main.forget()
+        self.main.reset()
         if self.draft:
-            self.draft.forget()
-        self.draft_length.forget(repeatable=seed is not None)
+            self.draft.reset()
+        self.draft_length.reset(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 
     def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Iterator[Step]:
@@ -83,7 +83,7 @@ class Decoder:
         ValueError for an empty or too long prompt and for config options that are not supported.
         """
         text = self._sequence(prompt, config)
-        return self._alone(text, self._rule(text.params), seed)
+        return self._alone(text, self._policy(text.params), seed)
 
     def generate(
         self,
@@ -103,11 +103,11 @@ class Decoder:
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
         text = self._sequence(prompt, config or GenerationConfig(), seed)
-        rule = self._rule(text.params)
+        policy = self._policy(text.params)
         recording = OutputProcessor(text.params, self.tokenizer and self._decode, piecewise=takes_text, begin=begin)
         result = recording.result
         # closing frees the decoder even if a streamer raises
-        with closing(self._alone(text, rule, text.params.seed)) as steps:
+        with closing(self._alone(text, policy, text.params.seed)) as steps:
             for step in steps:
                 tokens, piece = recording.take(step)
                 answer = streamer.write(tokens) if takes_tokens else streamer(piece) if takes_text and piece else None
@@ -120,7 +120,7 @@ class Decoder:
             streamer.end()
         elif takes_text and rest and result.finish_reason != "cancelled":
             streamer(rest)
-        result.draft_length = rule.why() if self.draft else "no draft"
+        result.draft_length = policy.describe() if self.draft else "no draft"
         result.kv_cache = self.kv_cache
         return result
 
@@ -144,9 +144,9 @@ class Decoder:
         """The sequence of a new request. This is where its config is resolved."""
         ids = self.encode(prompt, config)
         params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
-        return Sequence(ids, params, self.main.width, self._random)
+        return Sequence(ids, params, self.main.vocab_size, self._random)
 
-    def _alone(self, text: Sequence, rule: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
+    def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
         """Yield the steps of `text`, with the decoder locked."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this decoder is busy with another request: wait for it, or create one decoder each")
@@ -154,15 +154,15 @@ class Decoder:
             if seed is not None:
                 self.reset(seed)
             text.random = self._random
-            yield from self._steps(text, rule)
+            yield from self._steps(text, policy)
         finally:
             self._busy.release()
 
-    def _steps(self, text: Sequence, rule: DraftLengthPolicy) -> Iterator[Step]:
+    def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Iterator[Step]:
         while not text.is_finished:
             is_prefill, confidence = text.is_prefill, None
             begin = time.perf_counter()
-            while self.draft and text.can_draft and rule.more(text.drafted, confidence):
+            while self.draft and text.can_draft and policy.should_draft(text.drafted, confidence):
                 proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
                 if proposal is None:
                     break
@@ -171,10 +171,10 @@ class Decoder:
             drafted_at = time.perf_counter()
             step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
             if not is_prefill:
-                rule.learn(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
+                policy.update(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
             yield step
 
-    def _rule(self, params: SamplingParams) -> DraftLengthPolicy:
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
 
     def _decode(self, ids: list[int]) -> str:
@@ -216,19 +216,19 @@ def load(
     draft_model = cached_model.load(draft) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
-    source, rule = None, None
+    source, policy = None, None
     if draft_model or max_ngram_size:
         source = (
-            DraftModelProposer(draft_model, main_model.width)
+            DraftModelProposer(draft_model, main_model.vocab_size)
             if draft_model
-            else NgramProposer(main_model.width, max_ngram_size)
+            else NgramProposer(main_model.vocab_size, max_ngram_size)
         )
         key = cost_model.key(main, draft)
-        measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(main.properties))
-        rule = (
+        measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
+        policy = (
             AdaptiveDraftLength(measured)
             if draft_model
             else AdaptiveDraftLength(measured, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
         )
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
-    return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main.folder, tokenizer))
+    return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

@@ -6,7 +6,7 @@ import numpy as np
 
 from speculative import decoder
 from speculative.bench.cluster import worker_process
-from speculative.bench.decoding_process import Job
+from speculative.bench.decoding_process import ProcessJob
 from speculative.bench.genai import Run
 from speculative.bench.harness import time_in
 from speculative.bench.methods import genai_pipeline, genai_way, our_way
@@ -19,10 +19,10 @@ from speculative.pair.engines import NATIVE
 FIRST_PROMPT = np.arange(1, 9)  # a pipeline allocates all its memory in the first run
 
 
-class Pipeline:
+class WorkerPipeline:
     """The models of a job. Its methods are called by name."""
 
-    def load(self, job: Job) -> Loading:
+    def load(self, job: ProcessJob) -> Loading:
         """Load the models. Returns the load time and this process's bytes in huge pages, if the system reports them."""
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
@@ -58,5 +58,5 @@ class Pipeline:
 
 
 if __name__ == "__main__":
-    pipeline = Pipeline()
+    pipeline = WorkerPipeline()
     worker_process.serve(lambda name: getattr(pipeline, name))

@@ -1,6 +1,6 @@
 """Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
-    way = Way("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
+    way = Method("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
@@ -53,7 +53,7 @@ NOTICED = 0.1  # background share of processor time above which it is reported
 
 
 @dataclass
-class Way:
+class Method:
     """One decoding method. Per-round lists have one entry for each complete round after the warm-up."""
 
     name: str  # "GenAI, K = 4"
@@ -93,7 +93,7 @@ def time_in(model: CachedModel) -> list[float]:
 
 
 def interleave(
-    ways: list[Way],
+    ways: list[Method],
     prompts: list[np.ndarray],
     rounds: int,
     warm_up: int = 1,
@@ -141,7 +141,7 @@ def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
     return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
 
 
-def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
+def _one_round(ways: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
     """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | GenerationResult]] = [[] for _ in ways]
     spent = np.zeros((len(ways), 3))
@@ -169,7 +169,7 @@ def _keep(done: list[tuple]) -> None:
 # ---- results of a method --------------------------------------------------------------------------------------------
 
 
-def row(way: Way, baseline: Way) -> MethodRow:
+def row(way: Method, baseline: Method) -> MethodRow:
     """A method's results over its rounds; `baseline` decodes without a draft in the same rounds."""
     rounds = range(len(way.rounds))
     speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
@@ -206,7 +206,7 @@ def row(way: Way, baseline: Way) -> MethodRow:
     }
 
 
-def iteration_split(way: Way) -> IterationSplit | None:
+def iteration_split(way: Method) -> IterationSplit | None:
     """Milliseconds per iteration in the draft, in the main model and outside both; None if nothing was timed."""
     runs = way.runs()
     iterations = sum(len(run.gained) for run in runs)

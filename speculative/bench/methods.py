@@ -13,7 +13,7 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative.bench import genai
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way
+from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer
@@ -38,11 +38,11 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Way:
+def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
-        return Way(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
+        return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None
-    return Way(
+    return Method(
         name,
         GENAI,
         draft_length,
@@ -68,14 +68,14 @@ def our_way(
     temperature: float,
     max_new_tokens: int,
     keep_caches: bool = False,
-) -> Way:
+) -> Method:
     """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
     adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None
     if str(draft_length).startswith("lookup"):
-        source = NgramProposer(engine.main.width, NGRAM)
+        source = NgramProposer(engine.main.vocab_size, NGRAM)
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
@@ -83,9 +83,9 @@ def our_way(
 
     def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:
-            decoder.main.forget()
+            decoder.main.reset()
             if source:
-                source.forget()
+                source.reset()
         return decoder.generate(ids, config)
 
-    return Way(name, NATIVE, draft_length, temperature, decode, seconds)
+    return Method(name, NATIVE, draft_length, temperature, decode, seconds)

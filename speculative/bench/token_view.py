@@ -25,8 +25,8 @@ class Noted:
             self.tokens.append(proposal.token)
         return proposal
 
-    def forget(self) -> None:
-        self.source.forget()
+    def reset(self) -> None:
+        self.source.reset()
 
 
 def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max_new_tokens: int) -> TokenView:

@@ -66,7 +66,7 @@ class CachedModel:
         self.capacity = backend.capacity
         self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0
-        self.width = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
+        self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
         self.note = note
         if not note:
             self._check_rollback(text)
@@ -95,7 +95,7 @@ class CachedModel:
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clear the cache."""
         self._length = 0
 
@@ -114,24 +114,24 @@ class CachedModel:
         """
         step = max(1, min(STEP, (self.capacity - 1) // 3))
         if text is None:
-            text = (np.arange(4 * step, dtype=np.int64) * 7919 + 1) % self.width
+            text = (np.arange(4 * step, dtype=np.int64) * 7919 + 1) % self.vocab_size
         other = text[3 * step : 4 * step]
         rolled_back, noise = [], []
         for start in (step, 2 * step):
             piece = text[: start + step]
-            self.forget()
+            self.reset()
             if start > step:
                 self.logits(text[: start - step])
             otherwise = _probabilities(self.logits(piece, last=step))
             self.logits(np.concatenate([text[:start], other]))
             self.logits(np.concatenate([text[:start], other, text[:1]]))  # one more token, as in decoding
             again = _probabilities(self.logits(piece, last=step))
-            self.forget()
+            self.reset()
             self.logits(text[:start])
             fresh = _probabilities(self.logits(piece, last=step))
             rolled_back.append(_total_variation(again, fresh))
             noise.append(_total_variation(otherwise, fresh))
-        self.forget()
+        self.reset()
         difference, natural = (float(np.median(np.concatenate(rows))) for rows in (rolled_back, noise))
         if not (difference < max(EXACT, BEYOND_NOISE * natural) and natural < NATURAL):
             raise CannotRollBack(self.backend.kind, difference, natural)

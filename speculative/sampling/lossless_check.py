@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
 
 
 class Model(Protocol):
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clear the KV cache."""
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -54,7 +54,7 @@ def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> Calla
     transform = Distribution(params)
 
     def next_token(generated: tuple[int, ...]) -> np.ndarray:
-        main.forget()
+        main.reset()
         generated = np.array(generated, np.int64)
         logits = main.logits(np.concatenate([prompt, generated]))[0]
         return transform(logits, prompt, generated)

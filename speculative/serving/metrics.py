@@ -10,7 +10,7 @@ import asyncio
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from speculative.serving.engine_thread import Engine, Job
+from speculative.serving.engine_thread import Engine, GenerationHandle
 
 EVERY = 1.0  # seconds between updates, instead of one per token
 TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
@@ -56,12 +56,12 @@ class Metrics:
         """Count a request that was rejected with an error before decoding."""
         self._requests.inc(tags={"outcome": f"refused_{status}"})
 
-    def over(self, job: Job, outcome: str) -> None:
+    def over(self, job: GenerationHandle, outcome: str) -> None:
         self._requests.inc(tags={"outcome": outcome})
         if job.first_at:
             self._prompt.inc(len(job.prompt))
             self._ttft.observe(job.first_at - job.submitted)
-            if (tokens := len(job.generation.tokens)) > 1:
+            if (tokens := len(job.result.tokens)) > 1:
                 self._tpot.observe((job.last_at - job.first_at) / (tokens - 1))
 
     async def _tell(self) -> None:

@@ -325,7 +325,7 @@ def _not_served(name: str, off: dict[str, tuple]) -> str:
     return f"only {' or '.join(json.dumps(value) for value in off[name])} is served here: leave it out"
 
 
-class Answer:
+class ResponseBuilder:
     """The answer to one request, whole or in chunks."""
 
     def __init__(self, asked: BaseRequest, model: str):

@@ -21,7 +21,7 @@ import pytest
 
 from scripts import tune
 from speculative.bench import quality as text_quality
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.cluster.ray_nodes import Machine
 from speculative.bench.cluster.worker_process import WorkerProcess
@@ -249,8 +249,8 @@ GROUP = (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 256),)
 SCHEDULER = SCHEDULERS[0]
 
 
-def made_up(choosing, afresh=None, gained=4):
-    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured afresh.
+def made_up(choosing, remeasured=None, gained=4):
+    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured again.
     An inference of the main model yields `gained` tokens with the draft."""
     arguments = SimpleNamespace(
         main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
@@ -262,7 +262,7 @@ def made_up(choosing, afresh=None, gained=4):
     tuning.alpha[DRAFT] = 0.8
     for models in (tuning.default, tuning.default.with_properties(GROUP)):
         tuning.costs[models, DRAFT] = Costs(0.1, {1: 1.0, 2: 1.1, 6: 1.2})
-    for contest, found in ((tuning.choosing, choosing), (tuning.afresh, afresh or {})):
+    for contest, found in ((tuning.choosing, choosing), (tuning.remeasured, remeasured or {})):
         for (engine, k, *more), throughputs in found.items():
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
@@ -369,7 +369,7 @@ def test_what_is_reported_is_measured_afresh_and_no_more():
         (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],
     }  # fmt: skip
     tuning = made_up(figures)
-    wanted = {str(setting) for setting in tune_verdict.to_measure_afresh(tuning)}
+    wanted = {str(setting) for setting in tune_verdict.to_remeasure(tuning)}
     group = "DYNAMIC_QUANTIZATION_GROUP_SIZE=256"
     assert wanted == {
         "GenAI, main alone, default properties", "ours, main alone, default properties",
@@ -478,7 +478,7 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     assert worker.call("all") == ["a", "b", "c"]
     with pytest.raises(KeyError):
         worker.call("find", 0)
-    with pytest.raises(Failed, match="status 3"):
+    with pytest.raises(ChildFailed, match="status 3"):
         worker.call("end")
     assert worker.call("all") == ["a", "b"] and worker.started == 2
     child = psutil.Process().children()[-1]
@@ -512,7 +512,7 @@ def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
         with pytest.raises(ValueError, match="in the way"):
             worker.remember("keep", refused)
         assert worker.call("all") == [one, two]
-        with pytest.raises(Failed):
+        with pytest.raises(ChildFailed):
             worker.call("end")
         Path(one).touch()
         for _ in range(2):

@@ -273,7 +273,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
     cells, first = exact_joint(next_token, 2), next_token(())
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
-    decoder = Decoder(main, NgramProposer(main.width, 3))
+    decoder = Decoder(main, NgramProposer(main.vocab_size, 3))
     assert compare(draws_of(decoder, prompt, config, draws, 1), cells).p_value > alpha
 
     often = int(np.flatnonzero(first == first[first <= 0.5].max())[0])

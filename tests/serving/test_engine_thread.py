@@ -97,7 +97,7 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
             raise OverflowError("seven")
         return add(prompt, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "add", choosy)
+    monkeypatch.setattr(decoder, "add_request", choosy)
     prompts = [(1, 2), (), (7, 7), (9999,), (3, 4)]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None
@@ -107,7 +107,7 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
 
 def test_a_job_that_never_has_room_is_refused(main):
     small = BatchModel(main, 128)
-    small.pool.promise(200)
+    small.pool.reserve(200)
     decoder = BatchDecoder(small, None, BatchDraftLength(*(LatencyCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
     found, error = outcomes(decoder, lambda engine: [submit(engine, 100), submit(engine)])
     assert isinstance(found[0], OutOfBlocks) and len(found[1].tokens) == 5 and error is None
@@ -129,7 +129,7 @@ def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decode
             broken.append(request)
         return request
 
-    monkeypatch.setattr(decoder, "add", add_one_that_fails)
+    monkeypatch.setattr(decoder, "add_request", add_one_that_fails)
     prompts = [(7, 1), *[(i, 2) for i in range(others)]]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None and isinstance(found[0], OverflowError) and broken[0].error is found[0]

@@ -58,8 +58,8 @@ def make(models, tokenizer):
 def maker_of(main, draft, tokenizer):
     def make(rule=None, source="model"):
         draft_source = {
-            "model": lambda: DraftModelProposer(draft, main.width),
-            "lookup": lambda: NgramProposer(main.width),
+            "model": lambda: DraftModelProposer(draft, main.vocab_size),
+            "lookup": lambda: NgramProposer(main.vocab_size),
             None: lambda: None,
         }[source]()
         return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
@@ -147,7 +147,7 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
 def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     one = Decoder(
         models[0],
-        DraftModelProposer(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), models[0].width),
+        DraftModelProposer(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), models[0].vocab_size),
         FixedDraftLength(3),
     )
     result = one.generate(list(range(100, 120)), greedy(17))
@@ -359,7 +359,7 @@ def test_the_context_ends_the_text(make):
 
 def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
     short = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=60)
-    one = Decoder(models[0], DraftModelProposer(short, models[0].width), FixedDraftLength(4), tokenizer)
+    one = Decoder(models[0], DraftModelProposer(short, models[0].vocab_size), FixedDraftLength(4), tokenizer)
     result = one.generate(PROMPTS[0], greedy(100))
     assert result.tokens == plain(PROMPTS[0], 100)
     assert result.proposed[0] == 4 and result.proposed[-2] == 0
@@ -414,13 +414,13 @@ def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
     """Edits at random places, some far back; in the end every position's logits equal a fresh computation."""
     random = np.random.default_rng(0)
     for model in models:
-        text = random.integers(1, model.width, 40)
+        text = random.integers(1, model.vocab_size, 40)
         for _ in range(150):
             keep = int(random.integers(max(1, len(text) - 30), len(text) + 1))
-            text = np.concatenate([text[:keep], random.integers(1, model.width, int(random.integers(1, 18)))])
+            text = np.concatenate([text[:keep], random.integers(1, model.vocab_size, int(random.integers(1, 18)))])
             text = text[-900:] if len(text) < 900 else text[:60]
             model.logits(text, last=int(random.integers(1, min(len(text), 9))))
         used = model.logits(text, last=8).copy()
-        model.forget()
+        model.reset()
         fresh = model.logits(text, last=8)
         assert np.abs(used - fresh).max() < 1e-3

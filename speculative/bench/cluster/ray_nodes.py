@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from speculative.bench.cluster import child_process, worker_process
-from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
 
@@ -34,7 +34,7 @@ WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 
 
-class Lost(Exception):
+class NodeLost(Exception):
     """A machine no longer answers; the message names it and gives Ray's error."""
 
 
@@ -57,7 +57,7 @@ class Host:
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:
             return "ok", child_process.run([sys.executable, "-m", program], job, timeout)
-        except Failed as error:
+        except ChildFailed as error:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
     def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
@@ -66,7 +66,7 @@ class Host:
         self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, "-m", program])
         try:
             return "", getattr(self._worker, what)(*arguments)
-        except (Failed, *RAISED.values()) as error:
+        except (ChildFailed, *RAISED.values()) as error:
             return type(error).__name__, str(error)
 
 
@@ -82,10 +82,10 @@ class Machine:
     alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def run(self, program: str, job: dict, timeout: float) -> dict | list:
-        """Like child_process.run, on that machine. Raises Failed, or Lost if the machine is lost."""
+        """Like child_process.run, on that machine. Raises ChildFailed, or NodeLost if the machine is lost."""
         state, answer = self.ask(self.actor.run.remote, program, job, timeout, timeout=timeout)
         if state != "ok":
-            raise (OutOfTime if state == "timeout" else Failed)(answer)
+            raise (OutOfTime if state == "timeout" else ChildFailed)(answer)
         return answer
 
     def worker(self, what: str, program: str, *arguments) -> object:
@@ -93,7 +93,7 @@ class Machine:
         asked = self.actor.worker.remote
         error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
         if error:
-            raise RAISED.get(error, Failed)(answer)
+            raise RAISED.get(error, ChildFailed)(answer)
         return answer
 
     def ask(self, method: Callable, *arguments, timeout: float) -> object:
@@ -104,7 +104,7 @@ class Machine:
             try:
                 return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise Lost(f"machine {self.name} was lost ({_sentence(error)})") from None
+                raise NodeLost(f"machine {self.name} was lost ({_sentence(error)})") from None
 
 
 def ray_address(text: str) -> str:
@@ -222,7 +222,7 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
     for machine in machines:
         try:
             prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
-        except Lost as error:
+        except NodeLost as error:
             raise ValueError(f"{error}: try again, or remove that machine") from None
         for folder in folders:
             found = prints.get(folder)
@@ -306,7 +306,7 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
         while (job := queue.take(machine)) is not None:
             try:
                 answer = work(job, machine)
-            except Lost as error:
+            except NodeLost as error:
                 queue.lose(job, machine, str(error))
                 return
             except BaseException as error:

@@ -19,7 +19,7 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.harness import BackgroundLoad, Way, interleave, precision, row
+from speculative.bench.harness import BackgroundLoad, Method, interleave, precision, row
 from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.decoder import Decoder, GenerationResult
@@ -90,16 +90,16 @@ def _spec(job: dict, role: str) -> ModelSpec:
     return ModelSpec(job[role], job[f"{role}_device"], job[f"{role}_properties"])
 
 
-def _genai_ways(job: dict) -> list[Way]:
+def _genai_ways(job: dict) -> list[Method]:
     main, n = _spec(job, "main"), job["max_new_tokens"]
     alone = genai.load(_without_prefix_cache(main, main.device), None)
-    ways = [Way("alone", GENAI, 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
+    ways = [Method("alone", GENAI, 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
     if job["draft_device"]:
         draft = _spec(job, "draft")
         pair = genai.load(_without_prefix_cache(main, main.device + draft.device), draft)
         for k in job["draft_lengths"]:
             decode = lambda ids, k=k: genai.generate(pair, genai.inputs(ids), n, k)  # noqa: E731
-            ways.append(Way(f"K = {k}", GENAI, k, 0.0, decode))
+            ways.append(Method(f"K = {k}", GENAI, k, 0.0, decode))
     return ways
 
 
@@ -113,25 +113,25 @@ def _without_prefix_cache(main: ModelSpec, devices: str) -> ModelSpec:
     return replace(main, properties={**main.properties, "scheduler_config": scheduler})
 
 
-def _own_ways(job: dict) -> list[Way]:
+def _own_ways(job: dict) -> list[Method]:
     draft = _spec(job, "draft") if job["draft_device"] else None
     engine = decoder.load(_spec(job, "main"), draft)
     return [_own_way(engine, k, job["max_new_tokens"]) for k in [0, *(job["draft_lengths"] if draft else [])]]
 
 
-def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
+def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Method:
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if isinstance(k, int) and k:
         config.num_assistant_tokens = k
     one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
 
     def decode(ids: np.ndarray) -> GenerationResult:
-        one.main.forget()  # the previous method has just read this prompt
+        one.main.reset()  # the previous method has just read this prompt
         if one.draft:
-            one.draft.forget()
+            one.draft.reset()
         return one.generate(ids, config)
 
-    return Way(f"K = {k}" if k else "alone", NATIVE, k, 0.0, decode)
+    return Method(f"K = {k}" if k else "alone", NATIVE, k, 0.0, decode)
 
 
 def margins(job: dict) -> list[float]:

@@ -24,7 +24,7 @@ from speculative.batch_decoder import BatchDecoder
 from speculative.bench import genai
 from speculative.bench.cluster import worker_process
 from speculative.bench.cluster.worker_process import WorkerProcess
-from speculative.bench.load.metrics import Answer, Load, Span
+from speculative.bench.load.metrics import Load, RequestRecord, Span
 from speculative.bench.result import ProcessMemory
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
@@ -59,14 +59,14 @@ def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: 
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                going[decoder.add(prompts[number], config)] = Answer(number, time.perf_counter())
+                going[decoder.add_request(prompts[number], config)] = RequestRecord(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             for gain in decoder.step():
                 answer = going[gain.request]
                 answer.first = answer.first or time.perf_counter()
                 if gain.request.finished:
-                    answer.end, done = time.perf_counter(), gain.request.generation
+                    answer.end, done = time.perf_counter(), gain.request.result
                     answer.tokens, answer.accepted = len(done.tokens), sum(done.accepted)
                     answer.rejected = sum(done.proposed) - answer.accepted
                     answer.finish_reason, answer.whole = done.finish_reason, gain.request.error is None
@@ -112,7 +112,7 @@ def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prom
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
                 prompt = ov.Tensor(prompts[number][None])
-                going[pipe.add_request(next(ids), prompt, config)] = Answer(number, time.perf_counter())
+                going[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             pipe.step()
@@ -142,7 +142,7 @@ class BatchingProcess:
         self._worker = WorkerProcess([sys.executable, "-m", "speculative.bench.load.batch_methods"])
 
     def start(self) -> None:
-        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or Failed."""
+        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
         self._worker.call("load", self.job)
 

@@ -27,7 +27,7 @@ MIDDLE = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
 
 
 @dataclass
-class Answer:
+class RequestRecord:
     """The outcome of one request. Times are from `time.perf_counter`."""
 
     number: int  # of the prompt
@@ -75,7 +75,7 @@ class Answer:
 class Span(NamedTuple):
     """The requests sent in an interval; some answers arrived later."""
 
-    answers: list[Answer]
+    answers: list[RequestRecord]
     begin: float
     end: float
 
@@ -160,7 +160,7 @@ def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") 
     }
 
 
-def outcomes(answers: Sequence[Answer]) -> dict[str, int]:
+def outcomes(answers: Sequence[RequestRecord]) -> dict[str, int]:
     """Number of requests per outcome."""
     return {outcome: sum(answer.outcome == outcome for answer in answers) for outcome in OUTCOMES}
 
@@ -173,7 +173,7 @@ def _median_and_spread(name: str, values: list[float | None]) -> dict:
     return {name: statistics.median(known), f"{name}_range": [low, high]}
 
 
-def _drafting(answers: list[Answer]) -> dict:
+def _drafting(answers: list[RequestRecord]) -> dict:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
     told = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
@@ -193,7 +193,7 @@ def counted(n: int, what: str = "client") -> str:
 # ---- sentences and table --------------------------------------------------------------------------------------------
 
 
-def stops_paying(rows: list[LoadRow]) -> list[str]:
+def break_even(rows: list[LoadRow]) -> list[str]:
     """Up to what concurrency the draft helps, and how the draft length changes, from the rows of a method with a draft
     by increasing number of clients."""
     rows = [row for row in rows if row["speedup"] is not None]

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from speculative.bench.harness import Way
+from speculative.bench.harness import Method
 from speculative.bench.tuning import verdict as tune_verdict
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.session import SAMPLE_K, Contest, Ended, Session
@@ -34,19 +34,19 @@ class Finals:
         steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
         return list(dict.fromkeys([self.session.baseline, *self.session.alone(), usual, *steps, *chosen]))
 
-    def measure_afresh(self) -> None:
+    def remeasure(self) -> None:
         """Measure the choice and its baselines in new rounds. The fastest of many near-equals is partly the luckiest:
         the rounds that selected it flatter it, new ones do not."""
-        settings = tune_verdict.to_measure_afresh(self.session)
+        settings = tune_verdict.to_remeasure(self.session)
         if settings:
-            self.compare(self.session.afresh, settings)
+            self.compare(self.session.remeasured, settings)
 
     def compare(self, contest: Contest, settings: list[Setting]) -> None:
         """Run interleaved rounds of all settings until the contest's share of the budget is spent. Each round uses
         other prompts than the one before, so that ranges include the variation between prompts. On a cluster each
         machine runs its own rounds."""
         contest.settings = settings
-        self.session.clock.tick("new rounds of the choice" if contest is self.session.afresh else "finalists")
+        self.session.clock.tick("new rounds of the choice" if contest is self.session.remeasured else "finalists")
         machines = len(self.session.benches)
         try:
             self.session.share(
@@ -67,7 +67,7 @@ class Finals:
         seconds = time.perf_counter() - begin  # per prompt
         at_once = min(max(1, int(self.session.clock.until(contest.by) / seconds / ROUNDS)), len(self.session.prompts))
         start = number * at_once
-        if contest is self.session.afresh:
+        if contest is self.session.remeasured:
             start += len(self.session.choosing.prompts)
         rounds = 0
         while rounds < contest.least_rounds or self.session.clock.until(contest.by) > 1.1 * at_once * seconds:
@@ -100,10 +100,10 @@ class Finals:
             contest.prompts += prompts
             contest.ways = ways
 
-    def way(self, setting: Setting) -> Way:
+    def way(self, setting: Setting) -> Method:
         length = setting.draft_length if isinstance(setting.draft_length, int) else setting.length
         tokens = self.session.arguments.max_new_tokens
-        return Way(
+        return Method(
             str(setting),
             setting.engine,
             length,

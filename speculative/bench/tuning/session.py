@@ -11,10 +11,10 @@ import numpy as np
 
 from speculative.bench import quality as text_quality
 from speculative.bench.cluster import ray_nodes
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.cluster.worker_process import RAISED
-from speculative.bench.harness import Way
+from speculative.bench.harness import Method
 from speculative.bench.quality import Quality
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.settings import (
@@ -61,7 +61,7 @@ class Contest:
     by: float
     least_rounds: int = 0
     settings: list[Setting] = field(default_factory=list)
-    ways: dict[Setting, Way] = field(default_factory=dict)
+    ways: dict[Setting, Method] = field(default_factory=dict)
     prompts: list[np.ndarray] = field(default_factory=list)
 
 
@@ -122,7 +122,7 @@ class Session:
         self.property_candidates: dict[PropertySet, Candidate] = {}
         self.candidates: dict[Setting, Candidate] = {}
         self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
-        self.afresh = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
+        self.remeasured = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
         self.k = 0  # first estimate of the best draft length
         self.note = ""  # what the budget had no time for
@@ -152,7 +152,7 @@ class Session:
         for bench in list(self.benches):
             try:
                 bench.remember(name, *arguments)
-            except ray_nodes.Lost:
+            except ray_nodes.NodeLost:
                 self.benches.remove(bench)
         if not self.benches:
             raise Ended("all machines were lost")
@@ -163,7 +163,7 @@ class Session:
         while True:
             try:
                 return bench.call(name, *arguments)
-            except (*RAISED.values(), Failed) as error:
+            except (*RAISED.values(), ChildFailed) as error:
                 reason = " ".join(str(error).split())[-300:]
             finally:
                 self.clock.tick()

@@ -212,7 +212,7 @@ class Models:
             config.assistant_confidence_threshold = setting.draft_length
         elif isinstance(setting.draft_length, int):
             config.num_assistant_tokens = setting.draft_length
-        return Decoder(main, DraftModelProposer(draft, main.width) if draft else None, rule).generate(ids, config)
+        return Decoder(main, DraftModelProposer(draft, main.vocab_size) if draft else None, rule).generate(ids, config)
 
     def groups(self, always: list, settings: list) -> list[list]:
         """Split `settings` (settings or property sets) into few groups that fit in memory, each including `always`."""

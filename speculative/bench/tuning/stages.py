@@ -26,4 +26,4 @@ class Tuning(Session):
         PropertyStage(self).try_properties()
         LengthStage(self).halve()
         finals.compare(self.choosing, finals.finalists())
-        finals.measure_afresh()
+        finals.remeasure()

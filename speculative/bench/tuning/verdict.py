@@ -85,7 +85,7 @@ class Figures:
 
 
 @dataclass
-class Choice:
+class TuningChoice:
     """The fastest methods in a set of rounds."""
 
     drafted: Figures
@@ -98,10 +98,10 @@ class Choice:
         chosen = (self.drafted, self.alone, self.sample_alone, *self.of_engine.values())
         return [one.setting for one in chosen]
 
-    def with_figures(self, found: dict[Setting, Figures]) -> "Choice":
+    def with_figures(self, found: dict[Setting, Figures]) -> "TuningChoice":
         """The same choice with other results."""
         drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
-        return Choice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
+        return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
 
 
 def figures(tuning) -> list[Figures]:
@@ -127,7 +127,7 @@ def figures_of(contest, baseline: Setting) -> list[Figures]:
     ]
 
 
-def choose(tuning) -> Choice | None:
+def choose(tuning) -> TuningChoice | None:
     """The fastest methods; None if nothing was decoded with a draft, or nothing without one."""
     found = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
@@ -141,10 +141,10 @@ def choose(tuning) -> Choice | None:
     of_engine = {engine: fastest(found) for engine, found in own.items() if found}
     best = fastest(drafted)
     of_engine[best.setting.engine] = best
-    return Choice(best, fastest(alone), fastest(sample_alone), of_engine)
+    return TuningChoice(best, fastest(alone), fastest(sample_alone), of_engine)
 
 
-def to_measure_afresh(tuning) -> list[Setting]:
+def to_remeasure(tuning) -> list[Setting]:
     """The choice and everything its gain is reported against."""
     choice = choose(tuning)
     if not choice:
@@ -160,11 +160,11 @@ def judge(tuning) -> Verdict | None:
     choice = choose(tuning)
     if not choice:
         return None
-    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
-    is_afresh = set(choice.settings) <= set(afresh)
-    found = list(afresh.values()) if is_afresh else figures(tuning)
-    if is_afresh:
-        choice = choice.with_figures(afresh)
+    remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
+    is_remeasured = set(choice.settings) <= set(remeasured)
+    found = list(remeasured.values()) if is_remeasured else figures(tuning)
+    if is_remeasured:
+        choice = choice.with_figures(remeasured)
     best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
     use_draft = is_worth_it(tuning, best, best_alone)
@@ -174,7 +174,7 @@ def judge(tuning) -> Verdict | None:
             settings[engine] = _settings(own)
     chosen = best if use_draft else best_alone
     reason = _why(tuning, best) if use_draft else _why_not(tuning, best, best_alone, gains)
-    sentences = _sentences(tuning, found, choice, is_afresh) if use_draft else [reason]
+    sentences = _sentences(tuning, found, choice, is_remeasured) if use_draft else [reason]
     sentences += [reason] if use_draft else _alone_in_sample(choice)
     sentences += _text(tuning, chosen.setting.models)
     sentences += _command(tuning, chosen.setting, choice.sample_alone.setting)
@@ -215,7 +215,7 @@ def _usual(tuning) -> Setting:
 
 def _contest(tuning, setting: Setting):
     """The rounds to report for a setting, the new ones if any; None if it was not in either contest."""
-    return next((one for one in (tuning.afresh, tuning.choosing) if setting in one.ways), None)
+    return next((one for one in (tuning.remeasured, tuning.choosing) if setting in one.ways), None)
 
 
 def measured_on(place: Place, models: PropertySet) -> dict[str, str]:
@@ -235,11 +235,11 @@ def _tokens_each(tuning, one: Figures) -> float:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def _sentences(tuning, found: list[Figures], choice: Choice, is_afresh: bool) -> list[str]:
+def _sentences(tuning, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
     best, best_alone = choice.drafted, choice.alone
     lines = [
         f"Use this draft: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
-        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_afresh)}."
+        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_remeasured)}."
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
@@ -267,11 +267,11 @@ def _times(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f}x{spread}"
 
 
-def _rounds(one: Figures, is_afresh: bool) -> str:
+def _rounds(one: Figures, is_remeasured: bool) -> str:
     """How many rounds were measured, and whether before or after the choice."""
     rounds = len(one.speedups)
     counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
-    when = "measured after the choice" if is_afresh else "the rounds that decided the choice, which flatter it"
+    when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which flatter it"
     return f" ({counted}; {when})"
 
 
@@ -306,7 +306,7 @@ def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures)
     return f": {', '.join(told)}" if told else ""
 
 
-def _alone_in_sample(choice: Choice) -> list[str]:
+def _alone_in_sample(choice: TuningChoice) -> list[str]:
     """The gain over the sample, if the sample cannot run the fastest method without a draft."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
@@ -411,7 +411,7 @@ def _first_differences(tuning, models: PropertySet) -> str:
     """How the texts decoded in the last stage compare with their f32 references."""
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
-    for contest in (tuning.choosing, tuning.afresh):
+    for contest in (tuning.choosing, tuning.remeasured):
         for way in (way for setting, way in contest.ways.items() if setting.models == models):
             for prompt, run in zip(contest.prompts, way.runs(), strict=True):
                 reference = references.get(prompt.tobytes())
@@ -510,7 +510,7 @@ def table(tuning) -> str:
     for name, reason in tuning.failed.items():
         lines.append(f"{name:<58} failed: {reason}")
     lines += _decoding("decoding, rounds that decided the choice", figures(tuning))
-    lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.afresh, tuning.baseline))
+    lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.remeasured, tuning.baseline))
     return "\n".join(lines)
 
 
@@ -527,7 +527,7 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
 
 def rows(tuning) -> list[MethodRow]:
     """The rows of the result object: the finalists, with the new rounds if measured again."""
-    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
+    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.remeasured.ways)}
     return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
@@ -535,10 +535,10 @@ def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
     """All candidates, failed ones included."""
     found = []
     last = {one.setting: one for one in figures(tuning)}
-    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
+    remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
     for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
         is_set = isinstance(one.setting, PropertySet)
-        final = afresh.get(one.setting) or last.get(one.setting)
+        final = remeasured.get(one.setting) or last.get(one.setting)
         settings = Setting(one.models, NATIVE).as_dict() if is_set else one.setting.as_dict()
         found.append(
             {
@@ -548,7 +548,7 @@ def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
-                "measured_afresh": one.setting in afresh,
+                "measured_afresh": one.setting in remeasured,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }

@@ -8,7 +8,7 @@ import pytest
 from speculative.bench import genai as genai_runs
 from speculative.bench import startup
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way, interleave
+from speculative.bench.harness import Method, interleave
 from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
@@ -22,7 +22,7 @@ def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
 
 
 def way(*rounds, engine=NATIVE):
-    return Way("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
+    return Method("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def way(*rounds, engine=NATIVE):
 
 def test_the_order_of_the_ways_changes_and_each_has_its_turn():
     asked = []
-    ways = [Way(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
+    ways = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
     assert interleave(ways, [np.arange(3)] * 4, rounds=5, warm_up=1)
     turns = [asked[i : i + 3] for i in range(0, len(asked), 3)]
     assert len(turns) == 6 * 4 and all(set(turn) == set("abc") for turn in turns)
@@ -156,9 +156,9 @@ def test_files_are_read(tmp_path):
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
 def test_both_engines_have_processes_of_their_own_and_the_same_pages():
-    from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
+    from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 
-    genai = Job("GenAI", GENAI, ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
+    genai = ProcessJob("GenAI", GENAI, ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
     ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
     ours = replace(genai, name="ours", engine=NATIVE, draft=ModelSpec(DRAFT), ways=ways)
     small = replace(genai, name="usual pages", huge_pages=False)

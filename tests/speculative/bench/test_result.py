@@ -14,8 +14,8 @@ from speculative.bench import harness, ratios, result
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import Cell, Device
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way
-from speculative.bench.load.metrics import Answer, Load, Span, row
+from speculative.bench.harness import Method
+from speculative.bench.load.metrics import Load, RequestRecord, Span, row
 from speculative.bench.tuning.settings import PropertySet, Setting
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.typed import problems
@@ -86,7 +86,7 @@ def way(name="a way", draft_length=0, temperature=0.0, seconds=1.0):
     drafted = ([3, 3], [2, 2]) if draft_length else ([0] * 4, [1] * 4)
     run = Run([1, 2, 3, 4, 5], *drafted, 0.1, seconds)
     times = {"seconds": [[0.1], [0.1]], "drafting": [0.1] * 2, "verifying": [0.2] * 2, "outside": [0.1] * 2}
-    return Way(name, "an engine", draft_length, temperature, None, rounds=[[run, run]] * 2, **times)
+    return Method(name, "an engine", draft_length, temperature, None, rounds=[[run, run]] * 2, **times)
 
 
 @pytest.mark.parametrize(("draft_length", "temperature"), [(0, 0.0), (4, 0.0), ("adaptive", 0.7), ("lookup 5", 0.0)])
@@ -116,7 +116,7 @@ def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
 @pytest.mark.parametrize("answered", [True, False])
 def test_the_rows_of_methods_under_load_have_their_type(answered):
     told = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
-    load = Load("a way", None, {4: [Span([Answer(0, 0.0, 0.1, 1.0, "t", 6, **told)], 0.0, 1.0)] * 2})
+    load = Load("a way", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **told)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
     assert [problems(as_json(row(one, 4, alone)), result.LoadRow) for one in (load, alone)] == [[], []]
     assert problems(as_json(row(load, 4, None, "text")), result.LoadRow) == []

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from speculative.bench.cluster.ray_nodes import Lost, WorkQueue, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, WorkQueue, spread
 
 
 def anything(job, machine):
@@ -29,7 +29,7 @@ def test_the_job_of_a_lost_machine_goes_to_another():
     def work(job, machine):
         if machine == "first":
             lost.set()
-            raise Lost("the first was lost")
+            raise NodeLost("the first was lost")
         assert lost.wait(60)
 
     left = spread(["a", "b"], machines, anything, work, lambda job, machine, _: done.append((job, machine)))
@@ -52,7 +52,7 @@ def test_jobs_without_a_machine_are_returned_with_the_reason():
     machines = ["only"]
 
     def work(job, machine):
-        raise Lost("it was lost")
+        raise NodeLost("it was lost")
 
     assert spread(["a", "b"], machines, anything, work, print) == [("a", "it was lost"), ("b", "")]
     assert machines == []

@@ -47,7 +47,7 @@ def test_our_engine_says_the_same(architecture, tiny_pair):
         main = cached_model.load(ModelSpec(pair / "main", "CPU", EXACT), stateful=stateful)
         for folder in ("draft", "main"):
             draft = DraftModelProposer(
-                cached_model.load(ModelSpec(pair / folder, "CPU", EXACT), stateful=stateful), main.width
+                cached_model.load(ModelSpec(pair / folder, "CPU", EXACT), stateful=stateful), main.vocab_size
             )
             for rule in (FixedDraftLength(4), AdaptiveDraftLength(Costs(0.1, {1: 1.0, 17: 2.0}))):
                 result = Decoder(main, draft, rule).generate(prompt, config)

@@ -60,7 +60,7 @@ def texts(random, width, longest, rounds):
 def worst_difference(model, reference, rounds, longest, seed=0):
     random = np.random.default_rng(seed)
     worst = 0.0
-    for text in texts(random, model.width, longest, rounds):
+    for text in texts(random, model.vocab_size, longest, rounds):
         last = int(random.integers(1, 6))
         worst = max(worst, float(np.abs(model.logits(text, last) - reference(text)[-last:]).max()))
     return worst
@@ -100,9 +100,9 @@ def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(state
 def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
     model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), stateful=stateful)
     model.backend = spy = Spy(model.backend)
-    text = np.random.default_rng(0).integers(0, model.width, 90)
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 90)
     edited = text.copy()
-    edited[40] = (text[40] + 1) % model.width
+    edited[40] = (text[40] + 1) % model.vocab_size
 
     model.logits(text[:60])
     model.logits(text[:65], last=5)  # a step on 5 tokens
@@ -110,7 +110,7 @@ def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
     model.logits(text[:62], last=2)  # the same text again
     model.logits(edited[:62])  # edited in the middle
     model.logits(text[:45])
-    model.forget()
+    model.reset()
     model.logits(text[:45])
     assert spy.runs == [(0, 60), (60, 5), (61, 1), (60, 2), (40, 22), (40, 5), (0, 45)]
 
@@ -124,7 +124,7 @@ def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
 def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(stateful, tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=40, stateful=stateful)
-    text = np.random.default_rng(0).integers(0, model.width, 41)
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 41)
     message = "^the text has 41 tokens, but the cache only fits 40: shorten it or raise the capacity$"
     full = model.logits(text[:40]).copy()
     with pytest.raises(ValueError, match=message):
@@ -145,10 +145,10 @@ def test_hidden_entries_never_fill_the_cache(tiny_pair):
     folder = tiny_pair("llama") / "main"
     model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64, stateful=True)
     random = np.random.default_rng(0)
-    text = random.integers(0, model.width, 60)
+    text = random.integers(0, model.vocab_size, 60)
     entries = []
     for _ in range(500):
-        model.logits(np.concatenate([text, random.integers(0, model.width, 4)]), last=5)
+        model.logits(np.concatenate([text, random.integers(0, model.vocab_size, 4)]), last=5)
         entries.append(model.backend._request.query_state()[0].state.shape[2])
     assert np.abs(model.logits(text, last=5) - Reference(folder)(text)[-5:]).max() < TOLERANCE
     assert entries[:5] == [64, 69, 74, 79, 64]  # room for 80: the fifth copies what is in use together
@@ -199,7 +199,7 @@ class TestNpu:
     def test_more_rows_than_a_step_has_and_prompts_longer_than_one(self, tiny_pair):
         folder = tiny_pair("llama") / "main"
         model = cached_model.load(ModelSpec(folder, "NPU", NPU))
-        text = np.random.default_rng(0).integers(0, model.width, 128)
+        text = np.random.default_rng(0).integers(0, model.vocab_size, 128)
         expected = Reference(folder)(text)
         for length, last in [(128, 20), (60, 12), (30, 1), (42, 12), (128, 128)]:
             assert np.abs(model.logits(text[:length], last) - expected[length - last : length]).max() < 0.1

@@ -32,7 +32,7 @@ model = cached_model.load(sys.argv[1])
 logits = model.logits(tokens, last=8).copy()
 were = huge_pages.in_use()
 huge_pages.move(before)
-model.forget()
+model.reset()
 print(huge_pages.in_use() - were, np.array_equal(model.logits(tokens, last=8), logits))
 """
 
