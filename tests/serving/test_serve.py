@@ -341,7 +341,7 @@ def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(s
             time.sleep(0.5)
         finally:
             over.set()
-        assert refused.body["code"] == "queue_full" and "4 places" in refused.body["message"]
+        assert refused.body["code"] == "queue_full" and "(4 requests)" in refused.body["message"]
         assert int(refused.response.headers["retry-after"]) >= 1
         assert {future.result().choices[0].text for future in patient} == {complete(client).choices[0].text}
         assert not any(future.exception() for future in crowd)

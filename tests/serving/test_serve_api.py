@@ -152,11 +152,11 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0"),
     ({"messages": [0, 0, 0]}, "messages[0]", "object"),
-    ({"messages": [HI], "logit_bias": {"5": 1}}, "logit_bias", "only {} is served here: leave it out"),
-    ({"messages": [HI], "n": 2}, "n", "only 1 is served"),
+    ({"messages": [HI], "logit_bias": {"5": 1}}, "logit_bias", "only {} is supported: omit it"),
+    ({"messages": [HI], "n": 2}, "n", "only 1 is supported"),
     ({"messages": [HI], "tool_choice": "required"}, "tool_choice", '"none" or "auto"'),
     ({"messages": [HI], "stop_token_ids": [5]}, "stop_token_ids", "[]"),
-    ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "no such parameter"),
+    ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "unknown parameter"),
     ({"messages": [HI], "repetition_penalty": 1e-38}, "repetition_penalty", "0.01"),
     ({"messages": [HI], "stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag", ""),
 ]
@@ -197,7 +197,7 @@ def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
 
 
 def test_a_prompts_error_names_the_prompt(api):
-    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "a text"), ([[True]], "token ids")):
+    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
         error = post(api, {**ONE, "prompt": prompt}).json()["error"]
         assert error["param"] == "prompt" and said in error["message"]
 
