@@ -1,4 +1,4 @@
-"""What the tests share: where things are, and how to run a program of this project as its user does."""
+"""Shared fixtures and markers: run a program of this project as a user does, export tiny pairs, schedule test files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.support.paths import CORES, DRAFT, ROOT
 
 
 def pytest_configure():
-    """What the programs under test keep for their user is kept apart from what they keep for the developer."""
+    """Give the programs under test a cache folder of their own, not the developer's."""
     if not os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["XDG_CACHE_HOME"] = os.environ["LOCALAPPDATA"] = tempfile.mkdtemp(prefix="speculative-tests-")
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """Each architecture costs an export of two checkpoints: without --long there are three, which other tests share."""
+    """Parametrize `architecture`. Each costs an export of two checkpoints: three by default, all with --long."""
     if "architecture" in metafunc.fixturenames:
         from tests.support.tiny_checkpoints import ARCHITECTURES
 
@@ -64,7 +64,7 @@ SLOW = [
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers
 def pytest_collection_modifyitems(items):
-    """Files that take long come first, so that no test process waits long for another at the end."""
+    """Sort slow files first, so that no test process waits long for another at the end."""
     for item in items:
         for marker in (name for name, is_so in kinds(item).items() if is_so):
             item.add_marker(marker)
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items):
 
 
 def kinds(item):
-    """What `make test-fast` leaves out, by the names of the markers in pyproject.toml."""
+    """The markers of a test (see pyproject.toml) that `make test-fast` deselects."""
     file, fixtures = item.path.stem, item.fixturenames
     return {
         "ray": starts_ray(item.nodeid),

@@ -1,6 +1,6 @@
-"""The HTTP application around one engine: OpenAI's paths, its errors, its streams.
+"""HTTP application around one engine: the OpenAI API's paths, errors and streams.
 
-Whatever ends a request early, a client that is gone, the time limit, gives its place in the batch to others.
+A request that ends early (its client disconnected, its time limit passed) frees its slot in the batch.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from speculative.serving.protocol import (
     usage,
 )
 
-RETRY = 10  # seconds in which a broken replica may be replaced
+RETRY = 10  # seconds after which a broken replica is expected to be replaced
 
 
 class Stopped(Exception):
@@ -46,20 +46,19 @@ class Endpoint:
     """Answers requests to the model called `name` by `engine`."""
 
     def __init__(self, name: str, engine: Engine, limits: Limits, metrics: Metrics, draft_length: int | float = 0):
-        """`draft_length`: tokens drafted for each inference; below 1 the confidence to stop at; 0: as many as pay."""
+        """`draft_length`: draft tokens per iteration; below 1: a confidence threshold; 0: adaptive."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
         self.draining = self.stopped = False
-        self.asking = 0  # requests that are not answered yet
+        self.asking = 0  # requests without a complete response
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
-        self._coming = 0  # requests that are being encoded, or wait for that
+        self._coming = 0  # requests being encoded or waiting for it
         self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
-        """Take nothing more, and wait until all is answered; returns how many requests are not, after `seconds`, and
-        ends them."""
+        """Reject new requests and wait up to `seconds` for running ones; cancel the rest and return their number."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.asking and time.monotonic() < until:
@@ -72,7 +71,7 @@ class Endpoint:
         return left
 
     def application(self, keys: frozenset[bytes] | None) -> FastAPI:
-        """`keys`: the digests that `guard.digest` makes of the API keys, or None."""
+        """`keys`: digests of the API keys (`middleware.digest`), or None."""
         app = FastAPI(title="A speculative pair", docs_url=None, redoc_url=None)
         app.router.route_class = request_body.route_of(self.longest_prompt)
         app.add_middleware(
@@ -105,11 +104,11 @@ class Endpoint:
     async def health(self) -> dict:
         self._check_open()
         if trouble := self.trouble():
-            raise ApiError(503, f"The engine cannot go on: {trouble}.", "engine_failed", retry_after=RETRY)
+            raise ApiError(503, f"The engine is broken: {trouble}.", "engine_failed", retry_after=RETRY)
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
 
     def trouble(self) -> str | None:
-        """What is wrong with this replica, so that it has to be replaced."""
+        """Why this replica has to be replaced, or None."""
         return health.trouble(self.engine)
 
     async def models(self) -> dict:
@@ -121,7 +120,7 @@ class Endpoint:
 
     async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
         if not self.engine.decoder.tokenizer.chat_template:
-            raise ApiError(400, f"The model {self.name} has no chat template: ask at /v1/completions.")
+            raise ApiError(400, f"The model {self.name} has no chat template: use /v1/completions.")
         return await self._answer(asked, request)
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
@@ -141,14 +140,14 @@ class Endpoint:
             self.asking -= 1
             raise
         answer = ResponseBuilder(asked, self.name)
-        if asked.stream:  # nothing is awaited between `_submit` and the stream, which sees to the job's end
+        if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the job
             return EventStream(self._until_over(job), lambda: self._events(job, answer))
         with self._until_over(job):
             generation = await job.end()
             return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
 
     async def _submit(self, asked: BaseRequest, salt: bytes) -> GenerationHandle:
-        """The job that answers. Where there is no place for it, nothing is encoded."""
+        """Encode the prompt and submit a job. If the queue is full, nothing is encoded."""
         try:
             self.engine.check_queue(self._coming)
             prompt = await self._encoded(asked)
@@ -180,7 +179,7 @@ class Endpoint:
 
     @contextmanager
     def _until_over(self, job: GenerationHandle) -> Iterator[None]:
-        """While a request is answered; however that ends, its place in the batch is free afterwards."""
+        """Context of a running job: however it ends, its slot in the batch is freed and its outcome counted."""
         self._jobs.add(job)
         outcome = "disconnected"
         try:
@@ -198,17 +197,18 @@ class Endpoint:
             self.metrics.over(job, outcome)
 
     def _as_answer(self, error: Exception) -> ApiError:
-        """4xx for a fault of the request, 503 where the server failed and asking again helps, 500 for a defect."""
+        """The response to an error: 4xx if the request is at fault, 503 if a retry helps, 500 for a defect."""
         if isinstance(error, QueueFull):
-            message = f"All {self.limits.max_queue} places in the queue are taken: try again in {error.seconds} s."
+            message = f"The queue is full ({self.limits.max_queue} requests): retry in {error.seconds} s."
             return ApiError(429, message, "queue_full", retry_after=error.seconds)
         if isinstance(error, EngineFailed):
-            message = "The engine failed, not this request, and is being replaced: try again."
+            message = "The engine failed, but not because of this request, and is being replaced: retry."
             return ApiError(503, message, "engine_failed", retry_after=RETRY)
         if isinstance(error, Stopped):
-            return ApiError(503, "The server was stopped before the answer's end.", "draining", retry_after=RETRY)
+            message = "The server was stopped before the response was complete."
+            return ApiError(503, message, "draining", retry_after=RETRY)
         if isinstance(error, Expired):
-            message = f"The request took longer than the {self.limits.timeout:g} s a request may take here."
+            message = f"The request exceeded the time limit of {self.limits.timeout:g} s."
             return ApiError(504, message, "timeout")
         if isinstance(error, ValueError | OutOfBlocks):
             return ApiError(400, f"The request cannot be decoded: {one_line(error)}", "invalid_request")
@@ -222,7 +222,7 @@ class Endpoint:
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            message = f"There is no model {shown(repr(name))} here, only {self.name!r}."
+            message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
     def _encode(self, asked: BaseRequest) -> np.ndarray:
@@ -233,22 +233,22 @@ class Endpoint:
             raise ApiError(400, message, "invalid_prompt") from None
 
     def _room(self, asked: BaseRequest, prompt: int) -> int:
-        """Tokens that may follow a prompt of so many: as many as are asked for, or else as many as the limits allow."""
+        """Most new tokens after a prompt of `prompt` tokens: as requested, by default as many as the limits allow."""
         limits, context = self.limits, self.engine.decoder.main.context
         where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
         if prompt > self.longest_prompt:
-            message = f"The prompt has {prompt} tokens, and may have {self.longest_prompt} here."
+            message = f"The prompt has {prompt} tokens, but at most {self.longest_prompt} are allowed."
             raise ApiError(400, message, "context_length_exceeded", where)
         wanted = asked.wanted_tokens
         if wanted is None:
             return min(limits.max_output_tokens, context - prompt)
         if wanted > limits.max_output_tokens:
-            message = f"max_tokens is {wanted}, and may be {limits.max_output_tokens} here."
+            message = f"max_tokens is {wanted}, but at most {limits.max_output_tokens} are allowed."
             raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
         if prompt + wanted > context:
             message = (
-                f"The prompt has {prompt} tokens, max_tokens is {wanted}, and the context has room for {context}: "
-                f"shorten the prompt, or ask for {context - prompt} tokens."
+                f"The prompt has {prompt} tokens and max_tokens is {wanted}, but the context is only {context} tokens: "
+                f"shorten the prompt, or set max_tokens to {context - prompt}."
             )
             raise ApiError(400, message, "context_length_exceeded", where)
         return wanted
@@ -278,15 +278,15 @@ class Endpoint:
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        return await self._refuse(request, ApiError(500, "The server failed at this request.", "internal_error"))
+        return await self._refuse(request, ApiError(500, "The server failed on this request.", "internal_error"))
 
 
 class _Said(Exception):
-    """The client was told in the stream; `__cause__` is what happened."""
+    """The error was already sent to the client in the stream; `__cause__` is the error."""
 
 
 class EventStream(Response):
-    """Server-sent events as they come, inside a context that ends with the last of them, or with the client."""
+    """Server-sent events, sent within a context that ends with the last event or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -304,6 +304,6 @@ class EventStream(Response):
 
 
 def one_line(error: Exception) -> str:
-    """An error of the engine without its source locations."""
+    """An error of the engine on one line, without its source locations."""
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))

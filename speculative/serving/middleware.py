@@ -54,7 +54,7 @@ class Guard:
             if length.isdigit() and int(length) > self.max_body:
                 raise self._too_large()
             if self.open >= self.limits.open:
-                raise ApiError(429, f"There are {self.open} requests here already: try again in 1 s.", "queue_full",
+                raise ApiError(429, f"{self.open} requests are already open: retry in 1 s.", "queue_full",
                                retry_after=1)  # fmt: skip
         except ApiError as error:
             self.refused(error.status_code)
@@ -87,7 +87,7 @@ class Guard:
                 message = await asyncio.wait_for(receive(), until - asyncio.get_running_loop().time())
             except asyncio.TimeoutError:
                 seconds = self.limits.body_timeout
-                raise ApiError(408, f"The body did not come within {seconds:g} s.", "body_too_slow") from None
+                raise ApiError(408, f"The body was not received within {seconds:g} s.", "body_too_slow") from None
             came += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if came > self.max_body:

@@ -1,6 +1,6 @@
-"""The OpenAPI document at /openapi.json: what each path answers, with which errors.
+"""The OpenAPI document at /openapi.json: the responses and errors of each path.
 
-The answers are made in protocol.py; the tests compare them with the shapes that stand here.
+The responses are built in protocol.py; tests compare them with the schemas here.
 """
 
 from typing import Any, Literal
@@ -13,15 +13,15 @@ from speculative.serving.middleware import OPEN
 
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
-    400: "The request cannot be served as it is",
+    400: "The request is invalid or not supported",
     401: "The API key is missing or wrong",
-    404: "There is no such model",
-    408: "The body did not come in time",
+    404: "The model does not exist",
+    408: "The body was not received in time",
     413: "The body is too large",
-    429: "All places are taken",
-    500: "The server failed at this request",
-    503: "The server shuts down, or its engine is being replaced",
-    504: "The request took longer than it may",
+    429: "The queue is full",
+    500: "The server failed on this request",
+    503: "The server is shutting down, or its engine is being replaced",
+    504: "The request exceeded its time limit",
 }
 WAITS = {429, 503}  # with the header retry-after
 SECONDS = {"type": "integer", "minimum": 1}
@@ -150,9 +150,9 @@ class CompletionChunk(Head):
     usage: Usage | None = None
 
 
-LOOKED_AT = (413, 429, 500)  # what any path but /health may answer
-READ = (400, 404, 408, *LOOKED_AT, 503, 504)  # and those that read a body
-ANSWERS = {  # by path: the shape of an answer, that of a stream's chunks, the errors
+LOOKED_AT = (413, 429, 500)  # errors of every path but /health
+READ = (400, 404, 408, *LOOKED_AT, 503, 504)  # and of paths that read a body
+ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, errors
     "/health": (Health, None, (500, 503)),
     "/v1/models": (ModelList, None, LOOKED_AT),
     "/v1/models/{name:path}": (ModelCard, None, (404, *LOOKED_AT)),
@@ -162,11 +162,11 @@ ANSWERS = {  # by path: the shape of an answer, that of a stream's chunks, the e
 
 
 def answers(path: str, keys: bool) -> dict[int, dict[str, Any]]:
-    """A path's, as FastAPI takes them. `keys`: whether an API key is asked for."""
+    """The responses of a path, in FastAPI's form. `keys`: whether an API key is required."""
     whole, chunk, errors = ANSWERS[path]
-    answer: dict[str, Any] = {"model": whole, "description": "The answer"}
+    answer: dict[str, Any] = {"model": whole, "description": "The response"}
     if chunk:
-        answer["description"] += ", or with stream=true its chunks, and `[DONE]` or an error behind them"
+        answer["description"] += ", or with stream=true its chunks, followed by `[DONE]` or an error"
         answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
     if keys and path not in OPEN:
         errors += (401,)
@@ -179,7 +179,7 @@ def error(status: int) -> dict[str, Any]:
 
 
 def event(chunk: type[Schema]) -> dict:
-    """A server-sent event with a chunk or an error, as OpenAPI 3.2 and FastAPI describe it."""
+    """Schema of a server-sent event with a chunk or an error, in the form of OpenAPI 3.2 and FastAPI."""
     shapes = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in (chunk, Error)]
     content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": shapes}}
     data = {"anyOf": [{"type": "string", **content}, {"const": "[DONE]"}]}
@@ -187,7 +187,7 @@ def event(chunk: type[Schema]) -> dict:
 
 
 def describe(app: FastAPI) -> None:
-    """Have the document of `app` say what is answered. FastAPI puts a 422 of its own in, and 400 is what comes."""
+    """Complete the OpenAPI document of `app`. FastAPI documents a 422 of its own, but this server sends 400 instead."""
     made = app.openapi
 
     def document() -> dict:

@@ -1,9 +1,9 @@
-"""Requests and answers in the shapes of the OpenAI API: chat completions, completions, models, errors.
+"""Request and response types of the OpenAI API: chat completions, completions, models, errors.
 
-A field that would change the answer and is not served is refused by name, never ignored; a field of the wrong type is
-refused, never converted. What only labels a request (`user`, `metadata`, ...) is taken and not used, and so are null
-and the values with which a client asks for nothing. Of a list only the first wrong element is reported: a request of a
-million wrong ones costs no more than one.
+An unsupported field that would change the output is rejected by name, never ignored; a field of the wrong type is
+rejected, never converted. Fields that only label a request (`user`, `metadata`, ...), nulls, and values that select the
+default behaviour (`off`) are accepted and ignored. Only the first invalid element of a list is reported, so a request
+with a million invalid ones costs no more than one.
 """
 
 import json
@@ -27,12 +27,12 @@ from pydantic import (
 
 from speculative.sequence.result import GenerationResult
 
-COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as the API has it
-SHOWN = 100  # characters of what a client sent, in an error message
-SEED_BITS = 2**64 - 1  # seeds may be negative there, and are not here
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
+SHOWN = 100  # most characters of client input repeated in an error message
+SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
-LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # to clients that split lines as Unicode does
-# what the API takes where this server makes one type of several, as JSON schemas
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
+# JSON schemas of fields for which the API accepts several types and this module converts them to one
 TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -44,7 +44,7 @@ STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "stri
 
 
 class ApiError(HTTPException):
-    """Becomes an error answer: `status`, and the API's error object."""
+    """An error response: the HTTP `status` and the API's error object."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ApiError(HTTPException):
 
 
 def shown(text: str) -> str:
-    """A client's name or value, as an error repeats it: not at any length."""
+    """`text` from a client, shortened for an error message."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
@@ -75,18 +75,18 @@ def _type(status: int) -> str:
 
 
 class Given(BaseModel):
-    """A JSON object of the API. A null is as if it were not given, and so is what `off` says of fields not served."""
+    """A JSON object of the API. Nulls, and unsupported fields with one of their `off` values, count as omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    off: ClassVar[dict[str, tuple]] = {}  # the values of fields that are not served with which nothing is asked for
+    off: ClassVar[dict[str, tuple]] = {}  # unsupported fields, with the values that change nothing
 
     @model_validator(mode="before")
     @classmethod
     def asked_for(cls, data: Any) -> Any:
-        """Of fields that are not served one is left, to be named in the error: however many there are, it is one."""
+        """Drop omitted fields and keep at most one unsupported field, which the error then names."""
         if not isinstance(data, dict):
             return data
-        fields = cls.model_fields  # a property that computes: looked up once
+        fields = cls.model_fields  # a computed property: read it once
         given = {name: value for name, value in data.items() if name in fields and value is not None}
         for name, value in data.items():
             if value is None or name in fields:
@@ -97,12 +97,12 @@ class Given(BaseModel):
         return given
 
 
-LABEL = ()  # any value: it labels a request or a message, and changes no text
+LABEL = ()  # any value is accepted: a label of a request or a message, without effect on the output
 
 
 class StreamOptions(Given):
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # nothing is obfuscated
+    include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
 class TextPart(Given):
@@ -113,7 +113,7 @@ class TextPart(Given):
 
 
 def joined(content: Any) -> Any:
-    """The text of a list of parts. The first part that is none is the only error."""
+    """The text of a list of content parts. Raises ValueError for the first one that is not a text part."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -122,7 +122,7 @@ def joined(content: Any) -> Any:
             texts.append(TextPart.model_validate(part).text)
         except ValidationError as error:
             place, problem = described(error.errors(include_url=False)[0], TextPart.off)
-            raise ValueError(f"part {i} is no text part: {place}{': ' if place else ''}{problem}") from None
+            raise ValueError(f"part {i} is not a text part: {place}{': ' if place else ''}{problem}") from None
     return "".join(texts)
 
 
@@ -133,7 +133,7 @@ class Message(Given):
         "function_call": ({},),
         "audio": ({},),
         "reasoning_content": ("",),
-        "annotations": LABEL,  # where the parts of an earlier answer are from
+        "annotations": LABEL,  # sources of an earlier response
         "provider_specific_fields": LABEL,  # LiteLLM's
     }
 
@@ -149,40 +149,40 @@ class Message(Given):
         return data
 
     def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """The message as chat templates expect it."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 def few_and_not_empty(stop: Any) -> Any:
-    """Stop strings as a list."""
+    """Validate stop strings and return them as a list."""
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list):
         raise ValueError("should be a string or a list of strings")
     if len(stops) > 4:
-        raise ValueError(f"there may be 4 stop strings, not {len(stops)}")
+        raise ValueError(f"at most 4 stop strings are allowed, not {len(stops)}")
     if not all(isinstance(stop, str) for stop in stops):
         raise ValueError("should be a string or a list of strings")
     if not all(stops):
-        raise ValueError("a stop string may not be empty")
+        raise ValueError("a stop string must not be empty")
     if any(len(stop) > 1000 for stop in stops):
-        raise ValueError("a stop string may have 1000 characters")
+        raise ValueError("a stop string must have at most 1000 characters")
     return stops
 
 
 def all_tokens(top_k: Any) -> Any:
-    """vLLM and others say so with 0 or -1."""
+    """None, meaning all tokens, for 0 or -1, as in vLLM."""
     return None if top_k in (0, -1) else top_k
 
 
 class BaseRequest(Given):
-    """What both kinds of completions may ask for."""
+    """Fields of both chat and text completions."""
 
     off = {
         # OpenAI's
         "n": (1,),
         "logit_bias": ({},),
         "metadata": LABEL,
-        "parallel_tool_calls": LABEL,  # of no tools
+        "parallel_tool_calls": LABEL,  # without tools it has no effect
         "prompt_cache_retention": LABEL,
         "safety_identifier": LABEL,
         "service_tier": LABEL,
@@ -215,8 +215,8 @@ class BaseRequest(Given):
     stop: Annotated[list[str], BeforeValidator(few_and_not_empty), WithJsonSchema(STOPS)] = Field([])
     frequency_penalty: float | None = Penalty
     presence_penalty: float | None = Penalty
-    prompt_cache_key: str | None = None  # only requests with the same one share what the prefix cache holds
-    # beyond the API, as other servers have them
+    prompt_cache_key: str | None = None  # prefix-cache entries are shared only by requests with the same key
+    # extensions, named as in vLLM
     top_k: Annotated[int | None, BeforeValidator(all_tokens)] = Field(None, ge=1, le=2**31)
     min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
@@ -225,7 +225,7 @@ class BaseRequest(Given):
     @model_validator(mode="after")
     def options_of_a_stream(self) -> "BaseRequest":
         if self.stream_options and not self.stream:
-            raise ValueError("stream_options go with stream=true only")
+            raise ValueError("stream_options requires stream=true")
         return self
 
     @property
@@ -233,14 +233,14 @@ class BaseRequest(Given):
         return self.max_tokens
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
-        """As the engine takes it. The defaults are the API's: temperature 1, all tokens."""
+        """The engine's GenerationConfig, with the API's defaults: temperature 1, all tokens."""
         config = GenerationConfig()
         config.max_new_tokens = max_new_tokens
         temperature = 1.0 if self.temperature is None else self.temperature
         config.do_sample = temperature > 0 and self.top_p != 0
         if config.do_sample:
             config.temperature = temperature
-            config.top_p = max(1.0 if self.top_p is None else self.top_p, 1e-9)  # less is 0 in float32
+            config.top_p = max(1.0 if self.top_p is None else self.top_p, 1e-9)  # smaller values are 0 in float32
             if self.top_k is not None:
                 config.top_k = self.top_k
             config.min_p = self.min_p or 0.0
@@ -284,15 +284,15 @@ class ChatCompletionRequest(BaseRequest):
 
 
 def one_prompt(prompt: Any) -> str | list[int]:
-    """A prompt may be a list of one prompt."""
+    """Validate a prompt: text, token ids, or a list with one of these."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise ValueError(f"there may be one prompt in a request, not {len(prompt)}")
+            raise ValueError(f"only one prompt per request is supported, not {len(prompt)}")
         prompt = prompt[0]
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and set(map(type, prompt)) <= {int}):
-        raise ValueError("should be a text or a list of token ids")
+        raise ValueError("should be a string or a list of token ids")
     if not prompt:
-        raise ValueError("the prompt is empty: give some text to go on from")
+        raise ValueError("the prompt is empty: send some text to continue")
     return prompt
 
 
@@ -307,7 +307,7 @@ class CompletionRequest(BaseRequest):
 
 
 def described(error: dict, off: dict[str, tuple]) -> tuple[str, str]:
-    """Of an error of pydantic: the parameter as the API writes it, `messages[0].content`, and what is wrong with it."""
+    """Parameter of a pydantic error, in the API's notation (`messages[0].content`), and what is wrong with it."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
     place = shown("".join(parts).removeprefix("."))
     if error["type"] == "missing":
@@ -321,12 +321,12 @@ def described(error: dict, off: dict[str, tuple]) -> tuple[str, str]:
 
 def _not_served(name: str, off: dict[str, tuple]) -> str:
     if name not in off:
-        return "there is no such parameter here: leave it out"
-    return f"only {' or '.join(json.dumps(value) for value in off[name])} is served here: leave it out"
+        return "unknown parameter: omit it"
+    return f"only {' or '.join(json.dumps(value) for value in off[name])} is supported: omit it"
 
 
 class ResponseBuilder:
-    """The answer to one request, whole or in chunks."""
+    """Builds the response to one request, as a whole or in chunks."""
 
     def __init__(self, asked: BaseRequest, model: str):
         self._chat = isinstance(asked, ChatCompletionRequest)
@@ -347,21 +347,21 @@ class ResponseBuilder:
         return {**self._head, "object": name, "choices": [choice], "usage": usage}
 
     def begin(self) -> bytes:
-        """What comes before any text."""
+        """The events before the text."""
         return self._event(self._chunk({"role": "assistant", "content": ""}, None)) if self._chat else b""
 
     def piece(self, text: str) -> bytes:
         return self._event(self._chunk({"content": text} if self._chat else text, None))
 
     def end(self, finish_reason: str, usage: dict) -> bytes:
-        """What comes behind the text."""
+        """The events after the text."""
         last = self._event(self._chunk({} if self._chat else "", finish_reason))
         if self._usage_last:
             last += self._event({**self._chunk_head(), "choices": [], "usage": usage})
         return last + b"data: [DONE]\n\n"
 
     def broken(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails half-way."""
+        """The last event of a stream that fails."""
         return self._event(error.body)
 
     def _chunk(self, content: dict | str, finish_reason: str | None) -> dict:
@@ -379,9 +379,9 @@ class ResponseBuilder:
 
 
 def usage(prompt_tokens: int, generation: GenerationResult, cached_tokens: int) -> dict:
-    """Token counts; `cached_tokens` of the prompt were not computed again.
+    """The API's token counts; `cached_tokens` of the prompt came from the prefix cache.
 
-    Draft tokens that were rejected are not part of the text, nor of `completion_tokens`.
+    Rejected draft tokens are not part of the output and do not count as `completion_tokens`.
     """
     accepted, proposed = sum(generation.from_draft), sum(generation.proposed)
     return {

@@ -1,4 +1,4 @@
-""".ci/fresh: a command sees nothing of what others left in /tmp and HOME, but its checkout and pip's settings."""
+""".ci/fresh runs a command with an empty /tmp and HOME; only the checkout and pip's settings are visible."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The committed pair: what its model card promises."""
+"""The committed embedded pair has the properties that its model card states."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ PROMPTS = [
 
 
 def parameters(folder):
-    """Weights of an IR, counted from its int8 constants."""
+    """The number of weights of an IR, counted from its int8 constants."""
     model = openvino.Core().read_model(folder / "openvino_model.xml")
     constants = (node for node in model.get_ops() if node.get_type_name() == "Constant")
     return sum(
@@ -57,7 +57,7 @@ def test_pair_json_tells_how_it_was_made():
 
 
 def test_the_prompts_are_held_out():
-    """Not one of them stands in the training text (which is made of this Python's own library and the recipes)."""
+    """None of them is in the training text (built from this Python's standard library and the recipes)."""
     from speculative.modelgen.text import training_documents
 
     text = "\0".join(training_documents())

@@ -1,5 +1,5 @@
-"""Model repositories for OpenVINO Model Server: what is in them, that they agree with the server's published schema and
-with the engine the server runs (GenAI), and how the program ends when something is wrong. The server itself is not run.
+"""Model repositories for OpenVINO Model Server: their content, checked against the server's published schema and the
+engine it runs (GenAI), and the program's errors. The server itself is not run.
 """
 
 import errno
@@ -53,7 +53,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def export(capsys):
-    """Call the program, which must do its job; return what it printed."""
+    """Run the program, which must succeed; return its output."""
 
     def export(*arguments):
         assert export_model_server.main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
@@ -64,7 +64,7 @@ def export(capsys):
 
 @pytest.fixture
 def refuses(capsys):
-    """Call the program with arguments it must refuse with this status; return its one sentence."""
+    """Run the program with arguments it must reject with this status; return its one-sentence error."""
 
     def refuses(status, *arguments):
         try:
@@ -153,7 +153,7 @@ def test_a_pair_becomes_a_repository(run, pair, out):
 
 
 def test_a_request_that_says_nothing_is_greedy_and_drafts(pair, out, export):
-    """As the server does it: GenAI reads generation_config.json, and a temperature above 0 means sampling."""
+    """As in the server, GenAI reads generation_config.json, and a temperature above 0 means sampling."""
     file = pair / "main" / "generation_config.json"
     original = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
@@ -167,10 +167,10 @@ def test_a_request_that_says_nothing_is_greedy_and_drafts(pair, out, export):
 
 
 def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, export):
-    """GenAI set up from graph.pbtxt as the server's sources do it, with several requests at once, long ones among them.
+    """GenAI is configured from graph.pbtxt as in the server's sources; several requests run at once, some of them long.
 
-    With the server's own defaults it goes wrong (the day it does not, dynamic_split_fuse may be left on): a prompt that
-    is split over steps, beside other requests and with a draft, gets another text.
+    With the server's own defaults the output is wrong: with a draft and concurrent requests, a prompt split over
+    steps gets another text. Once that no longer fails, dynamic_split_fuse may stay on.
     """
     exact = ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
     export(pair, out, *exact, "-k", 4)
@@ -189,7 +189,7 @@ def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, e
 
 
 def served_texts(repository, prompts):
-    """What the server's engine makes of these prompts, as requests that name a length and nothing else."""
+    """The server engine's outputs for these prompts, requested with a length only."""
     folder, options = repository / "embedded", options_in(repository)
 
     def scheduler():
@@ -494,7 +494,7 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
 def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(renames, pair, out, export, refuses):
-    """Killed before each of its renames."""
+    """The program is killed before each of its renames in turn."""
     export(pair, out)
     before = everything_in(out)
     killed_at_rename(renames, PROGRAM, pair, out, "--overwrite", "--set", "cache_size=9")
@@ -558,7 +558,7 @@ def test_missing_packages_are_said(pair, out, monkeypatch, refuses):
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Notes each request's path and body; answers one chunk of a chat as a server does."""
+    """Records each request's path and body; responds with one chunk of a chat completion."""
 
     requests: list
 

@@ -1,7 +1,7 @@
-"""The conversion command: what it makes, what it leaves alone, and how it ends when something is wrong.
+"""The conversion command: its output, the files it must not touch, and its errors.
 
-Programs run as processes where that matters (optimum-cli as a child, Ctrl-C, a missing package); elsewhere main() is
-called with optimum-cli in this process, which saves the seconds that importing it takes.
+Programs run in child processes where that matters (optimum-cli as a child, Ctrl-C, a missing package); elsewhere main()
+is called with optimum-cli in this process, which saves the seconds of importing it.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def irs(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def optimum_runs(monkeypatch):
-    """Run optimum-cli in this process; the commands that ran are listed here."""
+    """Run optimum-cli in this process; the fixture is the list of commands."""
     runs = []
 
     def run(typed, *rest):
@@ -73,7 +73,7 @@ def optimum_runs(monkeypatch):
 
 @pytest.fixture
 def refuses(capsys):
-    """Call the program with arguments it must refuse with this status; return its one sentence."""
+    """Run the program with arguments it must reject with this status; return its one-sentence error."""
 
     def refuses(status, *arguments):
         try:
@@ -285,7 +285,7 @@ def test_known_pairs_are_complete_and_listed(capsys):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The three answers of a hub that a download needs: what a model holds, a file's size, a file."""
+    """The three responses of a hub that a download needs: a model's file list, a file's size, a file."""
 
     models: ClassVar[dict[str, Path]] = {}
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -556,7 +556,7 @@ def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
 
 
 def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints, irs, tmp_path):
-    """main is IR and done at once; draft fails in optimum-cli, then is mended."""
+    """main is IR and complete at once; the draft fails in optimum-cli and is then repaired."""
     draft = shutil.copytree(checkpoints / "draft", tmp_path / "draft")
     config = draft / "config.json"
     good = config.read_text(encoding="utf-8")
@@ -711,7 +711,7 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
 
 
 class KilledError(BaseException):
-    """Stands for a process that ends at once, without any cleaning up."""
+    """Stands for the kill of a process, which ends without any cleanup."""
 
 
 def break_off_after(renames, error, patch):

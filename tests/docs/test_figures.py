@@ -1,4 +1,4 @@
-"""The figures of README and docs: each has a command that is understood, and is shown as it was measured."""
+"""The benchmark results in README and docs: each has a valid command and is shown as it was measured."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ MACHINE = dict.fromkeys(figures.MACHINE, "x") | {"date": "2026-11-22 10:00 UTC"}
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A page with marks, and a folder for what is kept."""
+    """A page with markers, and a folder for saved results."""
     page = tmp_path / "page.md"
     page.write_text("# Page\n<!-- figures:one -->\nold\n<!-- /figures -->\n<!-- figures:two -->\n<!-- /figures -->\n")
     monkeypatch.setattr(figures, "KEPT", tmp_path / "figures")
@@ -93,7 +93,7 @@ def test_only_what_is_missing_is_measured():
 
 
 def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
-    """The whole way, with a small command; one that fails leaves the others."""
+    """Measure, save and render with a small command; a failing command does not stop the others."""
     small = figures.Figure(f"scripts/benchmark.py {MAIN} {DRAFT} {SMALL}", 1)
     monkeypatch.setattr(
         figures, "FIGURES", {"two": figures.Figure("scripts/benchmark.py nothing here", 1), "one": small}
@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_measured(checkout, monkeypatch):
 
 @pytest.mark.posix("signals")
 def test_at_ctrl_c_the_command_ends_what_it_started(tmp_path):
-    """It is not killed: a server that it started would stay."""
+    """The command is interrupted, not killed: a server that it started would be left running."""
     program, ended = tmp_path / "program.py", tmp_path / "ended"
     program.write_text(
         "import os, pathlib, signal, sys, time\n"

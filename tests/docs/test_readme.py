@@ -1,4 +1,4 @@
-"""Every command of README and docs, run in a copy of the checkout by the shell that it is written for; every link."""
+"""Every command in README and docs runs in a copy of the checkout, in the shell it is written for; links resolve."""
 
 import os
 import re
@@ -40,7 +40,7 @@ SHORTER = {
 
 
 def commands(language, text=README):
-    """The commands of all fenced blocks of a language, lines that end with a backslash joined, comments left out."""
+    """The commands in all fenced blocks of a language, without comments; lines ending in a backslash are joined."""
     for block in re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if command := line.partition("  #")[0].strip():
@@ -49,7 +49,7 @@ def commands(language, text=README):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what git would give, in which commands may write."""
+    """A copy of a fresh checkout, in which commands may write."""
     copy = tmp_path_factory.mktemp("readme") / "checkout"
     ignore = shutil.ignore_patterns(".git", ".venv", "checkpoints", "__pycache__", ".*_cache", "build")
     shutil.copytree(ROOT, copy, ignore=ignore)
@@ -62,7 +62,7 @@ def checkout(tmp_path_factory):
 
 
 def as_tested(command):
-    """The command, shortened; what needs the hub is only asked what it would do."""
+    """The command with options that make it short; commands that need the hub run with --dry-run."""
     if command.startswith("make "):
         return command.replace("make ", "make --dry-run ", 1)
     if "export_pair.py" in command and "models/embedded" not in command and "--list" not in command:
@@ -81,7 +81,7 @@ SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 
 
 def every(language):
-    """Its blocks' commands on all pages, or its whole programs: those without a server, those with one."""
+    """The commands (in Python: blocks) of a language on all pages: those that need no server, and those that do."""
     found = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def test_python_block(program, checkout):
 
 @pytest.fixture(scope="module")
 def at_server():
-    """Told where the README's own server is, a text says where this one is, which its command starts."""
+    """Start the server; the fixture is a function that replaces the documented ports in a text by the server's."""
     with Server(env={"RAY_metrics_report_interval_ms": "1000"}) as server:
         metrics = f"http://127.0.0.1:{server.metrics_port}/metrics"
         wait_until(lambda: "speculative_" in httpx.get(metrics).text, "metrics come")
@@ -155,7 +155,7 @@ def test_powershell_says_the_same():
 
 
 def anchors(page):
-    """What a link may name in a page: its headings, as GitHub makes anchors of them."""
+    """The anchors of a page: its headings, converted as on GitHub."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -170,7 +170,7 @@ def test_linked_files_and_headings_exist(page):
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise from Python 3.13 on")
 def test_the_generated_pages_are_up_to_date():
-    """The command line, the Python API, and the tree with every file of the rooms."""
+    """The command line, the Python API, and the architecture page with its list of files."""
     command = [sys.executable, str(ROOT / "docs/generate.py"), "--check"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -181,7 +181,7 @@ def test_the_readme_is_a_landing_page():
 
 
 def shape(output):
-    """What an output is on any machine: its labels and words, without numbers and without the machine's precision."""
+    """The part of an output that is the same on any machine: words without numbers and inference precision."""
     words = re.sub(r"\b(bf16|f16|f32)\b", "PRECISION", output.replace("\\", "/"))
     return [line.rstrip() for line in re.sub(r"\d[\d,.]*", "N", words).splitlines() if line.strip()]
 

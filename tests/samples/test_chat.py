@@ -1,4 +1,4 @@
-"""The chat, typed into a real terminal and driven through a pipe."""
+"""The chat sample, in a pseudo-terminal and through a pipe."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def main(tmp_path_factory):
 
 
 class Steps(openvino_genai.StreamerBase):
-    """Collects the tokens of each inference of the main model."""
+    """Collects the tokens of each forward pass of the main model."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_main_model_without_chat_template_is_refused(run_here, tmp_path):
 
 
 class Terminal:
-    """A chat in a pseudo-terminal: what a person types and sees."""
+    """A chat in a pseudo-terminal: input as typed, output as displayed."""
 
     def __init__(self, *arguments, **env):
         import pty

@@ -1,4 +1,4 @@
-"""The notebook, executed from its first cell to its last, as committed; what its cells computed is what is judged."""
+"""The notebook is executed as committed, from the first cell to the last; the tests check what its cells computed."""
 
 import json
 import re
@@ -29,7 +29,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the notebook lies in a copy of what git would give; its path has a space."""
+    """The notebook's folder in a copy of a fresh checkout, whose path contains a space."""
     copy = tmp_path_factory.mktemp("a checkout") / "checkout"
     for part in ("samples", "scripts", "speculative", "convert", "models/embedded"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))

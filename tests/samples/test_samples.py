@@ -1,4 +1,4 @@
-"""The samples as users run them: text on stdout, figures on stderr, any device, any console, Ctrl-C, closed pipes."""
+"""The samples as users run them: text on stdout, summary on stderr, devices, consoles, Ctrl-C, closed pipes."""
 
 import ast
 import json
@@ -149,7 +149,7 @@ def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, dra
 
 
 class Steps(openvino_genai.StreamerBase):
-    """Collects the tokens, and at which of them an inference of the main model ended."""
+    """Collects the tokens, and the positions at which a forward pass of the main model ended."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class Steps(openvino_genai.StreamerBase):
 
 
 def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
-    """The engine itself overlooks an end inside the tokens of an inference there, see test_engine_facts.py."""
+    """With an NPU, the engine itself misses a stop token within the tokens of a pass (test_engine_facts.py)."""
     steps = Steps()
     draft = openvino_genai.draft_model(MAIN, "NPU", NPUW_DEVICES="CPU", EXECUTION_MODE_HINT="ACCURACY")
     pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
@@ -285,7 +285,7 @@ def press_ctrl_c_when(arguments, ready):
 
 @pytest.fixture
 def endless(tmp_path):
-    """A quick model that never says it is done."""
+    """A fast model that never generates a stop token."""
     shutil.copytree(DRAFT, tmp_path / "endless")
     (tmp_path / "endless/generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")
     return tmp_path / "endless"
@@ -315,7 +315,7 @@ def test_ctrl_c_stops_the_loading_with_status_130(name):
 
 
 def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):
-    """A stand-in for the engine says when its import begins, and takes its time."""
+    """A stand-in for the engine reports the start of its import and then waits."""
     (tmp_path / "openvino.py").write_text(
         "import sys, time; print('importing', file=sys.stderr, flush=True); time.sleep(60)", encoding="utf-8"
     )

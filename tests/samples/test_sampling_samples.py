@@ -1,6 +1,6 @@
-"""speculative_sampling_lm.py: it hands on what the user asked for, shows what the engine did, fails in one sentence.
+"""speculative_sampling_lm.py passes options to the engine, prints its results, and fails with one-sentence errors.
 
-That what is drawn is distributed as it should be is shown where the engine is tested.
+The distribution of the samples is tested with the engine (test_lossless_draws.py).
 """
 
 import argparse

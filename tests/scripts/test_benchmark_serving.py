@@ -1,4 +1,4 @@
-"""The load tests as their user runs them, on the embedded pair; what they count, and what they say of figures."""
+"""The load benchmarks as users run them, on the embedded pair; their counts and their summaries."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ QUICK += ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
 
 @pytest.fixture(scope="module", params=[SERVING, BATCHING])
 def measured(request, tmp_path_factory):
-    """One run in exact arithmetic: the program, what it printed, and the folder of what it wrote."""
+    """One run in exact arithmetic: the finished process, its result, and the folder with its files."""
     folder = tmp_path_factory.mktemp("load")
     files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
     command = [sys.executable, request.param, str(MAIN), str(DRAFT), *QUICK, *files]

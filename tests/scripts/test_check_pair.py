@@ -1,4 +1,4 @@
-"""The doctor as its user runs it, and what it judges by: caches, weights, devices, memory."""
+"""check_pair.py as users run it, and the facts it judges by: caches, weights, devices, memory."""
 
 import json
 import os

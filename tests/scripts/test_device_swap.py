@@ -1,6 +1,6 @@
-"""device_swap.py as its user runs it, on this machine's CPU under really different device strings.
+"""device_swap.py as users run it, on this machine's CPU under different device strings.
 
-The embedded draft plays both models: it is quick. No test looks at a speed.
+The embedded draft serves as both models, because it is fast. No test depends on a speed.
 """
 
 import json
@@ -56,7 +56,7 @@ def start(results, *arguments):
 
 
 def second_cell(process, results):
-    """The process of the second cell: the first has left its line."""
+    """The process of the second cell, once the first cell's result is in the file."""
     wait_until(lambda: results.exists() and results.read_bytes().count(b"\n") == 1)
     return wait_until(psutil.Process(process.pid).children)[0]
 
@@ -123,7 +123,7 @@ def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
 
 
 def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swapped, run, tmp_path):
-    """One token in a kept cell is another: as if that device had chosen it."""
+    """One token of a saved cell is changed, as if that device had chosen another one."""
     folder, _ = swapped
     changed = "NPU (emulated)", "CPU"
     kept = [json.loads(line) for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -202,14 +202,14 @@ JOB = {
 
 
 def count_tokens(model):
-    """A list that grows by the number of tokens of each inference of `model`."""
+    """A list that grows by the number of tokens of each forward pass of `model`."""
     counts, run = [], model.backend.run
     model.backend.run = lambda start, tokens, last: (counts.append(len(tokens)), run(start, tokens, last))[1]
     return counts
 
 
 def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
-    """Else the time to the first token with a draft would be that of one token: alone has just read the prompt."""
+    """Otherwise the prompt would be cached by the run without a draft, and TTFT would be the time of one token."""
     engines = []
     load = device_cell.decoder.load
     monkeypatch.setattr(device_cell.decoder, "load", lambda *given: engines.append(load(*given)) or engines[-1])
@@ -223,7 +223,7 @@ def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
 
 
 def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
-    """GenAI does not tell what it found in its cache: what is looked at is what its pipelines are loaded with."""
+    """GenAI does not report cache hits, so the test checks the options its pipelines are loaded with."""
     given = []
     load = genai.load
     monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments) or load(*arguments))
@@ -329,7 +329,7 @@ def test_a_full_disk_is_said_and_loses_no_table(run):
 
 @posix
 def test_a_line_is_written_whole_or_not_at_all(tmp_path):
-    """In a process of its own, whose files have a limit: writing fails as on a disk that becomes full."""
+    """A separate process with a limit on file sizes: writing fails as on a full disk."""
     program = """
 import resource, signal, sys
 from pathlib import Path
@@ -452,7 +452,7 @@ def test_the_answer_says_how_sure_it_is(speedup, low, high, words):
 
 
 def test_minutes_between_cells_do_not_choose_the_device():
-    """The machine was three times as fast while the second cell was measured: its speedup is lower all the same."""
+    """The machine was three times as fast during the second cell, whose speedup is lower nevertheless."""
     cells = [
         cell("CPU", None, 10.0, 1.0, 1.0, 1.0),
         cell("CPU", "NPU", 30.0, 1.5, 1.5, 1.5),

@@ -1,4 +1,4 @@
-"""The benchmark pair: the embedded main model at another shape, and a draft as good as asked for."""
+"""The benchmark pair: the embedded main model at another shape, and a draft with the requested acceptance rate."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def grow(source, shape, seed=0):
 
 
 def run_model(model):
-    """Logits float32 [10, vocabulary] in f32: seven tokens first, then three with what the cache holds."""
+    """Logits float32 [10, V] in f32: of seven tokens in one pass, then of three with the KV cache."""
     request = ov.Core().compile_model(model, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}).create_infer_request()
     rows = []
     for begin, end in ((0, 7), (7, 10)):
@@ -279,7 +279,7 @@ program.main()
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
 def test_killed_while_it_overwrites_the_old_pair_comes_back(run_here, tmp_path, renames):
-    """Killed at each of its renames. What is made is no models here, which take minutes and are not what this tests."""
+    """The program is killed at each of its renames. Stand-ins replace the models, which take minutes to generate."""
     out = tmp_path / "pair"
     out.mkdir()
     (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")

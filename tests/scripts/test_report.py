@@ -1,4 +1,4 @@
-"""The report: the page in a real browser (the one installed), light and dark, on a phone and a desk; CSV and PNG."""
+"""The report: the page in an installed browser, light and dark, at phone and desktop size; CSV and PNG."""
 
 import csv
 import io
@@ -140,7 +140,7 @@ def draw(run, tmp_path):
 
 @pytest.fixture
 def show(browser):
-    """Open a page; what it says on the console and what it asks the network for fails the test."""
+    """Open a page; any console message and any network request fails the test."""
     contexts = []
 
     def show(page, width=DESK, scheme="light"):

@@ -110,7 +110,7 @@ def test_benchmark_names_what_is_wrong_with_a_prompts_file(run_here, tmp_path, c
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """One benchmark of everything in exact arithmetic: the finished process, and the folder of what it wrote."""
+    """One benchmark of all paths in exact arithmetic: the finished process, and the folder with its files."""
     folder = tmp_path_factory.mktemp("benchmark")
     prompts = [("def area(width, height):", "function"), ("class Box:", "class"), ("class Ball:", "class")]
     lines = [json.dumps({"prompt": text, "category": category}) for text, category in prompts]
@@ -191,7 +191,7 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
 
 
 def test_the_token_view_is_the_text(measured):
-    """Accepted pieces and the main model's own, one after another, are the greedy text; each step ends with its own."""
+    """Accepted draft tokens and main-model tokens, in order, are the greedy text; each step ends with the latter."""
     import openvino_genai
 
     view = last_line(measured[0])["token_view"]
@@ -212,7 +212,7 @@ def test_benchmark_writes_the_files_it_was_asked_for(measured):
 
 
 def test_no_prompt_is_answered_from_a_cache():
-    """A prompt that came before is read again, by GenAI's pipeline and by our engine; kept caches would be noticed."""
+    """Both engines process a repeated prompt again; a cache that is kept would be noticed."""
     import numpy as np
 
     from speculative import decoder

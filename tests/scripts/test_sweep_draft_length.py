@@ -1,4 +1,4 @@
-"""The sweep over draft lengths as a user runs it, on the embedded pair. No test looks at a time."""
+"""The sweep over draft lengths as users run it, on the embedded pair. No test depends on a time."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_costs_are_in_steps_of_the_main_model(kept_signals, monkeypatch):
 
 
 def test_an_iteration_is_split_without_rest(swept):
-    """What is spent in draft, main model and beside both adds up to the time of the decoding."""
+    """The times of draft, main model and overhead add up to the decoding time."""
     result = last_line(swept[0])
     rows = {row["name"]: row for row in result["rows"]}
     assert len(result["iteration"]) == 6

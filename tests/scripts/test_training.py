@@ -1,4 +1,4 @@
-"""The recipe of the embedded pair, run for seconds: it resumes, grows without changing the function, ends in a pair."""
+"""The training of the embedded pair, run for seconds: resuming, function-preserving growth, the resulting pair."""
 
 import json
 import signal

@@ -1,6 +1,6 @@
-"""Tuning as its user sees it, on a copy of the embedded pair: a recommendation that works, kept for its weights only.
+"""Tuning as users run it, on a copy of the embedded pair: its recommendation works and applies to these weights only.
 
-No test looks at a speed: whether a setting is fastest depends on the machine and what else it does.
+No test depends on a speed: which setting is fastest depends on the machine and its load.
 """
 
 import json
@@ -57,7 +57,7 @@ def last_line(done):
 
 @pytest.fixture(scope="module")
 def tune_pair(tmp_path_factory):
-    """Run tune.py on a pair, nine seconds long, and return the finished process."""
+    """Run tune.py on a pair with a small time budget and return the finished process."""
 
     def tune_pair(main, draft, *options, prompts=("def area(width, height):", "class Box:", "import os", "x = [")):
         file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
@@ -93,7 +93,7 @@ def copy_pair(folder, main=MAIN, draft=DRAFT):
 
 
 def make_useless(draft):
-    """Shuffle the rows of the embedding, which is its head as well: token after token is another one."""
+    """Shuffle the rows of the embedding, which is tied to the output layer: all generated tokens change."""
     xml = (draft / "openvino_model.xml").read_text(encoding="utf-8")
     constants = re.findall(r'<data element_type="u8" shape="4096, 256" offset="(\d+)" size="(\d+)"', xml)
     assert constants
@@ -106,7 +106,7 @@ def make_useless(draft):
 
 @pytest.fixture(scope="module")
 def tuned(tune_pair, tmp_path_factory):
-    """A pair and what tuning it said."""
+    """A pair and the result of tuning it."""
     pair = copy_pair(tmp_path_factory.mktemp("pair"))
     begin = time.perf_counter()
     done = tune_pair(pair / "main", pair / "draft", "--csv", pair / "tune.csv", "--json", pair / "tune.json")
@@ -168,7 +168,7 @@ def test_the_commands_and_the_lines_of_python_run(tuned, run):
 
 
 def test_the_budget_is_kept(tuned):
-    """What has begun is ended: a load, a run; and no machine is faster than its least comparison."""
+    """A load or run that has begun is completed, and no comparison is shorter than its minimum."""
     assert tuned.seconds < 9 + 120
     assert tuned.result["environment"]["command"].startswith("python scripts/tune.py")
 
@@ -344,7 +344,7 @@ def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does()
 
 
 def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
-    """Of settings that are all as fast as the main model alone, the luckiest: measured again it gains nothing."""
+    """The luckiest of many settings that are no faster than the main model alone: measured again, it gains nothing."""
     lucky = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [23, 23]}
     sober = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20.1, 19.9]}
     assert tune_verdict.judge(made_up(lucky)).as_dict()["use_draft"]
@@ -436,7 +436,7 @@ tune_worker.main()
 
 @pytest.mark.posix("signals")
 def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
-    """Here it is the adaptive length that ends the process of the models."""
+    """Here the adaptive draft length crashes the model process."""
     pair = copy_pair(tmp_path)
     (tmp_path / "crashing_worker.py").write_text(CRASHES, encoding="utf-8")
     program = "import sys; from scripts import tune; from speculative.bench.tuning import client; "

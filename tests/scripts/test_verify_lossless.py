@@ -1,6 +1,6 @@
-"""verify_lossless: its statistics checked by other means, then the script, with right and with broken engines.
+"""verify_lossless.py: its statistics against independent computations, and the script with correct and broken engines.
 
-The embedded pair changes roles, so that the main model is the quick one.
+The roles of the embedded pair are swapped, so that the main model is the fast one.
 """
 
 import json
@@ -139,7 +139,7 @@ SHAPES = [(3, 2), (40, 0.3), (400, 0.1)]  # few cells, some, and many of which m
 @pytest.mark.parametrize("draws", [300, 3000])
 @pytest.mark.parametrize(("size", "evenness"), SHAPES)
 def test_a_distance_just_above_the_stated_one_is_found_nine_times_in_ten(size, evenness, draws):
-    """Of all samplers that are wrong by that distance the least visible one: each probability off by the same share."""
+    """The hardest wrong sampler of that distance to detect: all probabilities are off by the same factor."""
     random = np.random.default_rng(0)
     p = random.dirichlet(np.full(size, evenness))
     cells = {(i,): float(probability) for i, probability in enumerate(p)}
@@ -256,7 +256,7 @@ def test_an_engine_that_accepts_everything_fails():
 
 
 def draws_of(decoder, prompt, config, number, seed):
-    """The first two new tokens of so many texts."""
+    """The first two new tokens of `number` texts."""
     decoder.reset(seed)
     texts = []
     for _ in range(number):

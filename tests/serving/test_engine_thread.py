@@ -1,4 +1,4 @@
-"""The thread that decodes for a server: each job ends with what is its own, and what breaks the engine is no job's."""
+"""The decoding thread of the server: each job gets its own result or error; an engine failure is blamed on no job."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ def submit(engine, tokens=5, prompt=(1, 2, 3)):
 
 
 def outcomes(decoder, act, max_num_seqs=4):
-    """What became of the jobs that `act(engine)` returns: a generation, or the error."""
+    """The outcome of each job that `act(engine)` returns: its generation, or its error."""
 
     async def ask():
         engine = Engine(decoder, max_num_seqs, max_queue=9)
@@ -65,7 +65,7 @@ def outcomes(decoder, act, max_num_seqs=4):
 
 
 def test_what_breaks_the_engine_is_no_jobs_own_error(decoder, monkeypatch):
-    """Neither of one in the batch nor of one that waits: not a ValueError, for which a client is blamed."""
+    """Neither running nor waiting jobs get a ValueError, which would blame the client."""
 
     def broken():
         raise ValueError("concatenate nothing")
@@ -116,7 +116,7 @@ def test_a_job_that_never_has_room_is_refused(main):
 @pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decoder, monkeypatch):
-    """Also the very last thing that is done for it; none of them waits for its time limit."""
+    """A failure at any point, even in the last action for a job, ends it at once, not at its time limit."""
     add, broken = decoder.add, []
 
     def fail(*arguments):

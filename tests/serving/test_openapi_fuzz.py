@@ -1,4 +1,4 @@
-"""Whatever is asked, the answer is one of those in the OpenAPI document: schemathesis against a server."""
+"""Every response is one that the OpenAPI document describes: the server fuzzed with schemathesis."""
 
 import json
 from collections import Counter
@@ -65,7 +65,7 @@ def base(api):
 
 
 def ask(api, case, document):
-    """The answer to a case of schemathesis, which is as the document says, and no failure of the server."""
+    """The response to a schemathesis case, checked against the document; a server error fails the test."""
     answer = case.call(base_url=base(api), timeout=60)
     assert answer.status_code < 500 or answer.status_code == 503, answer.text
     case.validate_response(answer, checks=CHECKED)
@@ -77,7 +77,7 @@ def ask(api, case, document):
 
 
 def check_events(text, data, document):
-    """schemathesis reads JSON in events as text."""
+    """schemathesis treats the JSON in events as text."""
     *events, last, nothing = text.split("\n\n")
     assert (last, nothing) == ("data: [DONE]", "")
     for event in events:
@@ -98,7 +98,7 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
     @RULES
     @given(described[path][method].as_strategy(), st.booleans(), st.booleans(), st.booleans())
     def check(case, served, valid, stream):
-        """Of the bodies that are drawn many ask for another model, or too much: of half of them that is put right."""
+        """Many generated bodies name another model or exceed a limit: half of them are corrected."""
         if served and path in POSTS and isinstance(case.body, dict):
             case.body = {**case.body, "model": api.model, "max_tokens": 2, "max_completion_tokens": None}
             if valid:

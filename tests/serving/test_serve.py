@@ -1,6 +1,6 @@
-"""The real server, asked by the real `openai` client: answers, streams, limits, errors, and its end.
+"""The real server and the real `openai` client: responses, streams, limits, errors, shutdown.
 
-It computes in exact arithmetic, so that a text in a crowd is the text alone.
+The server computes in exact arithmetic, so that a request's output does not depend on concurrent requests.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def chat(client, *messages, **asked):
 
 
 def long_answer(client, **asked):
-    """One of 400 tokens that the draft does not guess, which takes seconds."""
+    """A request of 400 tokens, few of which the draft predicts: it takes seconds."""
     return complete(client, max_tokens=400, temperature=2, extra_body={"ignore_eos": True}, **asked)
 
 
@@ -282,7 +282,7 @@ FIELDS = ["messages", "prompt", "max_tokens", "temperature", "top_p", "seed", "s
     fields=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), json_values, max_size=4),
 )
 def test_whatever_is_sent_is_answered_or_refused_cleanly(server, path, valid, fields):
-    """Never a 500, always either what the API gives or its error object."""
+    """Never a 500: always a valid response or the API's error object."""
     body = {"model": "embedded", "max_tokens": 2} if valid else {}
     if valid:
         body |= {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
@@ -319,7 +319,7 @@ def test_a_client_that_leaves_gives_its_place_back(server, client, stream):
 
 
 def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(server, client):
-    """Eight ask again and again, as many as run and wait: however fast the machine, the ninth finds the queue full."""
+    """Eight clients keep all slots and the whole queue in use, so a ninth is rejected on any machine."""
     over = threading.Event()
 
     def ask_again_and_again():
@@ -341,7 +341,7 @@ def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(s
             time.sleep(0.5)
         finally:
             over.set()
-        assert refused.body["code"] == "queue_full" and "4 places" in refused.body["message"]
+        assert refused.body["code"] == "queue_full" and "(4 requests)" in refused.body["message"]
         assert int(refused.response.headers["retry-after"]) >= 1
         assert {future.result().choices[0].text for future in patient} == {complete(client).choices[0].text}
         assert not any(future.exception() for future in crowd)
@@ -356,7 +356,7 @@ def test_a_frequency_penalty_decides_how_much_is_repeated(client):
 
 
 def test_metrics_count_what_was_served(server, client):
-    """Ray's agent collects them every second here (by default every ten)."""
+    """Ray's agent exports them every second here (every 10 seconds by default)."""
 
     def sums():
         totals = Counter()

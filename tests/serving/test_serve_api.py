@@ -1,5 +1,5 @@
-"""The HTTP side of the server over the real engine, without Ray: what real clients send, bodies of any shape and size,
-limits, errors, tenants."""
+"""The server's HTTP application over the real engine, without Ray: requests of real clients, bodies of any shape and
+size, limits, errors, tenants."""
 
 import asyncio
 import contextlib
@@ -153,11 +153,11 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0"),
     ({"messages": [0, 0, 0]}, "messages[0]", "object"),
-    ({"messages": [HI], "logit_bias": {"5": 1}}, "logit_bias", "only {} is served here: leave it out"),
-    ({"messages": [HI], "n": 2}, "n", "only 1 is served"),
+    ({"messages": [HI], "logit_bias": {"5": 1}}, "logit_bias", "only {} is supported: omit it"),
+    ({"messages": [HI], "n": 2}, "n", "only 1 is supported"),
     ({"messages": [HI], "tool_choice": "required"}, "tool_choice", '"none" or "auto"'),
     ({"messages": [HI], "stop_token_ids": [5]}, "stop_token_ids", "[]"),
-    ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "no such parameter"),
+    ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "unknown parameter"),
     ({"messages": [HI], "repetition_penalty": 1e-38}, "repetition_penalty", "0.01"),
     ({"messages": [HI], "stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag", ""),
 ]
@@ -198,13 +198,13 @@ def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
 
 
 def test_a_prompts_error_names_the_prompt(api):
-    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "a text"), ([[True]], "token ids")):
+    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
         error = post(api, {**ONE, "prompt": prompt}).json()["error"]
         assert error["param"] == "prompt" and said in error["message"]
 
 
 def test_streams_have_no_line_ends_of_unicode():
-    """Clients that split lines as Unicode does would make several of one event."""
+    """Clients that split lines as Unicode does would split one event into several."""
     ends = "a\u2028b\u2029c\u0085d"
     answer = ResponseBuilder(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
     (line,) = filter(None, answer.piece(ends).decode().splitlines())
@@ -215,7 +215,7 @@ def test_streams_have_no_line_ends_of_unicode():
 
 
 def filled(beginning, element, end, size):
-    """A body of `size` bytes: as many elements as fit."""
+    """A body of about `size` bytes, filled with copies of `element`."""
     room = (size - len(beginning) - len(end)) // len(element)
     return beginning + element * room + end
 
@@ -281,7 +281,7 @@ FULL = {  # by the objects and lists, and the commas, of an element
 
 
 def full_bodies(tokens):
-    """Bodies of as many elements as are read."""
+    """Bodies with the largest number of elements that is accepted."""
     values = request_body.VALUES_BESIDE + tokens - 50  # without what is beside the elements
     for name, (objects, commas, *shape) in FULL.items():
         most = values // (objects + commas)
@@ -295,7 +295,7 @@ MOST_CALLS = 80_000  # for a body that is read
 
 
 def calls_of(function, *arguments):
-    """How many functions are called in it, Python's and C's."""
+    """The number of calls of Python and C functions in `function`."""
     calls = 0
 
     def count(frame, event, argument):
@@ -311,7 +311,7 @@ def calls_of(function, *arguments):
 
 
 def errors_of(body, tokens):
-    """As FastAPI goes about it: how many errors are made."""
+    """The number of errors when the body is parsed and validated as FastAPI does it."""
     model = ChatCompletionRequest if b"messages" in body else CompletionRequest
     try:
         model.model_validate(request_body.parsed(body, tokens))
@@ -325,7 +325,7 @@ def errors_of(body, tokens):
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
 def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
-    """Of errors there are one or two, however many elements are wrong; thus time, too, is that of reading it."""
+    """There are one or two errors, however many elements are invalid, so the time is that of parsing, too."""
     for name, body in [*bodies(request_body.most_bytes(tokens)).items(), *full_bodies(tokens)]:
         tracemalloc.start()
         errors = errors_of(body, tokens)
@@ -336,7 +336,7 @@ def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
 def test_a_body_up_to_the_limit_takes_few_calls_whatever_is_in_it(tokens):
-    """Which is its time, counted: for each message or part a few; for other values none, nor for what is refused."""
+    """Calls measure the time: a few for each message or part, none for other values or for what is rejected."""
     for name, body in full_bodies(tokens):
         assert request_body.fits(body, request_body.VALUES_BESIDE + tokens), name
         assert (calls := calls_of(errors_of, body, tokens)) < MOST_CALLS, (name, calls)
@@ -408,7 +408,7 @@ SEPARATORS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", ":\t")])
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
 def test_any_body_up_to_the_limit_takes_few_calls_and_little_memory(tokens):
-    """By the objects and values in it, whatever they are and wherever."""
+    """The limits count objects and values of any kind, anywhere in the body."""
     read = 0
 
     @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
@@ -447,7 +447,7 @@ marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a str
 )
 def test_brackets_and_commas_are_counted_outside_of_strings(data):
     def size(data):
-        """Objects and lists in it, and commas between what is in them."""
+        """The number of its objects and lists, and of the commas between their elements."""
         if not isinstance(data, list | dict):
             return 0
         inner = data if isinstance(data, list) else data.values()
@@ -468,7 +468,7 @@ def test_a_body_up_to_the_limit_is_answered_whatever_is_in_it(api):
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "objects"])
 def test_nesting_of_every_depth_is_answered(api, opening):
-    """Just below what the parser takes is what something behind it may not."""
+    """Nesting just below the parser's limit could exceed that of a later stage."""
     closing = {b"[": b"]", b'{"a":': b"}"}[opening]
     for depth in [*range(1, 1100, 50), *range(900, 1010)]:
         nested = opening * depth + b"1" + closing * depth
@@ -480,7 +480,7 @@ def test_nesting_of_every_depth_is_answered(api, opening):
 
 
 def test_as_many_tokens_as_the_longest_prompt_has_are_read_in_any_form(api):
-    """The limits are no narrower than what may be asked."""
+    """The limits admit every valid request."""
     longest = api.endpoint.longest_prompt
     for prompt in ([5] * longest, "\u0416" * longest, [["a,{["] * 1][0]):
         answer = post(api, json.dumps({**ONE, "prompt": prompt}).encode())  # escaped
@@ -494,7 +494,7 @@ def test_as_many_tokens_as_the_longest_prompt_has_are_read_in_any_form(api):
 
 
 def half_a_request(api):
-    """A connection on which a body is announced that does not come."""
+    """A connection that announces a body and never sends it."""
     connection = socket.create_connection(("127.0.0.1", api.port), timeout=PATIENCE)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
     connection.sendall(head + b"{")
@@ -556,7 +556,7 @@ def test_more_connections_than_may_be_are_refused_at_once(decoder):
 
 
 class Gate:
-    """What a function has to pass before it begins; `calls` are the threads that came, but for the one that decodes."""
+    """A gate before a function; `calls` are the threads that reached it, without the decoding thread."""
 
     def __init__(self, monkeypatch, owner, name):
         function = getattr(owner, name)
@@ -595,7 +595,7 @@ def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
 
 
 def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
-    """Chat templates are not known to be safe in several."""
+    """Chat templates are not known to be thread-safe."""
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
         asked = [pool.submit(post, api, ONE) for _ in range(4)]
@@ -708,7 +708,7 @@ def test_each_of_several_keys_opens(decoder):
 
 
 def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder, monkeypatch):
-    """The draft's table of embeddings ends before it."""
+    """The draft's embedding table has no row for this token."""
     monkeypatch.setattr(api.endpoint, "draft_length", 4)  # on a busy machine it may not be worth its time
     body = {**ONE, "prompt": [5, 100, 5], "max_tokens": 20, "ignore_eos": True}
     usual = post(api, body).json()
@@ -772,7 +772,7 @@ def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monk
 
 @pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
 def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
-    """From the command's argument to the engine of the replica that Ray makes."""
+    """The option reaches the engine of the replica that Ray creates."""
     pair = parsed_arguments(monkeypatch, *given).pair
 
     async def decoder_of_a_replica():

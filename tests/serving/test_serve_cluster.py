@@ -1,5 +1,5 @@
-"""The smallest cluster: two Ray nodes on this machine, a replica on each, clients that never stop asking, and what they
-see when a replica is killed, a node is removed, the head starts again.
+"""The smallest cluster: two Ray nodes on this machine with a replica each, under constant load from clients, while a
+replica is killed, a node is removed, and the head restarts.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def server(cluster):
 
 
 class Load:
-    """Clients that ask again and again while the block runs; `answers` so far."""
+    """Clients that send requests in a loop while the block runs; `answers` holds the responses so far."""
 
     def __init__(self, server):
         self.answers = []
@@ -74,7 +74,7 @@ class Load:
         assert not any(thread.is_alive() for thread in self._threads), "a client waits in vain"
 
     def wait_for_answers(self, number):
-        """So many more."""
+        """Wait for `number` more responses."""
         enough = outcomes(self.answers)["answered"] + number
         wait_until(lambda: outcomes(self.answers)["answered"] >= enough, f"{number} answers more")
 
@@ -98,7 +98,7 @@ def wait_for_replicas(number, without=()):
 
 
 def lost_is_what_was_under_way(load):
-    """Each client lost the answer that it waited for, at most, and the next one, asked before the routers knew."""
+    """Each client lost at most the pending response and the next one, sent before the routers were updated."""
     ended = outcomes(load.answers)
     print(ended)
     assert ended["lost"] == 0
@@ -107,7 +107,7 @@ def lost_is_what_was_under_way(load):
 
 
 def test_the_cluster_tells_its_address_in_its_own_folder(cluster):
-    """Not in /tmp/ray, which only an earlier Ray makes, and where programs of others look."""
+    """Not in /tmp/ray, which only earlier versions of Ray use, and which other programs can read."""
     assert Path(os.environ["RAY_TMPDIR"], "ray/ray_current_cluster").read_text(encoding="ascii") == cluster.address
 
 
@@ -120,7 +120,7 @@ def test_a_killed_replica_comes_back_and_others_go_on(server):
     before = wait_for_replicas(2)
 
     def end(stream):
-        """What the openai client makes of it."""
+        """The outcome as the openai client reports it."""
         try:
             reasons = [chunk.choices[0].finish_reason for chunk in stream]
         except (openai.APIError, httpx.HTTPError):

@@ -1,5 +1,5 @@
-"""What clients of the real server see when something goes wrong: each request is answered, refused in the words of the
-API or cut off, which its client notices; none is lost. The server counts as its clients do.
+"""Faults as seen by clients of the real server: each request is answered, rejected with an API error, or cut off in a
+way that its client notices; none is lost. The server's metrics agree with the clients' counts.
 """
 
 import concurrent.futures
@@ -40,7 +40,7 @@ def one(server, settings=SHORT, number=0, piece=lambda text: None):
 
 
 class Clients:
-    """Many at once, each in a thread; `answers` when they are done, `streaming` once so many have got text."""
+    """Concurrent requests, one per thread: `answers` waits for all to end, `streaming` for `number` to receive text."""
 
     def __init__(self, server, number, settings=LONG):
         self._first = threading.Semaphore(0)
@@ -79,7 +79,7 @@ def is_idle(server):
 
 
 def counted(server):
-    """The requests that the server has counted, by how they ended."""
+    """The server's request counts by outcome."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     found = {}
@@ -90,7 +90,7 @@ def counted(server):
 
 
 def post(server, body, path="/completions", headers=()):
-    """The raw answer to a raw body: status and the parsed JSON."""
+    """Status and parsed JSON of the response to a raw body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.request("POST", f"/v1{path}", body, {"Content-Type": "application/json", **dict(headers)})
@@ -123,7 +123,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def sent():
-    """What the tests below sent on purpose, by how the server is to count it."""
+    """The requests that the tests below sent, by the outcome that the server should count."""
     return {}
 
 
@@ -147,7 +147,7 @@ def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
 
 
 def test_clients_that_vanish_make_room(server, sent):
-    """Some while their text comes, some while they wait in the queue; the next one is served at once."""
+    """Some clients disconnect while streaming, some while queued; the next request is served at once."""
     while not (gone := some_running_some_waiting(server)):
         count(sent, length=RUNNING + WAITING)  # all were answered before this process looked
     for connection in gone:
@@ -256,7 +256,7 @@ fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
 def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
-    """Bodies of hypothesis: a valid one of which some fields are anything."""
+    """Bodies from hypothesis: a valid one with some fields replaced by anything."""
     valid = {"model": "embedded", "prompt": "x"} if path == "/completions" else {
         "model": "embedded", "messages": [{"role": "user", "content": "x"}]}  # fmt: skip
     statuses = {}
@@ -284,7 +284,7 @@ def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
 
 
 def test_the_server_counts_as_its_clients_do(server, sent):
-    """After all of the above: nothing is counted that was not sent, and nothing that was is missing."""
+    """After all of the above, the counts match the requests sent: none is missing and none is extra."""
     wait_until(
         lambda: all(counted(server).get(name, 0) >= number for name, number in sent.items()),
         f"the server has counted {sent}",
@@ -295,7 +295,7 @@ def test_the_server_counts_as_its_clients_do(server, sent):
 
 
 def test_when_rays_head_is_killed_the_server_begins_anew(server):
-    """Who streams then is cut off; who asks again is answered."""
+    """Running streams are cut off; a retry is answered."""
     before = psutil.Process(server.process.pid).children(recursive=True)
     head = head_of(server)
     clients = Clients(server, RUNNING)
@@ -331,7 +331,7 @@ def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
 
 
 def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
-    """Last: the server of the tests above is stopped while it streams."""
+    """Last: the server of the tests above is stopped while streaming."""
     before = psutil.Process(server.process.pid).children(recursive=True)
     clients = Clients(server, RUNNING)
     clients.wait_until_streaming(RUNNING)

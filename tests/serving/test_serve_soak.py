@@ -1,7 +1,8 @@
-"""The server in use for 20 minutes by clients of all kinds: memory stays flat, no place and no block is lost.
+"""Soak test: 20 minutes of mixed load on the server; memory stays flat, and no slot or cache block leaks.
 
-python -m pytest tests/serving/test_serve_soak.py --long -s
-SOAK_MINUTES=5 python -m pytest tests/serving/test_serve_soak.py --long -s
+    python -m pytest tests/serving/test_serve_soak.py --long -s
+
+SOAK_MINUTES=5 in the environment shortens it.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ def memory(server):
 
 
 def client(server, number, stop, answers, vanished):
-    """Asks for all kinds of things, and sometimes does not wait for the answer."""
+    """A client that sends requests of all kinds and sometimes disconnects before the response."""
     chance = random.Random(number)
     completions, chats = (Target(server.url, server.model, chat=chat) for chat in (False, True))
     connection = completions.connect()

@@ -1,6 +1,6 @@
-"""--address: cells and candidates on the machines of a Ray cluster. Here these are two real Ray nodes on one computer.
+"""--address: cells and candidates on the machines of a Ray cluster, here two real Ray nodes on one machine.
 
-The embedded draft plays both models: it is quick. No test looks at a speed.
+The embedded draft serves as both models, because it is fast. No test depends on a speed.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property"
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without CPUs, as heads often are: nothing is measured on it."""
+    """A head node without CPUs, as is common: nothing is measured on it."""
     with ray_cluster(num_cpus=0, **ROOM) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def node(cluster):
-    """Add a node of this name; all are removed behind the test."""
+    """Add a node of this name; all are removed after the test."""
     added = []
 
     def node(name, **more):
@@ -181,7 +181,7 @@ def test_a_wrong_address_is_one_sentence(run, program, address, words):
 
 @pytest.mark.parametrize("program", [SWAP])
 def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
-    """Here importing it fails, as where it is not installed."""
+    """The import fails, as if the package were not installed."""
     (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')\n", encoding="utf-8")
     here = {"env": {"PYTHONPATH": str(tmp_path)}}
     options = ["--devices", "CPU", *QUICK, "--results", tmp_path / "cells.jsonl"]

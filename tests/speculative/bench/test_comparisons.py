@@ -1,4 +1,4 @@
-"""How ways to decode are compared: turns, ratios and their intervals, and what an engine's seconds are."""
+"""Comparison of decoding methods: interleaving, ratios with their intervals, and the timing of each engine."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.support.paths import DRAFT, MAIN
 
 
 def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
-    """Decoded in so many seconds after its first token."""
+    """A run that took `seconds` after its first token."""
     return Run(list(tokens), [3] * len(gained), list(gained), 1.0, 1.0 + seconds)
 
 

@@ -1,4 +1,4 @@
-"""Prompt files: the bundled ones hold what their README says, and a broken one names its line."""
+"""Prompt files: the included ones match their README, and errors in a file name the line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Process groups and the output of programs: the one module that knows what Windows does otherwise."""
+"""Process groups and program output: the module for everything that differs on Windows."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The batch's draft length against a model of the costs: what it decides, not what a machine's clock says."""
+"""The draft-length policy of a batch, on simulated costs: its decisions do not depend on a clock."""
 
 import re
 
@@ -34,7 +34,7 @@ def rule_of(first=small, further=None):
 
 
 def deaf(rule):
-    """It learns nothing from the clock about drafting, nor what drafting loses."""
+    """A policy that does not learn costs or losses from measured times."""
     rule.draft.update = rule.draft_further.update = lambda *told: None
     rule._budget.left = lambda plain: 1.0
     return rule
@@ -46,7 +46,7 @@ class Text:
 
 
 def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0):
-    """Tokens a second, and the tokens drafted, by iteration. The draft is as sure of a token as it should be."""
+    """Tokens per second, and draft tokens by iteration. The draft's confidence equals its acceptance probability."""
     gained = seconds = 0
     drafted = []
     for _ in range(iterations):
@@ -80,7 +80,7 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
 
 
 def best_alike(chances, texts, main=large, draft=small, further=None):
-    """Tokens a second of the best draft length that is the same for all texts, in all iterations."""
+    """Tokens per second of the best fixed draft length, the same for all requests and iterations."""
     K = np.arange(LONGEST + 1)
     tau = np.cumsum(np.mean(chances) ** K)
     drafting = draft(texts) * (K > 0) + (further or draft)(texts) * np.maximum(K - 1, 0)
@@ -106,7 +106,7 @@ def test_faster_than_any_length_for_all_where_texts_differ():
 
 
 def test_drafting_shrinks_under_load_and_comes_back():
-    """From one text to many and back; the histories of the texts go on."""
+    """From one request to many and back, with continuing acceptance histories."""
     random = np.random.default_rng(2)
     rule = rule_of()
     texts = [Text(rule, [0.8]) for _ in range(24)]
@@ -151,7 +151,7 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
 @pytest.mark.parametrize("chances", [[0.0], [0.15], [0.02, 0.3]], ids=str)
 @pytest.mark.parametrize("texts", [1, 4])
 def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, texts):
-    """Within 2,000 tokens, also where what was measured is not what it costs. The mean of 3 runs: times scatter."""
+    """Within 2,000 tokens, even if the measured costs are wrong. The mean of 3 runs, because times vary."""
 
     def main(n):
         return large(n) * np.where(np.asarray(n) > texts, dearer, 1.0)
@@ -186,7 +186,7 @@ def test_while_prompts_fill_the_inference_drafts_are_shorter():
 
 
 def test_costs_that_were_wrong_are_learnt_from_the_clock():
-    """A main model that is far slower at many tokens than was measured; then the machine is itself again."""
+    """A main model that is much slower for many tokens than measured, until the machine recovers."""
     random = np.random.default_rng(6)
     rule = rule_of()
     texts = [Text(rule, [0.8]) for _ in range(2)]
@@ -198,7 +198,7 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
 
 
 def test_a_draft_thought_too_slow_is_asked_again():
-    """Its costs were measured while something else ran, at twenty times what they are."""
+    """The costs were measured under background load, at twenty times their true values."""
     random = np.random.default_rng(7)
     rule = rule_of(lambda n: 20 * small(n))
     texts = [Text(rule, [0.9])]
@@ -219,7 +219,7 @@ def test_the_costs_of_tokens_never_seen_are_a_straight_line():
 
 @pytest.mark.parametrize(("texts", "chance", "mistaken"), [(1, 0.9, "dear"), (4, 0.6, "cheap")])
 def test_the_first_step_behind_the_main_model_may_cost_more(texts, chance, mistaken):
-    """Who takes every step for as dear as the first one, or as cheap as the further ones, is slower somewhere."""
+    """A policy that assumes the first step's cost for all steps, or the further steps' cost, is slower somewhere."""
 
     def first(n):
         return 3 * small(n) + 4 * (np.asarray(n) > 0)

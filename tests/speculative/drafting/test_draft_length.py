@@ -1,4 +1,4 @@
-"""The draft length rules against a model of the costs: what they decide, not what a machine's clock says."""
+"""The draft-length policies, on simulated costs: their decisions do not depend on a clock."""
 
 import re
 
@@ -47,7 +47,7 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
 
 
 def best_fixed(chances, costs=COSTS):
-    """Tokens a second of the best fixed draft length: Leviathan et al. 2023, with a verify that is not free."""
+    """Tokens per second of the best fixed draft length: Leviathan et al. 2023, with a cost of verification."""
     tau = np.cumsum(np.mean(chances) ** np.arange(LONGEST + 1))
     return (tau / (costs.verify()[1:] + costs.drafting())).max()
 
@@ -64,7 +64,7 @@ def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
 
 @pytest.mark.parametrize("chance", [0.5, 0.75, 0.9])
 def test_a_first_draft_step_that_costs_more_does_not_make_drafts_short(chance):
-    """The main model leaves nothing of the draft in the processor's caches: its first step is the slow one."""
+    """The main model evicts the draft from the CPU caches, so its first step is slow."""
     costs = Costs(draft=12.0, main=COSTS.main, draft_further=2.0)
     speed, _ = decode(AdaptiveDraftLength(costs), [chance], 6000, np.random.default_rng(6), first=10.0)
     assert speed > 0.96 * best_fixed([chance], costs)
@@ -89,7 +89,7 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
 
 
 def test_costs_that_were_wrong_are_learnt_from_the_clock():
-    """A draft of which a step takes as long as one of the main model, measured as if it took a twentieth."""
+    """A draft step takes as long as a main-model step, but was measured at a twentieth of that."""
     random = np.random.default_rng(3)
     alone, _ = decode(FixedDraftLength(0), [0.6], 2000, random)
     rule = AdaptiveDraftLength(COSTS)
@@ -123,7 +123,7 @@ STEEP = Costs(  # a small model on a processor with AMX, ms: a second token take
 
 @pytest.mark.parametrize("chances", [[0.9], [0.75], [0.3, 1.0, 1.0, 1.0]], ids=str)
 def test_a_good_draft_is_not_given_up_after_a_few_rejections(chances):
-    """Where few draft tokens gain nothing and many gain much, one rejected draft costs as much as three tokens."""
+    """If few draft tokens gain nothing and many gain much, one rejected draft costs as much as three tokens."""
     best = best_fixed(chances, STEEP)
     speeds = [
         decode(AdaptiveDraftLength(STEEP), chances, 2000, np.random.default_rng(seed), 0.4, 0.1, 0.1, STEEP.verify())[0]
@@ -133,7 +133,7 @@ def test_a_good_draft_is_not_given_up_after_a_few_rejections(chances):
 
 
 def test_a_plain_inference_measured_as_too_slow_is_corrected():
-    """Drafting seems to gain where plain decoding is thought to take a third more than it does."""
+    """Drafting seems to gain if plain decoding is believed to take a third longer than it does."""
     main = dict.fromkeys(COSTS.main, 60.0)
     random = np.random.default_rng(7)
     rule = AdaptiveDraftLength(Costs(draft=0.0, main=main), LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
@@ -144,7 +144,7 @@ def test_a_plain_inference_measured_as_too_slow_is_corrected():
 
 @pytest.mark.parametrize("chances", [[0.75], [0.5, 0.95]], ids=str)
 def test_a_good_draft_is_not_given_up_where_plain_decoding_was_measured_as_too_fast(chances):
-    """On a quiet machine, and the machine is busy now: every iteration with a draft seems to lose."""
+    """Measured on an idle machine that is busy now: every iteration with a draft seems to lose."""
     true = Costs(draft=4.0, draft_further=3.4, main={1: 105, 2: 140, 3: 155, 4: 165, 5: 180, 6: 182, 8: 190, 17: 220})
     quiet = Costs(draft=4.0, draft_further=3.4, main={1: 60, 2: 66, 3: 70, 4: 73, 5: 75, 6: 77, 8: 82, 17: 110})
     best = best_fixed(chances, true)
@@ -178,7 +178,7 @@ def test_why_tells_what_was_measured():
 
 
 def test_fewer_tokens_never_cost_more():
-    """Plain steps are rare while drafting pays, and the first inference of a shape is slow: that is not their cost."""
+    """Plain steps are rare while drafting is worth it, and the first pass of a shape is slow: not their real cost."""
     rule = AdaptiveDraftLength(COSTS)
     for _ in range(20):
         rule.update(0, 0, 0.0, 2 * SECONDS[1])
