@@ -625,7 +625,7 @@ def test_an_inference_has_one_of_the_few_sizes(models):
 def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
     """50 tokens in blocks of 32."""
     tokens = (np.arange(50) * 7 + 3) % 4096
-    tight, roomy = (cached_model.load(DRAFT, "CPU", EXACT, capacity=capacity) for capacity in (50, 64))
+    tight, roomy = (cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=capacity) for capacity in (50, 64))
     assert np.array_equal(tight.logits(tokens, last=20), roomy.logits(tokens, last=20))
     batch = BatchModel(tight)
     assert batch.has_room(50) and batch.pool.needed(50) == batch.pool.blocks == 2

@@ -91,7 +91,7 @@ def small_models(tmp_path_factory):
         matrix.values[:] = np.round(matrix.values + noise).clip(0, 255)
     folder = tmp_path_factory.mktemp("noisy")
     openvino.save_model(llama_ir.build(noisy), folder / "openvino_model.xml", compress_to_fp16=False)
-    return cached_model.load(DRAFT, "CPU", EXACT), cached_model.load(folder, "CPU", EXACT)
+    return tuple(cached_model.load(ModelSpec(one, "CPU", EXACT)) for one in (DRAFT, folder))
 
 
 @pytest.fixture
