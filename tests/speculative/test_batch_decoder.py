@@ -526,7 +526,7 @@ def stale_draft_cache(patch):
 
 
 def draft_tokens_of_another_text(patch):
-    """Bug: a request gets the draft tokens of another one. The output is still correct, only slower."""
+    """Bug: a request gets the draft logits of another one. The output is still correct, only slower."""
     read = BatchDecoder._read
 
     def swapped(self, requests):
