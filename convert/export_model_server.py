@@ -38,6 +38,7 @@ from speculative.convert.model_server_guide import SERVER, UNTESTED, Guide
 from speculative.convert.model_server_settings import (
     DRAFT_LENGTH,
     SPLIT_PROMPTS,
+    Serving,
     graph_fields,
     greedy_by_default,
     settings,
@@ -76,6 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    options.name = options.name or options.pair.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
+        parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
+    if options.num_assistant_tokens is not None and options.num_assistant_tokens < 1:
+        parser.error(f"-k is {options.num_assistant_tokens}, but must be at least 1")
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="export_model_server.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,13 +127,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--port", type=port, default=8000, help="port to serve on (8000)")
     add("--image", help=f"Docker image of the server ({IMAGE}, with -gpu for a GPU or NPU)")
     add("--debug", action="store_true", help="show stack traces")
-    options = parser.parse_args(arguments)
-    options.name = options.name or options.pair.resolve().name
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.name) or options.name in ("config.json", "README.md"):
-        parser.error(f"{options.name!r} is not a valid model name; give --name with letters, digits, . _ -")
-    if options.num_assistant_tokens is not None and options.num_assistant_tokens < 1:
-        parser.error(f"-k is {options.num_assistant_tokens}, but must be at least 1")
-    return options
+    return parser
 
 
 def address(text: str) -> str:
@@ -138,22 +144,36 @@ def port(text: str) -> int:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Create the repository: determine the settings, check the pair, write the files, install OUT atomically."""
-    main, draft = options.pair / "main", options.pair / "draft"
+    """Create the repository: check the models, determine the settings, write the files, install OUT atomically."""
     recover(options.out.resolve())
     refuse_occupied(options.out, options.overwrite)
+    context_length = require_models(options.pair)
+    serving, graph = plan(options, context_length)
+    config, guide = config_text(options.name), guide_for(options, serving)
+    copied = write_repository(options, serving, graph, config, guide)
+    if copied:
+        print(f"the weights were copied, because hard links from {options.out} failed ({copied})")
+    report(options, guide)
+
+
+def require_models(pair: Path) -> int | None:
+    """The main model's context length. Raises ConvertError if the folder does not have both models."""
+    main, draft = pair / "main", pair / "draft"
     if not main.is_dir() or not draft.is_dir():
         raise ConvertError(
-            f"{options.pair} has no folders main and draft; create it with: python convert/export_pair.py MAIN DRAFT "
-            f"{options.pair}",
-            2,
+            f"{pair} has no folders main and draft; create it with: python convert/export_pair.py MAIN DRAFT {pair}", 2
         )
     try:
         for folder in (main, draft):
             model_info.require_ir(folder)
-        context_length = model_info.config_facts(main).context_length
+        return model_info.config_facts(main).context_length
     except model_info.UnusableFolder as error:
         raise ConvertError(str(error), 2) from None
+
+
+def plan(options: argparse.Namespace, context_length: int | None) -> tuple[Serving, str]:
+    """The settings and the text of graph.pbtxt. Raises ConvertError if the pair is not sound with them."""
+    main, draft = options.pair / "main", options.pair / "draft"
     serving = settings(options, main, draft)
     graph = graph_text(graph_fields(serving, context_length), options.set)
     if read_graph(graph).dynamic_split_fuse and serving.drafting:
@@ -162,8 +182,17 @@ def export(options: argparse.Namespace) -> None:
     if not check.sound:
         reasons = "; ".join(f"{found.what}: {found.message}" for found in check.findings if found.level == "error")
         raise ConvertError(f"not a sound pair: {reasons}")
-    config = config_text(options.name)
-    guide = Guide(
+    return serving, graph
+
+
+def guide_for(options: argparse.Namespace, serving: Serving) -> Guide:
+    """The content of README.md; what the user must know of it is added to the notes."""
+    chat = bool(model_info.ir_facts(options.pair / "main").chat_template)
+    if not chat:
+        serving.notes.append("The model has no chat template: use the completions API, not chat completions.")
+    if options.bind != "127.0.0.1":
+        serving.notes.append(f"The server on {options.bind} has no authentication: only let trusted clients reach it.")
+    return Guide(
         name=options.name,
         folder=options.out.resolve(),
         devices=[serving.device, serving.draft_device],
@@ -171,26 +200,23 @@ def export(options: argparse.Namespace) -> None:
         port=options.port,
         image=options.image or IMAGE + ("-gpu" if re.search("[GN]PU", serving.device + serving.draft_device) else ""),
         drafting=serving.drafting,
-        chat=bool(model_info.ir_facts(main).chat_template),
+        chat=chat,
         notes=serving.notes,
     )
-    if not guide.chat:
-        serving.notes.append("The model has no chat template: use the completions API, not chat completions.")
-    if options.bind != "127.0.0.1":
-        serving.notes.append(f"The server on {options.bind} has no authentication: only let trusted clients reach it.")
 
+
+def write_repository(options: argparse.Namespace, serving: Serving, graph: str, config: str, guide: Guide) -> str:
+    """Write and install OUT; return why weights were copied instead of linked, or ""."""
     with new_repository(guide.folder, options.overwrite) as folder:
         served = folder / options.name
-        copied = place_model(main, served / "main", options.copy)
+        copied = place_model(options.pair / "main", served / "main", options.copy)
         if serving.drafting:
-            copied = place_model(draft, served / "draft", options.copy) or copied
+            copied = place_model(options.pair / "draft", served / "draft", options.copy) or copied
             greedy_by_default(served / "main" / "generation_config.json", serving)
         write(served / "graph.pbtxt", graph)
         write(folder / "config.json", config)
         write(folder / "README.md", guide.text())
-    if copied:
-        print(f"the weights were copied, because hard links from {options.out} failed ({copied})")
-    report(options, guide)
+    return copied
 
 
 def config_text(name: str) -> str:

@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import traceback
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -67,12 +68,34 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
+@dataclass
+class HalfOptions:
+    """What the command line asks of one half of the pair."""
+
+    given: str  # hub id or folder
+    revision: str | None
+    weight_format: str
+    extra: list[str]  # optimum-cli options
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line into options: main, draft, out_dir, a weight format and extra arguments for each half."""
-    own, extra = arguments, []
-    if "--" in arguments:
-        at = arguments.index("--")
-        own, extra = arguments[:at], arguments[at + 1 :]
+    """Parse the command line into options; `halves` has those of "main" and "draft", `out_dir` is a Path."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = build_parser()
+    options = parser.parse_intermixed_args(arguments[:at])
+    if options.list:
+        return options
+    pair = known_pair(parser, options.pair) if options.pair else {}
+    *models, out_dir = resolve_models(parser, options, pair)
+    revisions = [options.revision, options.revision if options.draft_from_main else options.draft_revision]
+    formats = resolve_formats(parser, options, pair)
+    extra = resolve_extra(parser, options, arguments[at + 1 :])
+    options.halves = dict(zip(HALVES, map(HalfOptions, models, revisions, formats, extra), strict=True))
+    options.out_dir = Path(out_dir)
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="export_pair.py",
         usage="%(prog)s [options] MAIN DRAFT OUT_DIR [-- OPTIMUM-CLI OPTIONS]",
@@ -109,45 +132,51 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace models in OUT_DIR made by hand or from other sources")
     add("--verbose", action="store_true", help="show optimum-cli's own output, otherwise kept in OUT_DIR/*.log")
     add("--debug", action="store_true", help="show stack traces")
-    options = parser.parse_intermixed_args(own)
-    if options.list:
-        return options
-    pair = known_pair(parser, options.pair) if options.pair else {}
-    wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
+    return parser
+
+
+def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> tuple[str, str, str]:
+    """The main model, the draft and OUT_DIR, from the command line or the known `pair` ({} if none was named)."""
     if pair and options.draft_from_main:
         parser.error("--pair names a draft already; omit --draft-from-main")
-    if pair and not options.models:
-        options.models = [str(Path("models", options.pair))]
-    if len(options.models) != len(wanted) + 1:
-        given = " ".join(options.models) or "nothing"
+    wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
+    given = [str(Path("models", options.pair))] if pair and not options.models else options.models
+    if len(given) != len(wanted) + 1:
         parser.error(
-            f"expected {' '.join([*wanted, 'OUT_DIR'])}, got {given}; --list shows known pairs, --help all options"
+            f"expected {' '.join([*wanted, 'OUT_DIR'])}, got {' '.join(given) or 'nothing'}; "
+            "--list shows known pairs, --help all options"
         )
+    if pair:
+        return pair["main"], pair["draft"], *given
+    return given[0], *given[-2:]  # with --draft-from-main, MAIN twice
 
-    *models, out_dir = options.models
-    options.out_dir = Path(out_dir)
-    options.main = models[0] if models else pair["main"]
-    options.draft = options.main if options.draft_from_main else models[1] if models else pair["draft"]
-    npu = options.device == "NPU"
-    options.weight_format = options.weight_format or pair.get("weight_format") or ("int4" if npu else "int8")
+
+def resolve_formats(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> tuple[str, str]:
+    """The weight formats of main model and draft."""
+    default = "int4" if options.device == "NPU" else "int8"
     smaller = "int4" if options.draft_from_main else "int8"
-    options.draft_weight_format = options.draft_weight_format or pair.get("draft_weight_format") or smaller
-    options.draft_revision = options.revision if options.draft_from_main else options.draft_revision
-    order = BYTES_ORDER.index
-    if options.draft_from_main and order(options.draft_weight_format) >= order(options.weight_format):
+    main = options.weight_format or pair.get("weight_format") or default
+    draft = options.draft_weight_format or pair.get("draft_weight_format") or smaller
+    if options.draft_from_main and BYTES_ORDER.index(draft) >= BYTES_ORDER.index(main):
         parser.error(
-            f"--draft-from-main needs a draft format smaller than {options.weight_format}, not "
-            f"{options.draft_weight_format}; give --weight-format fp16 --draft-weight-format int4, for example"
+            f"--draft-from-main needs a draft format smaller than {main}, not {draft}; "
+            "give --weight-format fp16 --draft-weight-format int4, for example"
         )
+    return main, draft
+
+
+def resolve_extra(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, both: list[str]
+) -> tuple[list[str], list[str]]:
+    """The optimum-cli options of main model and draft: `both`, then each one's own."""
     try:
-        options.main_args = [*extra, *shlex.split(options.main_args)]
-        options.draft_args = [*extra, *shlex.split(options.draft_args)]
+        main, draft = ([*both, *shlex.split(own)] for own in (options.main_args, options.draft_args))
     except ValueError as error:
         parser.error(f"--main-args or --draft-args cannot be parsed ({error}); check their quotes")
     for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
-        if name in [*options.main_args, *options.draft_args]:
+        if name in [*main, *draft]:
             parser.error(f"{name} is an option of this program; put it before the --")
-    return options
+    return main, draft
 
 
 def known_pairs() -> dict[str, dict]:
@@ -188,11 +217,8 @@ def export_pair(options: argparse.Namespace) -> None:
     folder = PairFolder(options.out_dir)
     folder.open()
     try:
-        folder.refuse_foreign({"main": options.main, "draft": options.draft}, options.overwrite)
-        sources = {
-            "main": source.open_source(options.main, options.revision),
-            "draft": source.open_source(options.draft, options.draft_revision),
-        }
+        folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
+        sources = {half: source.open_source(asked.given, asked.revision) for half, asked in options.halves.items()}
         check = check_pair(sources["main"].folder, sources["draft"].folder, npu=options.device == "NPU")
         refuse_unsound(check, "before exporting")
         requests = {half: request(half, sources[half], options) for half in HALVES}
@@ -237,15 +263,11 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
 
 def half_arguments(half: str, options: argparse.Namespace, model: source.Source | None) -> list[str]:
     """The optimum-cli options of a half; `model` is None in a dry run with a hub id, whose size is unknown."""
-    weight_format, extra = (
-        (options.weight_format, options.main_args)
-        if half == "main"
-        else (options.draft_weight_format, options.draft_args)
-    )
+    asked = options.halves[half]
+    weight_format, extra = asked.weight_format, asked.extra
     added, sentences = [], []
     if options.device == "NPU":
-        given = options.main if half == "main" else options.draft
-        parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(given)
+        parameters = source.count_parameters(model.folder) if model else source.parameters_by_name(asked.given)
         channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
         added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
         sentences.append(sentence)
@@ -264,10 +286,8 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
 
 def print_commands(options: argparse.Namespace) -> None:
     """Print the commands of an export, without accessing the hub."""
-    for half, given, revision in (
-        ("main", options.main, options.revision),
-        ("draft", options.draft, options.draft_revision),
-    ):
+    for half, asked in options.halves.items():
+        given, revision = asked.given, asked.revision
         output = str(options.out_dir / half)
         if source.is_hub_id(given):
             pinned = ["--revision", revision] if revision else []

@@ -16,13 +16,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
-    *("samples/greedy_causal_lm.py", "samples/speculative_decoding_lm.py", "samples/prompt_lookup_decoding_lm.py"),
-    *("samples/speculative_sampling_lm.py", "samples/speculative_chat.py", "samples/serve/serve_pair.py"),
+    *("samples/greedy_causal_lm.py", "samples/speculative_decoding_lm.py", "samples/speculative_greedy_lm.py"),
+    *("samples/prompt_lookup_decoding_lm.py", "samples/speculative_sampling_lm.py", "samples/speculative_chat.py"),
+    "samples/serve/serve_pair.py",
     *("convert/export_pair.py", "convert/export_model_server.py"),
 ]
 API = {
     "speculative.decoder": "One request at a time",
     "speculative.batch_decoder": "Many requests in one batch",
+    "speculative.models.spec": "Models to load",
     "speculative.sequence.result": "Results",
     "speculative.sequence.metrics": "Metrics",
     "speculative.sampling.rejection_sampling": "The algorithm",

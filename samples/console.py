@@ -1,7 +1,7 @@
-"""Shared console code of the samples: arguments, input checks, streaming, Ctrl-C, summary, one-sentence errors.
+"""Console and arguments shared by the samples. They are in the library, speculative/cli, as the server needs them too.
 
-It is in the library, speculative/cli/console.py, because the server needs most of it too. The pipeline, the draft model
-and the generation config are in the samples themselves.
+The pipeline, the draft model and the generation config are in the samples themselves.
 """
 
 from speculative.cli.console import *  # noqa: F403
+from speculative.cli.pipeline_arguments import *  # noqa: F403

@@ -17,7 +17,7 @@ import sys
 import console
 import openvino_genai
 
-from speculative import decoder
+from speculative import ModelSpec, load
 from speculative.drafting.policy import ConfidenceDraftLength, FixedDraftLength
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
@@ -104,7 +104,7 @@ class Chat:
                 if value:
                     console.set_draft_length(self.args, console.draft_length(value))
                 k = self.args.num_assistant_tokens or self.args.assistant_confidence_threshold or "auto"
-                console.say(f"K = {k}: {self.draft_length().why()}")
+                console.say(f"K = {k}: {self.draft_length().describe()}")
             elif name == "/temperature":
                 if value:
                     self.set_temperature(console.temperature(value))
@@ -154,7 +154,9 @@ def main():
         "--recommended",
     )
 
-    engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
+    main_model = ModelSpec(args.main, args.device, args.property)
+    draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property)
+    engine = load(main_model, draft_model)
     if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: use an instruct model.")
 

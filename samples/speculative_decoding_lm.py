@@ -2,33 +2,59 @@
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Decoding is greedy: the output is the main model's own, in fewer of its forward passes. Low precision may flip
-near-ties; with --property EXECUTION_MODE_HINT=ACCURACY the outputs are identical (and slower).
-The text streams to standard output; a summary follows on standard error.
+Greedy; needs only openvino_genai. Tuned settings (--recommended), more checks and metrics: speculative_greedy_lm.py.
 """
 
-import console
-import openvino_genai
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+
+def key_value(text):
+    key, value = text.split("=", 1)
+    return key, int(value) if value.lstrip("-").isdecimal() else value
 
 
 def main():
-    args = console.parse_arguments(
-        __doc__, "main", "draft", "prompt", "--device", "--draft-device", "--num-assistant-tokens", "--max-new-tokens",
-        "--property", "--draft-property", "--scheduler", "--recommended",
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
+    sys.excepthook = lambda kind, error, trace: parser.error((str(error).strip() or repr(error)).splitlines()[-1])
+    for role, prefix in (("main", ""), ("draft", "draft-")):
+        parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
+        parser.add_argument(f"--{prefix}device", default="CPU", help=f"device of the {role} model (default: CPU)")
+        parser.add_argument(f"--{prefix}property", type=key_value, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("prompt", help="prompt text; - reads it from standard input")
+    parser.add_argument("-k", "--num-assistant-tokens", type=int, choices=range(1, 65), default=5, metavar="K")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
+    args = parser.parse_args()
+    if missing := [folder for folder in (args.main, args.draft) if not Path(folder, "openvino_model.xml").is_file()]:
+        parser.error(f"{missing[0]} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
+    if args.prompt == "-":
+        args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    if not args.prompt or args.max_new_tokens < 1:
+        parser.error("give a prompt that is not empty, and --max-new-tokens of 1 or more.")
+    import openvino_genai  # takes a second, for which --help and errors need not wait
 
-    draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)
-    pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **args.property)
-
+    tokenizers = [openvino_genai.Tokenizer(folder) for folder in (args.main, args.draft)]
+    text = "\n".join(token.decode(errors="ignore") for token in tokenizers[0].get_vocab())[:100_000]
+    if len({str(tokenizer.encode(text).input_ids.data.tolist()) for tokenizer in tokenizers}) > 1:
+        parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
+    draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
+    pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
-
-    streamer = console.Streamer(args.main, pipe.get_tokenizer())
-    # A list, not a str: generate("text") returns a plain str, without metrics.
-    result = pipe.generate([args.prompt], config, streamer)
-    console.print_summary(args, config, streamer, result)
+    result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
+    perf, drafting = result.perf_metrics, result.extended_perf_metrics
+    tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token
+    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
+    print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)", file=sys.stderr)
+    print(f"acceptance rate  {accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)", file=sys.stderr)
+    print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    console.run(main)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the program at once, whatever the engine is doing
+    sys.stdout.reconfigure(encoding="utf-8")
+    main()

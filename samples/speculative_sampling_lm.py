@@ -11,7 +11,7 @@ The text streams to standard output; a summary follows on standard error.
 import console
 import openvino_genai
 
-from speculative import decoder
+from speculative import ModelSpec, load
 
 
 def main():
@@ -20,7 +20,9 @@ def main():
         "--seed", "--max-new-tokens", "--property", "--draft-property", "--recommended",
     )  # fmt: skip
 
-    engine = decoder.load(args.main, args.device, args.draft, args.draft_device, args.property, args.draft_property)
+    main_model = ModelSpec(args.main, args.device, args.property)
+    draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property)
+    engine = load(main_model, draft_model)
 
     config = openvino_genai.GenerationConfig()  # ignores the model's generation_config.json
     config.max_new_tokens = args.max_new_tokens

@@ -20,22 +20,22 @@ followed by one JSON object on the last line. Ctrl-C keeps the complete rounds. 
 scripts/sweep_draft_length.py.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import openvino_genai
 
-from speculative.bench.cluster.child_process import Failed
-from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
+from speculative.bench.cluster.child_process import ChildFailed
+from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 from speculative.bench.harness import (
     BackgroundLoad,
-    Way,
+    Method,
     add_output_arguments,
     environment,
     iteration_split,
@@ -45,6 +45,7 @@ from speculative.bench.harness import (
 from speculative.bench.methods import LOOKUP
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
+from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
 from speculative.bench.startup import Start, start_costs
 from speculative.cli.arguments import (
     above_zero,
@@ -53,10 +54,12 @@ from speculative.cli.arguments import (
     add_run_arguments,
     add_starts_argument,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
 )
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
@@ -99,45 +102,42 @@ def parse_arguments() -> argparse.Namespace:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def starts(arguments: argparse.Namespace) -> list[dict]:
+def starts(arguments: argparse.Namespace) -> list[StartCost]:
     """Load time and peak memory of the pipelines that the paths need."""
-    kinds = [Start("GenAI, main alone", "GenAI", with_draft=False)]
+    kinds = [Start("GenAI, main alone", GENAI, with_draft=False)]
     if "genai" in arguments.paths:
-        kinds.append(Start("GenAI with the draft", "GenAI", with_draft=True))
+        kinds.append(Start("GenAI with the draft", GENAI, with_draft=True))
     if {"engine", "sampled"} & set(arguments.paths):
-        kinds.append(Start("ours with the draft", "ours", with_draft=True))
+        kinds.append(Start("ours with the draft", NATIVE, with_draft=True))
     return start_costs(kinds, arguments, arguments.starts)
 
 
-def jobs(arguments: argparse.Namespace) -> list[Job]:
+def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
     """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
-    alone = Job(
+    main, draft = model_specs(arguments)
+    alone = ProcessJob(
         name="GenAI, main alone",
-        engine="GenAI",
-        main=arguments.main,
-        device=arguments.device,
+        engine=GENAI,
+        main=main,
         draft=None,
-        draft_device="",
-        properties=dict(arguments.property),
         max_new_tokens=arguments.max_new_tokens,
         ways=(("GenAI, main alone", 0, 0.0),),
         keep_caches=bool(arguments.context),
         huge_pages=arguments.huge_pages,
     )
-    pair = replace(alone, name="GenAI with the draft", draft=arguments.draft, draft_device=arguments.draft_device)
+    pair = replace(alone, name="GenAI with the draft", draft=draft)
     found = [alone]
     if "draft" in paths:
         name = "GenAI, draft alone"
-        draft = (arguments.draft, arguments.draft_device)
-        found.append(replace(alone, name=name, main=draft[0], device=draft[1], ways=((name, 0, 0.0),)))
+        found.append(replace(alone, name=name, main=draft, ways=((name, 0, 0.0),)))
     if "genai" in paths:
         found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
         found.append(replace(alone, name=name, lookup=True, ways=((name, f"lookup {LOOKUP}", 0.0),)))
     if ours := tuple(our_ways(ks, paths, arguments.temperature)):
-        found.append(replace(pair, name="ours with the draft", engine="ours", ways=ours))
+        found.append(replace(pair, name="ours with the draft", engine=NATIVE, ways=ours))
     return found
 
 
@@ -169,12 +169,12 @@ def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def baselines(ways: list[Way]) -> dict[bool, Way]:
+def baselines(ways: list[Method]) -> dict[bool, Method]:
     """The main model alone: greedy in GenAI, sampled in our engine."""
     return {way.temperature > 0: way for way in reversed(ways) if way.name.endswith("main alone")}
 
 
-def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
+def summarise(ways: list[Method], keeps_caches: bool) -> list[MethodRow]:
     """One row per method."""
     alone = baselines(ways)
     rows = [row(way, alone[way.temperature > 0]) for way in ways]
@@ -186,7 +186,7 @@ def summarise(ways: list[Way], keeps_caches: bool) -> list[dict]:
     return rows
 
 
-def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
+def by_category(ways: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
     """Speedup and acceptance rate of each drafting method, per prompt category."""
     alone, found = baselines(ways), []
     categories: dict[str, list[int]] = {}
@@ -216,22 +216,22 @@ def by_category(ways: list[Way], prompts: list[Prompt]) -> list[dict]:
     return found
 
 
-def compare(ways: list[Way]) -> list[dict]:
+def compare(ways: list[Method]) -> list[Ratio]:
     """The comparisons readers ask for: ours against GenAI at the same K, adaptive against the best fixed K."""
 
-    def find(engine: str, sampled: bool) -> dict[int | str, Way]:
+    def find(engine: str, sampled: bool) -> dict[int | str, Method]:
         chosen = [way for way in ways if way.name != "GenAI, draft alone"]
         return {way.draft_length: way for way in chosen if (way.engine, way.temperature > 0) == (engine, sampled)}
 
-    def throughput(way: Way) -> float:
+    def throughput(way: Method) -> float:
         return statistics.median(way.throughput(i) for i in range(len(way.rounds)))
 
-    facts, genai, ours = [], find("GenAI", False), find("ours", False)
+    facts, genai, ours = [], find(GENAI, False), find(NATIVE, False)
     for k in [k for k in genai if k in ours]:
         where = {0: "alone", f"lookup {LOOKUP}": "prompt lookup"}.get(k, f"K = {k}")
         facts += engines(where, ours[k], genai[k])
     for sampled in (False, True):
-        table, kind = find("ours", sampled), "sampled" if sampled else "greedy"
+        table, kind = find(NATIVE, sampled), "sampled" if sampled else "greedy"
         fixed = [way for k, way in table.items() if isinstance(k, int) and k]
         if fixed:
             best = max(fixed, key=throughput)
@@ -242,58 +242,24 @@ def compare(ways: list[Way]) -> list[dict]:
     return facts
 
 
-def fastest(rows: list[dict], sampled: bool) -> dict | None:
+def fastest(rows: list[MethodRow], sampled: bool) -> MethodRow | None:
     drafted = [row for row in rows if row["sampled"] == sampled and row["draft_length"]]
     return max(drafted, key=lambda row: row["speedup"], default=None)
 
 
 def summary(
-    rows: list[dict],
-    categories: list[dict],
+    rows: list[MethodRow],
+    categories: list[CategoryRow],
     compared: list[str],
-    costs: list[dict],
+    costs: list[StartCost],
     load: BackgroundLoad,
     asked_rounds: int,
 ) -> list[str]:
     """The result in sentences; `compared` holds those that say which engine is faster."""
-    lines, n = [], len(rows[0]["throughputs"])
-    for sampled, kind in ((False, "greedy"), (True, "sampled")):
-        best = fastest(rows, sampled)
-        if not best:
-            continue
-        low, high = best["speedup_range"]
-        if best["speedup"] < 1:
-            lines.append(
-                f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
-                f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
-            )
-            continue
-        lines.append(
-            f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
-            f"({low:.2f}-{high:.2f} over {rounds(n)}), a gain of {best['gain_percent']:.0f} %, and "
-            f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
-        )
-        if low < 1:
-            lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
-        if best["repetition"] > REPEATS_ITSELF:
-            lines.append(
-                f"The text of {best['name']} is repetitive ({best['repetition']:.0%} of its 4-grams are repeated), "
-                "which inflates acceptance rate and speedup."
-            )
-    lines += compared
-    main, best = rows[0], fastest(rows, False)
-    chosen = [part for part in categories if best and part["name"] == best["name"]]
-    if chosen:
-        low, *_, high = sorted(chosen, key=lambda part: part["speedup"])
-        lines.append(
-            f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "
-            f"{high['speedup']:.2f}x ({high['category']})."
-        )
-    if best and best["ttft"]:
-        lines.append(
-            f"Time to first token: {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
-            f"{best['name']}."
-        )
+    greedy, sampled, n = fastest(rows, False), fastest(rows, True), len(rows[0]["throughputs"])
+    lines = [*gain_sentences(greedy, "greedy"), *gain_sentences(sampled, "sampled"), *compared]
+    if greedy:
+        lines += detail_sentences(greedy, rows[0], [part for part in categories if part["name"] == greedy["name"]])
     draft = next((row for row in rows if row["name"] == "GenAI, draft alone"), None)
     if draft:
         lines.append(f"The draft model alone is {draft['speedup']:.1f}x as fast as the main model.")
@@ -305,6 +271,48 @@ def summary(
     if n < asked_rounds:
         lines.append(f"Interrupted: {n} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
+
+
+def gain_sentences(best: dict | None, kind: str) -> list[str]:
+    """The gain of the fastest method with a draft, if there is one, and what makes it uncertain."""
+    if not best:
+        return []
+    low, high = best["speedup_range"]
+    if best["speedup"] < 1:
+        return [
+            f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
+            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
+        ]
+    lines = [
+        f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
+        f"({low:.2f}-{high:.2f} over {rounds(len(best['throughputs']))}), a gain of {best['gain_percent']:.0f} %, and "
+        f"{best['forward_speedup']:.2f} tokens per main-model forward pass."
+    ]
+    if low < 1:
+        lines.append(f"In at least one round {best['name']} was slower than the main model alone: measure longer.")
+    if best["repetition"] > REPEATS_ITSELF:
+        lines.append(
+            f"The text of {best['name']} is repetitive ({best['repetition']:.0%} of its 4-grams are repeated), "
+            "which inflates acceptance rate and speedup."
+        )
+    return lines
+
+
+def detail_sentences(best: dict, main: dict, categories: list[dict]) -> list[str]:
+    """The fastest method's range over the prompt categories, and its time to first token."""
+    lines = []
+    if categories:
+        low, *_, high = sorted(categories, key=lambda part: part["speedup"])
+        lines.append(
+            f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "
+            f"{high['speedup']:.2f}x ({high['category']})."
+        )
+    if best["ttft"]:
+        lines.append(
+            f"Time to first token: {1000 * main['ttft']:.0f} ms alone, {1000 * best['ttft']:.0f} ms with "
+            f"{best['name']}."
+        )
+    return lines
 
 
 def sentence(text: str) -> str:
@@ -319,96 +327,130 @@ def memory(size: int | None) -> str:
     return f"{size / 1e6:,.0f} MB at peak" if size else "memory: n/a"
 
 
-# ---- table ----------------------------------------------------------------------------------------------------------
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict], result: dict) -> str:
-    lines = [
-        "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
-        "   block eff.   outside   repetition       same text"
-    ]
+def table(result: BenchmarkResult) -> str:
+    """All tables of the result, then its summary."""
+    rows = result["rows"]
     best = [fastest(rows, False), fastest(rows, True)]
-    for one in rows:
-        low, high = one["speedup_range"]
-        acceptance = "" if one["acceptance_rate"] is None else f"{one['acceptance_rate']:.2f}"
-        outside = "" if one["outside"] is None else f"{one['outside']:.1%}"
-        ttft = "" if one["ttft"] is None else f"{1000 * one['ttft']:.1f}"
-        same = "" if one["same_text"] is None else f"{one['same_text']}/{one['texts']}"
-        lines.append(
-            f"{one['name']:<24}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
-            f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
-            f"   {acceptance:>10}   {one['block_efficiency']:10.2f}   {outside:>7}   {one['repetition']:10.2f}"
-            f"   {same:>13}{'   <- best' if one in best else ''}"
-        )
-    drafted = [one for one in rows if one["position_acceptance"]]
-    if drafted:
-        longest = max(len(one["position_acceptance"]) for one in drafted)
-        lines += ["", "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1))]
-        lines += [f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in drafted]
-    if result["iteration"]:
-        lines += ["", "one iteration, ms          draft   verify   overhead"]
-        lines += [
-            f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
-            for part in result["iteration"]
-        ]
     shown = {one["name"] for one in best if one}
-    chosen = [part for part in result["categories"] if part["name"] in shown]
-    if chosen:
-        lines += ["", "category               prompts   method                    speedup   acceptance   repetition"]
-        for part in chosen:
-            acceptance = "" if part["acceptance_rate"] is None else f"{part['acceptance_rate']:.2f}"
-            lines.append(
-                f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
-                f"   {acceptance:>10}   {part['repetition']:10.2f}"
-            )
-    if result["starts"]:
-        lines += ["", "load time, s                first    with cache   peak memory"]
-    lines += [
-        f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
-        for cost in result["starts"]
-    ]
-    lines.append("")
+    tables = (
+        table_of_methods(rows, best),
+        table_of_positions([one for one in rows if one["position_acceptance"]]),
+        table_of_iterations(result["iteration"]),
+        table_of_categories([part for part in result["categories"] if part["name"] in shown]),
+        table_of_starts(result["starts"]),
+    )
+    lines = [line for one in tables if one for line in (*one, "")]
     lines += map(compared, result["comparisons"])
     lines += [f"{one['name'].removeprefix('ours, ')}: {one['why']}" for one in rows if one["why"]]
     return "\n".join([*lines, "", *result["summary"]])
 
 
-def compared(fact: dict) -> str:
+def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> list[str]:
+    lines = [
+        "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
+        "   block eff.   outside   repetition       same text"
+    ]
+    for one in rows:
+        low, high = one["speedup_range"]
+        ttft = "" if one["ttft"] is None else f"{1000 * one['ttft']:.1f}"
+        same = "" if one["same_text"] is None else f"{one['same_text']}/{one['texts']}"
+        lines.append(
+            f"{one['name']:<24}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
+            f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
+            f"   {known(one['acceptance_rate'], '.2f'):>10}   {one['block_efficiency']:10.2f}"
+            f"   {known(one['outside'], '.1%'):>7}   {one['repetition']:10.2f}"
+            f"   {same:>13}{'   <- best' if one in best else ''}"
+        )
+    return lines
+
+
+def table_of_positions(rows: list[dict]) -> list[str]:
+    if not rows:
+        return []
+    longest = max(len(one["position_acceptance"]) for one in rows)
+    return [
+        "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1)),
+        *(f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in rows),
+    ]
+
+
+def table_of_iterations(parts: list[dict]) -> list[str]:
+    lines = [
+        f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
+        for part in parts
+    ]
+    return lines and ["one iteration, ms          draft   verify   overhead", *lines]
+
+
+def table_of_categories(parts: list[dict]) -> list[str]:
+    lines = [
+        f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
+        f"   {known(part['acceptance_rate'], '.2f'):>10}   {part['repetition']:10.2f}"
+        for part in parts
+    ]
+    title = "category               prompts   method                    speedup   acceptance   repetition"
+    return lines and [title, *lines]
+
+
+def table_of_starts(costs: list[dict]) -> list[str]:
+    lines = [
+        f"{cost['name']:<24}{cost['first_seconds']:9.1f} {cost['second_seconds']:13.1f}   {memory(cost['peak_bytes'])}"
+        for cost in costs
+    ]
+    return lines and ["load time, s                first    with cache   peak memory", *lines]
+
+
+def known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def compared(fact: Ratio) -> str:
     rounds_, prompts = fact["range"], fact["interval"]
     sure = f", over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else ", over 1 prompt"
     return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}{sure})"
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    ks = arguments.num_assistant_tokens
-    room = arguments.max_new_tokens + (arguments.context or 0)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        costs = [] if arguments.no_starts else starts(arguments)
-        with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
-            ways = [way for process in processes for way in process.ways]
-            with BackgroundLoad() as other:
-                complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
-            rows = summarise(ways, keeps_caches=bool(arguments.context))
-            drafting = [one for one in rows if one["engine"] == "ours" and one["draft_length"] in (*ks, "adaptive")]
-            best = fastest(drafting, sampled=False)
-            view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """The methods' rounds, whether all were completed, and what was measured besides."""
+
+    ways: list[Method]
+    rows: list[dict]
+    complete: bool
+    load: BackgroundLoad
+    costs: list[dict]  # load time and peak memory, per pipeline
+    starts: list[dict]  # of each process
+    view: dict | None  # the tokens of the first prompt with our best greedy method
+
+
+def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
+    """Measure all methods. Raises KeyboardInterrupt without a complete round, ChildFailed, and what a
+    rejected model raises."""
+    costs = [] if arguments.no_starts else starts(arguments)
+    with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
+        ways = [way for process in processes for way in process.ways]
+        with BackgroundLoad() as load:
+            complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
+        rows = summarise(ways, keeps_caches=bool(arguments.context))
+        ks = (*arguments.num_assistant_tokens, "adaptive")
+        drafting = [one for one in rows if one["engine"] == NATIVE and one["draft_length"] in ks]
+        best = fastest(drafting, sampled=False)
+        view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
+        begun = [start for process in processes for start in process.starts]
+    return Measured(ways, rows, complete, load, costs, begun, view)
+
+
+def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
+    """The program's result, as written in JSON."""
+    ways, rows = measured.ways, measured.rows
     facts = {
-        **environment(arguments, other),
+        **environment(arguments, measured.load),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
         "huge_pages": arguments.huge_pages,
@@ -418,21 +460,35 @@ def main() -> int:
         "rounds": len(ways[0].rounds),
     }
     categories, comparisons = by_category(ways, prompts), compare(ways)
-    words = verdict(comparisons, arguments.starts)
-    result = {
+    words, asked = verdict(comparisons, arguments.starts), arguments.rounds * arguments.starts
+    return {
         "program": "benchmark",
-        "summary": summary(rows, categories, words, costs, other, arguments.rounds * arguments.starts),
+        "summary": summary(rows, categories, words, measured.costs, measured.load, asked),
         "environment": facts,
         "rows": rows,
         "categories": categories,
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
-        "starts": costs,
+        "starts": measured.costs,
         "comparisons": comparisons,
-        "processes": [start for process in processes for start in process.starts],
-        **({"token_view": view} if view else {}),
+        "processes": measured.starts,
+        **({"token_view": measured.view} if measured.view else {}),
     }
-    write_outputs(arguments, result, table(rows, result))
-    return 0 if complete else 130
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        room = arguments.max_new_tokens + (arguments.context or 0)
+        ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
+        measured = run(arguments, ids)
+    result = result_of(arguments, prompts, measured)
+    write_outputs(arguments, result, table(result))
+    return 0 if measured.complete else 130
 
 
 if __name__ == "__main__":

@@ -17,19 +17,20 @@ caches included, up to the largest number of texts. Output: a table, then one JS
 the complete rounds. For the same over HTTP: scripts/benchmark_serving.py.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import statistics
 import sys
 
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing
 from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment, shuffled
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
-from speculative.bench.load.metrics import Load, counted, row, stops_paying, table, take_turns
-from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.bench.load.metrics import Load, break_even, counted, row, table, take_turns
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import LoadRatio, LoadRow, ProcessMemory
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
@@ -39,6 +40,7 @@ from speculative.cli.arguments import (
     refuse_unsound,
     whole,
 )
+from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 
@@ -82,10 +84,10 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
     }
     draft = {"draft": str(arguments.draft)}
     return [
-        {**shared, "name": "GenAI, main alone", "engine": "GenAI"},
-        {**shared, "name": "GenAI, draft", "engine": "GenAI", **draft},
-        {**shared, "name": "ours, main alone", "engine": "ours"},
-        {**shared, "name": "ours, draft", "engine": "ours", **draft},
+        {**shared, "name": "GenAI, main alone", "engine": GENAI},
+        {**shared, "name": "GenAI, draft", "engine": GENAI, **draft},
+        {**shared, "name": "ours, main alone", "engine": NATIVE},
+        {**shared, "name": "ours, draft", "engine": NATIVE, **draft},
     ]
 
 
@@ -102,7 +104,7 @@ def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
 
 def measure(
     processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
-) -> tuple[bool, list[dict]]:
+) -> tuple[bool, list[ProcessMemory]]:
     """Whether all rounds were measured, and each process's memory at the end of the first start, if that was reached.
 
     Raises KeyboardInterrupt if there is no complete round.
@@ -126,7 +128,7 @@ def measure(
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def compare(ways: list[Load], clients: list[int]) -> list[dict]:
+def compare(ways: list[Load], clients: list[int]) -> list[LoadRatio]:
     """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
     ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {way.name: way for way in ways}
@@ -150,8 +152,13 @@ def compare(ways: list[Load], clients: list[int]) -> list[dict]:
 
 
 def summary(
-    rows: list[dict], comparisons: list[dict], memory: list[dict], rounds: int, asked: int, load: BackgroundLoad
-):
+    rows: list[LoadRow],
+    comparisons: list[LoadRatio],
+    memory: list[ProcessMemory],
+    rounds: int,
+    asked: int,
+    load: BackgroundLoad,
+) -> list[str]:
     """The result in sentences."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
@@ -169,7 +176,7 @@ def summary(
     for compared in filter(None, (alone, over_best)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
     ours = [row for row in rows if row["way"] == "ours, adaptive draft"]
-    lines += stops_paying(ours)
+    lines += break_even(ours)
     lines += [
         f"{one['name']}, {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB peak memory of its "
         "process" + (f", including {one['cache_bytes'] / 1e6:,.0f} MB of KV caches." if one["cache_bytes"] else ".")
@@ -181,39 +188,25 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def _numbers(comparisons: list[dict]) -> str:
+def _numbers(comparisons: list[LoadRatio]) -> str:
     return ", ".join(str(one["clients"]) for one in comparisons) or "none"
 
 
-def _range(one: dict) -> str:
+def _range(one: LoadRatio) -> str:
     return "-".join(f"{value:.2f}" for value in one["range"])
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        texts = [prompt.text for prompt in prompts]
-        with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
-            ways = ways_of(processes, arguments.num_assistant_tokens)
-            with BackgroundLoad() as other:
-                complete, memory = measure(processes, ways, arguments)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def result_of(
+    arguments: argparse.Namespace, prompts: list[Prompt], ways: list[Load], memory: list[dict], other: BackgroundLoad
+) -> dict:
+    """The program's result, as written in JSON."""
+    clients = arguments.max_concurrency
     alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
-    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in arguments.max_concurrency]
-    comparisons, done = compare(ways, arguments.max_concurrency), len(ways[0].rounds[arguments.max_concurrency[0]])
+    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in clients]
+    comparisons, done = compare(ways, clients), len(ways[0].rounds[clients[0]])
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
@@ -224,7 +217,7 @@ def main() -> int:
         "huge_pages": arguments.huge_pages,
         "cache_tokens": arguments.cache_tokens,
     }
-    result = {
+    return {
         "program": "benchmark_batching",
         "summary": summary(rows, comparisons, memory, done, arguments.rounds * arguments.starts, other),
         "environment": facts,
@@ -232,7 +225,24 @@ def main() -> int:
         "comparisons": comparisons,
         "starts": memory,
     }
-    written = write_load_outputs(arguments, result, "\n".join([table(rows), "", *result["summary"]]))
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
+        texts = [prompt.text for prompt in prompts]
+        with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
+            ways = ways_of(processes, arguments.num_assistant_tokens)
+            with BackgroundLoad() as other:
+                complete, memory = measure(processes, ways, arguments)
+    result = result_of(arguments, prompts, ways, memory, other)
+    written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130
 
 

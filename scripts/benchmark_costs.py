@@ -13,7 +13,7 @@
 Values are medians; the machine must be idle. Output: tables, then one JSON object on the last line.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import json
@@ -32,10 +32,12 @@ import openvino_genai
 from openvino_genai import GenerationConfig
 
 from speculative import decoder
+from speculative.bench.result import BandwidthLimit, CostsStart, InferenceCosts, OneStart, SamplingCosts
 from speculative.bench.startup import Start, job, read_files, run
 from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
     whole,
@@ -44,7 +46,9 @@ from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
 from speculative.pair import weights
+from speculative.pair.engines import NATIVE
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import draw, verify
 
 TOKENS = (1, 2, 3, 5, 7, 9, 13, 17)
@@ -78,9 +82,9 @@ def parse_arguments() -> argparse.Namespace:
 # ---- forward passes -------------------------------------------------------------------------------------------------
 
 
-def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> dict:
+def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat: int) -> InferenceCosts:
     """Milliseconds with a context of `context` tokens: main model by number of tokens, draft step, rollback."""
-    text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.width, draft.width)
+    text = (np.arange(context + max(TOKENS), dtype=np.int64) * 7919 + 1) % min(main.vocab_size, draft.vocab_size)
     main.logits(text[:context])
     draft.logits(text[:context])
 
@@ -104,20 +108,20 @@ def inference_costs(context: int, main: CachedModel, draft: CachedModel, repeat:
         "draft": median(draft, 1),
         "rollback": 1000 * statistics.median(differences),
     }
-    main.forget()
-    draft.forget()
+    main.reset()
+    draft.reset()
     return row
 
 
 # ---- outside the models ---------------------------------------------------------------------------------------------
 
 
-def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> dict:
+def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) -> SamplingCosts:
     """Microseconds of an iteration's work outside the forward passes, with a vocabulary of `size`."""
     random = np.random.default_rng(0)
     logits = (random.standard_normal((5, size)) * 3).astype(np.float32)
     text = random.integers(0, size, 200)
-    transform = Distribution(config)
+    transform = Distribution(SamplingParams.resolve(config))
     q = [transform(row, text, text) for row in logits]
     drafted = [int(np.asarray(row).argmax()) for row in q[:4]]
 
@@ -143,10 +147,10 @@ def sampling_costs(size: int, name: str, config: GenerationConfig, repeat: int) 
 STARTS = 3  # of each kind, interleaved
 
 
-def starts(arguments: argparse.Namespace) -> list[dict]:
+def starts(arguments: argparse.Namespace) -> list[CostsStart]:
     """Starts in new processes: without a model cache, filling it, and using it. Medians of several."""
-    found: dict[str, list[dict]] = {"no cache": [], "first": [], "second": []}
-    ours = Start("ours with the draft", "ours", with_draft=True)
+    found: dict[str, list[OneStart]] = {"no cache": [], "first": [], "second": []}
+    ours = Start("ours with the draft", NATIVE, with_draft=True)
     read_files(arguments.main, arguments.draft)
     for _ in range(min(STARTS, arguments.repeat)):
         with tempfile.TemporaryDirectory() as folder:
@@ -190,7 +194,7 @@ class ReadBandwidth:
         return sum(part.nbytes for part in self.parts) / best
 
 
-def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
+def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit:
     """The engine's throughput as a fraction of the limit set by reading the weights, with and without the draft."""
     folders = {"main": arguments.main, "draft": arguments.draft}
     bytes_ = {
@@ -228,7 +232,13 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> dict:
 # ---- table ----------------------------------------------------------------------------------------------------------
 
 
-def table(inferences: list[dict], sampling: list[dict], started: list[dict], bound: dict, arguments) -> str:
+def table(
+    inferences: list[InferenceCosts],
+    sampling: list[SamplingCosts],
+    started: list[CostsStart],
+    bound: BandwidthLimit,
+    arguments: argparse.Namespace,
+) -> str:
     lines = ["context   main, ms on " + "".join(f"{n:>7}" for n in TOKENS) + " tokens   draft, ms   rollback, ms"]
     for row in inferences:
         main = "".join(f"{row['main'][n]:7.1f}" for n in TOKENS)
@@ -263,16 +273,9 @@ def main() -> int:
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)
     properties = dict(arguments.property)
-    try:
+    with exit_on(RuntimeError, ValueError):
         started = starts(arguments)
-        one = decoder.load(
-            arguments.main,
-            arguments.device,
-            arguments.draft,
-            arguments.draft_device,
-            properties,
-            use_huge_pages=arguments.huge_pages,
-        )
+        one = decoder.load(*model_specs(arguments), use_huge_pages=arguments.huge_pages)
         longest = min(one.main.capacity, one.draft.model.capacity) - max(TOKENS)
         contexts = tqdm([n for n in CONTEXTS if n <= longest], desc="contexts", leave=False)
         inferences = [inference_costs(n, one.main, one.draft.model, arguments.repeat) for n in contexts]
@@ -282,9 +285,6 @@ def main() -> int:
             for name, config in SETTINGS.items()
         ]
         bound = limit(arguments, one)
-    except (RuntimeError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     print(table(inferences, sampling, started, bound, arguments))
     environment = {
         "main": str(arguments.main),

@@ -16,7 +16,7 @@ one JSON object on the last line. Ctrl-C keeps the complete rounds. For the same
 pipeline: scripts/benchmark_batching.py.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import os
@@ -26,10 +26,11 @@ from pathlib import Path
 
 from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
-from speculative.bench.load.clients import Endpoint, closed_loop, only_model
-from speculative.bench.load.metrics import Load, counted, losses, row, stops_paying, table, take_turns
+from speculative.bench.load.clients import Target, closed_loop, only_model
+from speculative.bench.load.metrics import Load, break_even, counted, losses, row, table, take_turns
 from speculative.bench.load.server import StartedServer
-from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
 from speculative.cli.properties import key_value
 
@@ -79,7 +80,7 @@ def temperature(text: str) -> float:
     return value
 
 
-def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endpoint]:
+def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Target]:
     """The endpoints by method name; started servers are stopped by `stack`.
 
     Raises ValueError if a URL is not a usable server, RuntimeError if a server does not start.
@@ -101,17 +102,17 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Endp
             stack.callback(server.end)
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
-    found = {name: Endpoint(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
+    found = {name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
     return {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
 
 
-def load(name: str, server: Endpoint, prompts: list[str], settings: dict) -> Load:
+def load(name: str, server: Target, prompts: list[str], settings: dict) -> Load:
     return Load(name, lambda clients, seconds, first: closed_loop(server, clients, seconds, prompts, settings, first))
 
 
-def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> list[str]:
+def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
-    lines = stops_paying([one for one in rows if one["way"] == DRAFT])
+    lines = break_even([one for one in rows if one["way"] == DRAFT])
     for way in dict.fromkeys(one["way"] for one in rows):
         best = max((one for one in rows if one["way"] == way), key=lambda one: one["throughput"])
         lines.append(f"Peak throughput {way}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
@@ -121,32 +122,32 @@ def summary(rows: list[dict], done: int, asked: int, other: BackgroundLoad) -> l
     return [*lines, other.sentence] if other.sentence else lines
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        if arguments.main:
-            refuse_unsound(arguments.main, arguments.draft)
-            token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def measure(
+    arguments: argparse.Namespace, texts: list[str]
+) -> tuple[list[Load], dict[str, Target], BackgroundLoad, bool]:
+    """The methods with their rounds, the servers, the background load, and whether all rounds were completed.
+
+    Raises KeyboardInterrupt without a complete round, and what `endpoints` raises.
+    """
     settings = {"max_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
     if arguments.main:
         settings["ignore_eos"] = True
-    try:
-        with ctrl_c_raises(), ExitStack() as stack:
-            servers = endpoints(arguments, stack)
-            texts = [prompt.text for prompt in prompts]
-            ways = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
-            with BackgroundLoad() as other:
-                complete = take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    with ctrl_c_raises(), ExitStack() as stack:
+        servers = endpoints(arguments, stack)
+        ways = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
+        with BackgroundLoad() as other:
+            complete = take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds)
+    return ways, servers, other, complete
+
+
+def result_of(
+    arguments: argparse.Namespace,
+    prompts: list[Prompt],
+    ways: list[Load],
+    servers: dict[str, Target],
+    other: BackgroundLoad,
+) -> dict:
+    """The program's result, as written in JSON."""
     baseline = ways[0] if len(ways) == 2 else None
     rows = [row(way, n, baseline) for way in ways for n in arguments.max_concurrency]
     if arguments.temperature:
@@ -163,8 +164,21 @@ def main() -> int:
         "rounds": done,
     }
     lines = summary(rows, done, arguments.rounds, other)
-    result = {"program": "benchmark_serving", "summary": lines, "environment": facts, "rows": rows}
-    written = write_load_outputs(arguments, result, "\n".join([table(rows), "", *lines]))
+    return {"program": "benchmark_serving", "summary": lines, "environment": facts, "rows": rows}
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        if arguments.main:
+            refuse_unsound(arguments.main, arguments.draft)
+            token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+    with exit_on(RuntimeError, ValueError):
+        ways, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])
+    result = result_of(arguments, prompts, ways, servers, other)
+    written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130
 
 

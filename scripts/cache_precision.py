@@ -18,6 +18,7 @@ import openvino_genai
 
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
 
 CACHES = {
     "default": {},
@@ -37,12 +38,12 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 def decoded(model: CachedModel, text: np.ndarray, rejected: int) -> np.ndarray:
     """Distributions [tokens, V] of plain decoding, with `rejected` wrong tokens rolled back before each token."""
-    model.forget()
+    model.reset()
     model.logits(text[:PROMPT])
     rows = []
     for n in range(PROMPT + 1, len(text) + 1):
         if rejected:
-            wrong = (text[n - 1 : n - 1 + rejected] + 7919) % model.width
+            wrong = (text[n - 1 : n - 1 + rejected] + 7919) % model.vocab_size
             model.logits(np.concatenate([text[: n - 1], wrong]))
         rows.append(probabilities(model.logits(text[:n])[0]))
     return np.array(rows)
@@ -70,7 +71,7 @@ def main() -> None:
     text = ids[: arguments.tokens].astype(np.int64)
     result = {}
     for name, properties in CACHES.items():
-        model = cached_model.load(arguments.model, "CPU", properties, capacity=len(text) + 2 * REJECTED)
+        model = cached_model.load(ModelSpec(arguments.model, "CPU", properties), capacity=len(text) + 2 * REJECTED)
         result[name] = compare(model, text)
         shown = "; ".join(f"{way} KL {of['kl']:.4f}, TV {of['tv']:.4f}" for way, of in result[name].items())
         print(f"{name:14} {shown}{'; ' + model.note if model.note else ''}", flush=True)

@@ -31,7 +31,7 @@ could not be written, or a machine was lost and no other could take its cells; 2
 table then shows the finished cells).
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import hashlib
@@ -44,18 +44,20 @@ import openvino_genai
 
 from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
-from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.ray_nodes import Lost, connect, ray_address, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, connect, ray_address, spread
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
@@ -83,6 +85,19 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
+    add_cell_arguments(parser)
+    add_results_arguments(parser)
+    harness.add_output_arguments(parser)
+    arguments = parser.parse_args()
+    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == GENAI:
+        parser.error("-k adaptive requires --engine native")
+    if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
+        parser.error("--emulate-npu requires NPU in --devices")
+    return arguments
+
+
+def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
+    """Devices, and the measurement in each cell."""
     parser.add_argument(
         "--devices",
         type=device_list,
@@ -91,7 +106,11 @@ def parse_arguments() -> argparse.Namespace:
         "on this machine)",
     )
     parser.add_argument(
-        "--engine", choices=("genai", "ours"), default="genai", help="GenAI's pipeline or this project's engine"
+        "--engine",
+        type=engine_id,
+        choices=(GENAI, NATIVE),
+        default=GENAI,
+        help="GenAI's pipeline or this project's engine (default: genai)",
     )
     draft_length = parser.add_argument(
         "-k",
@@ -99,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
         type=draft_lengths,
         default="4",
         metavar="K",
-        help="draft lengths: 4, 2,4,6 or 2-6, with --engine ours also adaptive; each cell shows the best (default: 4)",
+        help="draft lengths: 4, 2,4,6 or 2-6, with --engine native also adaptive; a cell shows the best (default: 4)",
     )
     former_options.accept(parser, draft_length, "--k")
     add_run_arguments(parser, max_prompts=4)
@@ -121,6 +140,10 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SECONDS",
         help="time limit per cell, loading included (default: 600)",
     )
+
+
+def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where cells are kept and measured, and which are measured again."""
     parser.add_argument(
         "--results",
         type=Path,
@@ -136,13 +159,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fresh", action="store_true", help="measure all cells again")
     parser.add_argument("--retry", action="store_true", help="measure cells again that failed or timed out")
-    harness.add_output_arguments(parser)
-    arguments = parser.parse_args()
-    if arguments.num_assistant_tokens == ["adaptive"] and arguments.engine == "genai":
-        parser.error("-k adaptive requires --engine ours")
-    if arguments.emulate_npu and arguments.devices and "NPU" not in arguments.devices:
-        parser.error("--emulate-npu requires NPU in --devices")
-    return arguments
 
 
 def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
@@ -152,7 +168,7 @@ def run_here(job: dict, timeout: float, waiting=lambda: None) -> dict:
 def this_machine(arguments: argparse.Namespace) -> Place:
     try:
         return hosts.of(None, run_here, arguments.devices, arguments.emulate_npu)
-    except Failed as error:
+    except ChildFailed as error:
         note(f"device detection failed ({error}), so each device is tried in its own cells")
         versions = [openvino_genai.__version__, ""]
         return hosts.unknown(arguments.devices, run_here, versions, arguments.emulate_npu)
@@ -173,7 +189,7 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
     cells = []
     for main in devices:
         lengths = arguments.num_assistant_tokens
-        if main.is_npu and arguments.engine == "genai":
+        if main.is_npu and arguments.engine == GENAI:
             lengths = sorted({min(k, LONGEST_ON_NPU) for k in lengths})
         for draft in [None, *devices]:
             cell = Cell(main, draft)
@@ -299,7 +315,7 @@ def measure_one(cell: Cell, place: Place, arguments: argparse.Namespace, bar: tq
         answer = place.run(cell.job, timeout, waiting)
         emulated = any(device.emulated for device in cell.devices)
         status, reason = "emulated" if emulated else "ok", remark(cell, arguments.num_assistant_tokens)
-    except Failed as error:
+    except ChildFailed as error:
         answer, status, reason = {}, "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
     cell.status, cell.reason, cell.answer, cell.timeout = status, reason, answer, timeout
     cell.measured = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -328,7 +344,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
     if key not in kept.lines:
         try:
             kept.append(key, (place or places[0]).run(job, JUDGE_SECONDS))
-        except (Failed, Lost) as error:
+        except (ChildFailed, NodeLost) as error:
             note(f"could not determine whether the differences are near-ties: {error}")
             return
     margins = kept.lines[key]["margins"]
@@ -339,7 +355,7 @@ def judge_differences(cells: list[Cell], kept: ResultsFile, places: list[Place])
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 
-def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> dict:
+def environment(arguments: argparse.Namespace, devices: list[Device], cells: list[Cell]) -> SwapEnvironment:
     facts = harness.environment(argparse.Namespace())
     facts |= {"main": str(arguments.main), "draft": str(arguments.draft)}
     facts["devices"] = {device.label: device.full_name or device.missing for device in devices}
@@ -365,7 +381,7 @@ def main() -> int:
     prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
-    try:
+    with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]
         kept = ResultsFile(arguments.results)
@@ -375,11 +391,6 @@ def main() -> int:
                 devices, cells, finished = swap(arguments, prompts, ids, kept, places)
         else:
             devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
-    except ValueError as error:
-        say(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
     summary = matrix.summary(cells)
     print(matrix.table(cells), *summary, sep="\n", end="\n\n")
     labels = [device.label for device in devices]

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from speculative.atomic_write import atomic_write
 from speculative.bench.reporting.gains_table import gains, summary
+from speculative.bench.result import Machine, RecordedResult
 from speculative.cli.processes import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,12 +144,12 @@ def names(text: str) -> list[str]:
 # ---- saved results --------------------------------------------------------------------------------------------------
 
 
-def read_kept() -> dict[str, dict]:
+def read_kept() -> dict[str, RecordedResult]:
     """The saved results by name."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(KEPT.glob("*.json"))}
 
 
-def missing(asked: list[str], kept: dict[str, dict], commit: str, again: bool) -> list[str]:
+def missing(asked: list[str], kept: dict[str, RecordedResult], commit: str, again: bool) -> list[str]:
     """The results to measure: missing ones and, with `again`, those of another commit."""
     return [name for name in asked if name not in kept or (again and kept[name]["commit"] != commit)]
 
@@ -170,7 +171,7 @@ def present_commit() -> str:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, command: str, commit: str) -> dict:
+def measure(name: str, command: str, commit: str) -> RecordedResult:
     """Run a command and return the result to save. Raises RuntimeError if it fails or prints no result."""
     begin = time.monotonic()
     *printed, last = run(command)
@@ -206,7 +207,7 @@ def run(command: str) -> list[str]:
     return done.stdout.strip().split("\n")
 
 
-def machine() -> dict:
+def machine() -> Machine:
     from speculative.bench.harness import environment
 
     facts = environment(argparse.Namespace())
@@ -224,7 +225,7 @@ def pairs_for(command: str) -> list[str]:
 # ---- the pages ------------------------------------------------------------------------------------------------------
 
 
-def rendered(text: str, kept: dict[str, dict]) -> str:
+def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
     """A page's text with the content between the markers generated from the saved results."""
 
     def block(found: re.Match) -> str:
@@ -235,7 +236,7 @@ def rendered(text: str, kept: dict[str, dict]) -> str:
     return BLOCK.sub(block, text)
 
 
-def shown(name: str, kept: dict | None) -> str:
+def shown(name: str, kept: RecordedResult | None) -> str:
     if kept is None:
         return f"Not measured yet: `make figures FIGURES={name}`.\n"
     facts = kept["machine"]
@@ -259,7 +260,7 @@ def write_pages() -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def list_figures(kept: dict[str, dict]) -> None:
+def list_figures(kept: dict[str, RecordedResult]) -> None:
     for name, figure in FIGURES.items():
         told = f"{kept[name]['machine']['date']} at commit {kept[name]['commit']}" if name in kept else "not measured"
         print(f"{name:<22} {figure.minutes:>3g} min   {told}")

@@ -49,6 +49,7 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
 
@@ -110,6 +111,17 @@ def rate(text: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the arguments, check OUT and resolve the shapes, the prompts and the models that both are expanded from."""
+    parser = build_parser()
+    arguments = parser.parse_args()
+    refuse_occupied(parser, arguments)
+    resolve_shapes(parser, arguments)
+    arguments.prompts = read_prompts(parser, arguments.prompts)
+    open_sources(parser, arguments)
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("out", type=Path, help="output folder for OUT/main, OUT/draft, OUT/pair.json")
@@ -133,7 +145,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the random weights and the noise (default: 0)")
     add("--overwrite", action="store_true", help="replace OUT if it is a benchmark pair")
     add("--debug", action="store_true", help="show stack traces")
-    arguments = parser.parse_args()
+    return parser
+
+
+def refuse_occupied(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Complete an interrupted installation of OUT; refuse to replace anything but a benchmark pair."""
     out = arguments.out
     try:
         recover(out)
@@ -143,6 +159,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"{out} exists: choose another folder, or use --overwrite")
     if out.exists() and not is_benchmark_pair(out):
         parser.error(f"{out} is not a benchmark pair and is not overwritten: choose another folder")
+
+
+def resolve_shapes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Set the shapes that were not given; main's is that of the --main-of pair."""
     if arguments.main_of:
         if arguments.shape:
             parser.error("--main-of and --shape exclude each other: the main model already has a shape")
@@ -161,12 +181,20 @@ def parse_arguments() -> argparse.Namespace:
             f"the draft's vocabulary={arguments.draft_shape.vocabulary} differs from the main model's "
             f"{arguments.shape.vocabulary}: give both the same"
         )
+
+
+def read_prompts(parser: argparse.ArgumentParser, file: Path) -> list[str]:
     try:
-        arguments.prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text("utf-8").splitlines()]
+        prompts = [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()]
     except (OSError, ValueError, KeyError, TypeError):
-        arguments.prompts = []
-    if not arguments.prompts:
+        prompts = []
+    if not prompts:
         parser.error('--prompts must be JSON lines with "prompt", like scripts/prompts/embedded_code.jsonl')
+    return prompts
+
+
+def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Set `source` and `draft_source`, the models that main and draft are expanded from; check that they fit."""
     try:
         arguments.source = llama_ir.read(SOURCE)
     except (OSError, RuntimeError, ValueError) as error:
@@ -182,7 +210,6 @@ def parse_arguments() -> argparse.Namespace:
             refuse_misfit(shape_of(source), wanted)
         except ValueError as error:
             parser.error(f"--{role}: {error}")
-    return arguments
 
 
 def is_benchmark_pair(folder: Path) -> bool:
@@ -243,8 +270,8 @@ def write_json(path: Path, content: dict) -> None:
 
 def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """The acceptance rate at K = 4 over all prompts."""
-    model = cached_model.load(main, "CPU")
-    source = DraftModelProposer(cached_model.load(draft, "CPU"), model.width)
+    model = cached_model.load(main)
+    source = DraftModelProposer(cached_model.load(draft), model.vocab_size)
     engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     if arguments.temperature:
@@ -302,7 +329,7 @@ def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
 
 def same_tokens(main: Path, prompts: list[str]) -> dict:
     """How many greedy tokens equal the embedded main model's, up to the first difference of each prompt, in f32."""
-    small, large = (genai.load(folder, "CPU", None, "", EXACT, {}) for folder in (SOURCE, main))
+    small, large = (genai.load(ModelSpec(folder, properties=EXACT)) for folder in (SOURCE, main))
     equal = 0
     for prompt in tqdm(prompts[:COMPARED], desc="same tokens", unit="prompt", leave=False):
         inputs = genai.encode(small.get_tokenizer(), prompt)
@@ -323,7 +350,7 @@ def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
     matrices = [model.embedding, *(getattr(layer, key) for layer in model.layers for key in llama_ir.MATRICES)]
     matrices += [] if model.head is None else [model.head]
     zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices)
-    pipe = genai.load(folder, "CPU", None, "", {}, {})
+    pipe = genai.load(ModelSpec(folder))
     inputs = genai.encode(pipe.get_tokenizer(), prompt)
     runs = [genai.generate(pipe, inputs, NEW_TOKENS) for _ in range(4)][1:]
     return {

@@ -15,12 +15,13 @@ import sys
 from pathlib import Path
 
 from speculative.bench.reporting.page import draw
+from speculative.bench.result import Result
 from speculative.cli.processes import prepare_output
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def read_result(text: str) -> dict:
+def read_result(text: str) -> Result:
     """An argparse type: the result in a JSON file or on the last line of a saved output."""
     path = Path(text)
     try:

@@ -20,7 +20,8 @@ import openvino_genai
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.cli.arguments import refuse_missing_devices, refuse_unsound, whole
+from speculative.bench.result import SmokeResult
+from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def smoke(arguments: argparse.Namespace) -> dict:
+def smoke(arguments: argparse.Namespace) -> SmokeResult:
     """Run the test and return its result; `problems` is empty if all checks pass."""
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
     prompts = arguments.prompt or PROMPTS
@@ -84,7 +85,8 @@ def smoke(arguments: argparse.Namespace) -> dict:
 
 def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> list[list[int]]:
     """The greedy tokens of the main model alone in GenAI after each prompt."""
-    pipe = genai.load(arguments.main, arguments.device, None, "", exact, {})
+    main, _ = model_specs(arguments, exact)
+    pipe = genai.load(main)
     encoded = [genai.encode(pipe.get_tokenizer(), prompt) for prompt in prompts]
     return [genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
 
@@ -93,7 +95,7 @@ def genai_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
     """Metrics and failed checks of GenAI's pipeline with the draft."""
-    pair = genai.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    pair = genai.load(*model_specs(arguments, exact))
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt, reference in zip(prompts, references, strict=True):
@@ -121,7 +123,7 @@ def engine_with_draft(
     arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
 ) -> dict:
     """Metrics and failed checks of this project's engine with the draft."""
-    engine = decoder.load(arguments.main, arguments.device, arguments.draft, arguments.draft_device, exact, exact)
+    engine = decoder.load(*model_specs(arguments, exact))
     config = greedy(arguments)
     problems, proposed, gained, streamed = [], [], [], 0
     for prompt, reference in zip(prompts, references, strict=True):

@@ -15,7 +15,7 @@ one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures
 sampled mode with a draft samples from another distribution (scripts/verify_lossless.py).
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import importlib.util
@@ -23,16 +23,17 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from speculative import decoder
 from speculative.atomic_write import atomic_write
-from speculative.bench.cluster.child_process import Failed
-from speculative.bench.decoding_process import Closing, DecodingProcess, Job
+from speculative.bench.cluster.child_process import ChildFailed
+from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob
 from speculative.bench.harness import (
     BackgroundLoad,
-    Way,
+    Method,
     add_output_arguments,
     environment,
     interleave,
@@ -43,17 +44,20 @@ from speculative.bench.harness import (
     write_outputs,
 )
 from speculative.bench.methods import our_way
-from speculative.bench.prompts import read_prompts, shown_name, token_ids
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.result import MethodRow, SweepPoint
 from speculative.cli import former_options
 from speculative.cli.arguments import (
     add_pair_arguments,
     add_run_arguments,
     lengths,
+    model_specs,
     refuse_missing_devices,
     refuse_unsound,
 )
 from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 from speculative.sequence import metrics
 
 EXPLAINED = 0.1  # mean prediction error above which the summary explains it
@@ -90,14 +94,20 @@ def parse_arguments() -> argparse.Namespace:
         metavar="T",
         help="one or more, like 0,0.7,1; 0 is greedy (default: 0)",
     )
-    parser.add_argument("--engine", choices=("ours", "genai"), default="ours", help="engine to measure (default: ours)")
+    parser.add_argument(
+        "--engine",
+        type=engine_id,
+        choices=(NATIVE, GENAI),
+        default=NATIVE,
+        help="this project's engine or GenAI's pipeline (default: native)",
+    )
     add_output_arguments(parser)
     parser.add_argument("--png", type=output_file, metavar="FILE", help="write the plot (needs matplotlib)")
     arguments = parser.parse_args()
-    if arguments.engine == "genai" and any(arguments.temperature):
+    if arguments.engine == GENAI and any(arguments.temperature):
         parser.error(
             f"--temperature {max(arguments.temperature):g} is not supported with --engine genai, whose sampled mode "
-            "with a draft is not lossless: use --temperature 0 or --engine ours"
+            "with a draft is not lossless: use --temperature 0 or --engine native"
         )
     if arguments.png and not importlib.util.find_spec("matplotlib"):
         parser.error("--png requires matplotlib: `pip install matplotlib`")
@@ -121,9 +131,9 @@ class MeasuredCosts:
     def measure(self) -> None:
         longest = max(self.ks) + 1
         context = max(1, min(self.context, *(model.capacity - longest for model in (self.main, self.draft))))
-        text = (np.arange(context + longest) * 7919 + 1) % min(self.main.width, self.draft.width)
+        text = (np.arange(context + longest) * 7919 + 1) % min(self.main.vocab_size, self.draft.vocab_size)
         for model in (self.main, self.draft):
-            model.forget()
+            model.reset()
             model.logits(text[:context])
 
         def timed(model: CachedModel, start: int, n: int) -> float:
@@ -139,7 +149,7 @@ class MeasuredCosts:
                     self.steps += steps
                     self.verifies.setdefault(k, []).append(verify)
         for model in (self.main, self.draft):
-            model.forget()
+            model.reset()
 
     @property
     def draft_step(self) -> float:
@@ -159,16 +169,16 @@ class MeasuredCosts:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Way], Decoder]:
+def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tuple[list[Method], Decoder]:
     """The methods (per temperature: main model alone, then each K), and our engine, in which costs are measured.
     Started processes are appended to `processes`."""
-    main, device, draft, draft_device = arguments.main, arguments.device, arguments.draft, arguments.draft_device
-    properties, n = dict(arguments.property), arguments.max_new_tokens
-    ours = decoder.load(main, device, draft, draft_device, properties, properties)
-    if arguments.engine == "genai":
-        alone = Job("alone", "GenAI", main, device, None, "", properties, n, (("GenAI, main alone", 0, 0.0),))
+    main, draft = model_specs(arguments)
+    n = arguments.max_new_tokens
+    ours = decoder.load(main, draft)
+    if arguments.engine == GENAI:
+        alone = ProcessJob("alone", GENAI, main, None, n, (("GenAI, main alone", 0, 0.0),))
         ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
-        for job in (alone, Job("pair", "GenAI", main, device, draft, draft_device, properties, n, ways)):
+        for job in (alone, ProcessJob("pair", GENAI, main, draft, n, ways)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
         return [way for process in processes for way in process.ways], ours
@@ -184,7 +194,7 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]:
+def sweep(ways: list[Method], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
     """One point per temperature and K."""
     points = []
     for t in dict.fromkeys(way.temperature for way in ways):
@@ -221,17 +231,17 @@ def sweep(ways: list[Way], rows: list[dict], costs: MeasuredCosts) -> list[dict]
     return points
 
 
-def mean_error(points: list[dict], key: str = "predicted") -> float:
+def mean_error(points: list[SweepPoint], key: str = "predicted") -> float:
     """Mean over K of |predicted - measured| / measured."""
     return statistics.mean(abs(point[key] - point["speedup"]) / point["speedup"] for point in points)
 
 
-def explain(ways: list[Way], costs: MeasuredCosts) -> str:
+def explain(ways: list[Method], costs: MeasuredCosts) -> str:
     """Which parts of an iteration take longer or shorter than the costs used for the prediction; largest first."""
     drafted = [way for way in ways if way.draft_length]
     splits = [iteration_split(way) for way in drafted]
     if None in splits:
-        return "GenAI's pipeline does not expose its time outside the forward passes: try --engine ours."
+        return "GenAI's pipeline does not expose its time outside the forward passes: try --engine native."
     alone = [iteration_split(way) for way in ways if not way.draft_length]
     plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
     predicted_draft = statistics.mean(1000 * way.draft_length * costs.draft_step for way in drafted)
@@ -252,7 +262,7 @@ def explain(ways: list[Way], costs: MeasuredCosts) -> str:
 
 
 def summary(
-    points: list[dict], ways: list[Way], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
+    points: list[SweepPoint], ways: list[Method], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
 ) -> list[str]:
     lines, rounds = [], len(ways[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
@@ -290,7 +300,7 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def table(points: list[dict]) -> str:
+def table(points: list[SweepPoint]) -> str:
     lines = [
         "temperature    K   speedup (range)      tokens per forward   predicted   from alpha   acceptance   v(K)"
         "   repetition"
@@ -313,29 +323,33 @@ def table(points: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        with Closing() as processes:
-            ways, ours = load(arguments, processes)
-            context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
-            costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
-            with BackgroundLoad() as other:
-                complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, ValueError, KeyError, Failed) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def measure(
+    arguments: argparse.Namespace, ids: list[np.ndarray]
+) -> tuple[list[Method], MeasuredCosts, BackgroundLoad, bool]:
+    """The methods with their rounds, the costs, the background load, and whether all rounds were completed.
+
+    Raises KeyboardInterrupt without a complete round.
+    """
+    with Closing() as processes:
+        ways, ours = load(arguments, processes)
+        context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
+        costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
+        with BackgroundLoad() as other:
+            complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
+    return ways, costs, other, complete
+
+
+def result_of(
+    arguments: argparse.Namespace,
+    prompts: list[Prompt],
+    ways: list[Method],
+    costs: MeasuredCosts,
+    other: BackgroundLoad,
+) -> dict:
+    """The program's result, as written in JSON."""
     alone = {way.temperature: way for way in ways if not way.draft_length}
     rows = [row(way, alone[way.temperature]) for way in ways]
     points = sweep(ways, rows, costs)
@@ -345,7 +359,7 @@ def main() -> int:
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": len(ways[0].rounds),
     }
-    result = {
+    return {
         "program": "sweep_draft_length",
         "summary": summary(points, ways, costs, other, arguments.rounds),
         "environment": facts,
@@ -354,17 +368,34 @@ def main() -> int:
         "prediction_error": mean_error(points),
         "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
     }
-    failed = False
-    if arguments.png:
-        from speculative.bench.reporting import plot as speedup_plot
 
-        try:
-            atomic_write(arguments.png, speedup_plot.png(points))
-        except OSError as error:
-            print(f"error: {arguments.png} was not written: {error.strerror or error}", file=sys.stderr)
-            failed = True
-    write_outputs(arguments, result, "\n".join([table(points), "", *result["summary"]]))
-    return 1 if failed else 0 if complete else 130
+
+def write_plot(file: Path, points: list[dict]) -> bool:
+    """Write the plot. Returns False, with the reason on standard error, if that fails."""
+    from speculative.bench.reporting import plot as speedup_plot
+
+    try:
+        atomic_write(file, speedup_plot.png(points))
+    except OSError as error:
+        print(f"error: {file} was not written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
+    with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
+        ways, costs, other, complete = measure(arguments, ids)
+    result = result_of(arguments, prompts, ways, costs, other)
+    written = not arguments.png or write_plot(arguments.png, result["sweep"])
+    write_outputs(arguments, result, "\n".join([table(result["sweep"]), "", *result["summary"]]))
+    return 1 if not written else 0 if complete else 130
 
 
 if __name__ == "__main__":

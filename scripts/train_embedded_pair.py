@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -278,81 +279,97 @@ def taught_loss(rows: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tens
     return loss_of
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    folder, seed, compiling = arguments.folder, arguments.seed, not arguments.no_compile
-    seconds = {stage: share * arguments.minutes * 60 for stage, share in SHARE.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    documents = training_documents(seed)
+# all stages
 
-    if not (folder / "tokenizer").exists():
-        make_tokenizer(folder / "tokenizer", documents)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    stream = token_stream(tokenizer, documents, random.Random(seed))
-    narrow_stream = token_stream(tokenizer, narrow_documents(seed), random.Random(seed))
-    usual = narrow_documents(seed + 1, usual=0.75)
-    usual_stream = token_stream(tokenizer, usual, random.Random(seed))
-    held_out = token_stream(tokenizer, validation_documents(), random.Random(seed))
-    losses = {
-        "text tokens": len(stream),
-        "narrow text tokens": len(narrow_stream),
-        "usual text tokens": len(usual_stream),
-        "validation tokens": len(held_out),
-    }
-    print(losses, f"on {DEVICE}", file=sys.stderr)
 
-    def finish(name: str, model) -> None:
-        losses[name] = round(validation_loss(model, held_out), 3)
-        print(f"{name}: validation loss {losses[name]}", file=sys.stderr)
-        model.save_pretrained(folder / f"{name}.new")
-        tokenizer.save_pretrained(folder / f"{name}.new")
-        (folder / f"{name}.new").replace(folder / name)
-        (folder / f"{name}.json").write_text(json.dumps(losses, indent=2), encoding="utf-8")
+class Training:
+    """The stages of a run, each of which writes what the next ones read, and the texts they share as token streams."""
 
-    if not (folder / "shallow").exists():
+    def __init__(self, arguments: argparse.Namespace):
+        self.folder, self.seed, self.compiling = arguments.folder, arguments.seed, not arguments.no_compile
+        self.seconds = {stage: share * arguments.minutes * 60 for stage, share in SHARE.items()}
+        documents = training_documents(self.seed)
+        if not (self.folder / "tokenizer").exists():
+            make_tokenizer(self.folder / "tokenizer", documents)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+        self.stream = self._stream(documents)
+        self.narrow_stream = self._stream(narrow_documents(self.seed))
+        self.usual = narrow_documents(self.seed + 1, usual=0.75)
+        self.usual_stream = self._stream(self.usual)
+        self.held_out = self._stream(validation_documents())
+        self.losses = {
+            "text tokens": len(self.stream),
+            "narrow text tokens": len(self.narrow_stream),
+            "usual text tokens": len(self.usual_stream),
+            "validation tokens": len(self.held_out),
+        }
+        print(self.losses, f"on {DEVICE}", file=sys.stderr)
+
+    def stages(self) -> list[tuple[str, Callable[[], None]]]:
+        """What each stage writes, in order, and the stage."""
+        return [
+            ("shallow", self.shallow),
+            ("grown", self.grown),
+            ("main", self.main),
+            ("generations.pt", self.generations),
+            ("draft", self.draft),
+        ]
+
+    def shallow(self) -> None:
         model = new_model(MAIN_SHAPE, SHALLOW_LAYERS)
-        train(
-            model,
-            text_loss(stream, 4, 512, seed),
-            seconds["shallow"],
-            2.5e-3,
-            folder / "shallow.pt",
-            "shallow",
-            compiling,
-        )
-        finish("shallow", model)
-    if not (folder / "grown").exists():
-        model = deepen(LlamaForCausalLM.from_pretrained(folder / "shallow"), MAIN_LAYERS)
-        loss = text_loss(narrow_stream, 2, 1024, seed + 1)
-        train(model, loss, seconds["grown"], 1.2e-3, folder / "grown.pt", "grown", compiling)
-        finish("grown", model)
-    if not (folder / "main").exists():
-        model = LlamaForCausalLM.from_pretrained(folder / "grown")
-        loss = text_loss(usual_stream, 2, 1024, seed + 4)
-        train(model, loss, seconds["main"], 6e-4, folder / "main.pt", "main", compiling)
-        finish("main", model)
-    if not (folder / "generations.pt").exists():
-        sequences = generate(folder / "main", folder, usual, tokenizer, seconds["generations"], seed)
+        self._train("shallow", model, text_loss(self.stream, 4, 512, self.seed), 2.5e-3)
+
+    def grown(self) -> None:
+        model = deepen(LlamaForCausalLM.from_pretrained(self.folder / "shallow"), MAIN_LAYERS)
+        self._train("grown", model, text_loss(self.narrow_stream, 2, 1024, self.seed + 1), 1.2e-3)
+
+    def main(self) -> None:
+        model = LlamaForCausalLM.from_pretrained(self.folder / "grown")
+        self._train("main", model, text_loss(self.usual_stream, 2, 1024, self.seed + 4), 6e-4)
+
+    def generations(self) -> None:
+        main, seconds = self.folder / "main", self.seconds["generations"]
+        sequences = generate(main, self.folder, self.usual, self.tokenizer, seconds, self.seed)
         row = torch.tensor([token for sequence in sequences for token in sequence])
         rows = row[: len(row) // 256 * 256].view(-1, 256)
-        ids, probabilities = teach(LlamaForCausalLM.from_pretrained(folder / "main"), rows)
-        torch.save((rows, ids, probabilities), folder / "generations.pt")
-    if not (folder / "draft").exists():
+        ids, probabilities = teach(LlamaForCausalLM.from_pretrained(main), rows)
+        torch.save((rows, ids, probabilities), self.folder / "generations.pt")
+
+    def draft(self) -> None:
         model = new_model(DRAFT_SHAPE, DRAFT_LAYERS)
-        rows, ids, probabilities = torch.load(folder / "generations.pt", weights_only=True)
-        train(
-            model,
-            text_loss(usual_stream, 16, 256, seed + 2),
-            0.3 * seconds["draft"],
-            3e-3,
-            folder / "draft-text.pt",
-            "draft, text",
-            compiling,
-        )
-        taught = taught_loss(rows, ids, probabilities, 16, seed + 3)
-        train(model, taught, 0.7 * seconds["draft"], 3e-3, folder / "draft.pt", "draft, generations", compiling)
-        finish("draft", model)
+        rows, ids, probabilities = torch.load(self.folder / "generations.pt", weights_only=True)
+        text = text_loss(self.usual_stream, 16, 256, self.seed + 2)
+        taught = taught_loss(rows, ids, probabilities, 16, self.seed + 3)
+        seconds, folder = self.seconds["draft"], self.folder
+        train(model, text, 0.3 * seconds, 3e-3, folder / "draft-text.pt", "draft, text", self.compiling)
+        train(model, taught, 0.7 * seconds, 3e-3, folder / "draft.pt", "draft, generations", self.compiling)
+        self._finish("draft", model)
+
+    def _stream(self, documents: list[str]) -> torch.Tensor:
+        return token_stream(self.tokenizer, documents, random.Random(self.seed))
+
+    def _train(self, name: str, model, loss_of, rate: float) -> None:
+        """Train the stage's model for its share of the time, and write it."""
+        train(model, loss_of, self.seconds[name], rate, self.folder / f"{name}.pt", name, self.compiling)
+        self._finish(name, model)
+
+    def _finish(self, name: str, model) -> None:
+        """Write the checkpoint and the validation losses so far."""
+        self.losses[name] = round(validation_loss(model, self.held_out), 3)
+        print(f"{name}: validation loss {self.losses[name]}", file=sys.stderr)
+        model.save_pretrained(self.folder / f"{name}.new")
+        self.tokenizer.save_pretrained(self.folder / f"{name}.new")
+        (self.folder / f"{name}.new").replace(self.folder / name)
+        (self.folder / f"{name}.json").write_text(json.dumps(self.losses, indent=2), encoding="utf-8")
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(arguments.seed)
+    for name, stage in Training(arguments).stages():
+        if not (arguments.folder / name).exists():
+            stage()
     return 0
 
 

@@ -33,7 +33,7 @@ round on one of them. If a machine is lost, its share is retried on another.
 length and reports how close the choice is to the fastest. It is not needed for tuning; it shows how good tuning is.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import contextlib
@@ -41,18 +41,21 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts, ray_nodes
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.devices.matrix import device_list
 from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.result import ExhaustiveCheck, Recommendation
 from speculative.bench.tuning import exhaustive as tune_exhaustive
 from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
-from speculative.bench.tuning.stages import Ended, Tuning
+from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
 from speculative.cli.properties import key_value
 from speculative.pair import recommendation
@@ -77,22 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("drafts", type=Path, nargs="+", metavar="draft", help="draft model (IR folder), one or more")
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time budget (default: 10)")
-    parser.add_argument(
-        "--devices",
-        type=device_list,
-        metavar="CPU,GPU",
-        help="devices for main and draft (default: all available of CPU, GPU, NPU); as in OpenVINO, AUTO: and HETERO: "
-        "take the names that follow",
-    )
-    parser.add_argument(
-        "--address",
-        type=ray_nodes.ray_address,
-        metavar="HOST:PORT",
-        help="head of a Ray cluster whose identical machines share the work: HOST:PORT, ray://HOST:PORT or auto",
-    )
-    parser.add_argument(
-        "--machine", metavar="NAME", help="with --address: tune for this machine and those identical to it"
-    )
+    add_machine_arguments(parser)
     add_prompt_arguments(parser, max_prompts=40)
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens in the longest runs (default: 100)"
@@ -133,6 +121,25 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices",
+        type=device_list,
+        metavar="CPU,GPU",
+        help="devices for main and draft (default: all available of CPU, GPU, NPU); as in OpenVINO, AUTO: and HETERO: "
+        "take the names that follow",
+    )
+    parser.add_argument(
+        "--address",
+        type=ray_nodes.ray_address,
+        metavar="HOST:PORT",
+        help="head of a Ray cluster whose identical machines share the work: HOST:PORT, ray://HOST:PORT or auto",
+    )
+    parser.add_argument(
+        "--machine", metavar="NAME", help="with --address: tune for this machine and those identical to it"
+    )
+
+
 def run_here(job: dict, timeout: float) -> dict:
     return child_process.run([sys.executable, "-m", "speculative.bench.devices.cell"], job, timeout)
 
@@ -140,13 +147,16 @@ def run_here(job: dict, timeout: float) -> dict:
 def this_machine(names: list[str] | None) -> list[Place]:
     try:
         return [hosts.of(None, run_here, names or KINDS, False)]
-    except Failed as error:
+    except ChildFailed as error:
         raise ValueError(f"device detection failed ({error}): name working devices with --devices") from None
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def in_cluster(machines: list, arguments: argparse.Namespace) -> list[Place]:
     """The identical machines to tune for; a note is printed for each skipped one."""
-    note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
     places = hosts.in_cluster(machines, arguments.devices or KINDS, False, note)
     if not places:
         raise ValueError("no machine of the Ray cluster is usable: all were skipped")
@@ -180,13 +190,13 @@ def nothing_lost():
         interrupted.append(True)
 
 
-def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
+def tune(tuning: Tuning | tune_exhaustive.Exhaustive) -> tuple[harness.BackgroundLoad, list[bool], str]:
     """Run it. Returns the background load, whether Ctrl-C was pressed, and the reason if it had to stop."""
     ended = ""
     with harness.BackgroundLoad() as load, nothing_lost() as interrupted:
         try:
             tuning.run()
-        except (Ended, Failed, ray_nodes.Lost, RuntimeError, ValueError, KeyError, MemoryError) as error:
+        except (Ended, ChildFailed, ray_nodes.NodeLost, RuntimeError, ValueError, KeyError, MemoryError) as error:
             ended = " ".join(str(error).split())
         finally:
             tuning.clock.bar.close()
@@ -195,7 +205,7 @@ def tune(tuning: Tuning) -> tuple[harness.BackgroundLoad, list[bool], str]:
     return load, interrupted, ended
 
 
-def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
+def check(tuning: Tuning, choice: Setting, budget: float) -> ExhaustiveCheck | None:
     """Compare the choice with an exhaustive sweep. None after Ctrl-C or if a compared setting failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
@@ -203,7 +213,7 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> dict | None:
     return every.result() if there and not interrupted and not ended else None
 
 
-def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path) -> str:
+def write_recommendation(arguments: argparse.Namespace, found: Recommendation, draft: Path) -> str:
     """Write it; return a sentence saying where, or why not."""
     file = arguments.out or recommendation.place(arguments.main, [draft])
     if not file:
@@ -217,66 +227,104 @@ def write_recommendation(arguments: argparse.Namespace, found: dict, draft: Path
     return f"Written to {file}."
 
 
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What tuning found, and how it ended."""
+
+    tuning: Tuning
+    load: harness.BackgroundLoad
+    interrupted: bool
+    ended: str  # the reason if it had to stop, else ""
+    verdict: tune_verdict.Verdict | None  # None: nothing was decoded with the draft
+    checked: dict | None  # the comparison with every setting
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.verdict) and not (self.interrupted or self.ended)
+
+
+def open_machines(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> list[Place]:
+    """This machine, or those of the cluster; `stack` keeps the connection open."""
+    if not arguments.address:
+        return this_machine(arguments.devices)
+    folders = [arguments.main, *arguments.drafts]
+    return in_cluster(stack.enter_context(ray_nodes.connect(arguments.address, folders, note)), arguments)
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Tune, judge and, if requested, compare with every setting. Raises ValueError for bad usage, in one sentence."""
+    chosen = read_prompts(arguments.prompts, arguments.max_prompts)
+    prompts = token_ids(chosen, arguments.main, arguments.max_new_tokens)
+    with contextlib.ExitStack() as stack:
+        places = open_machines(arguments, stack)
+        choose_devices(arguments, places[0])
+        tuning = Tuning(arguments, prompts, places)
+        stack.callback(lambda: [bench.close() for bench in tuning.benches])
+        load, interrupted, ended = tune(tuning)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
+        outcome = Outcome(tuning, load, bool(interrupted), ended, tune_verdict.judge(tuning), None)
+        if arguments.exhaustive and outcome.complete:
+            outcome.checked = check(tuning, outcome.verdict.choice, arguments.exhaustive)
+    return outcome
+
+
+def conclude(arguments: argparse.Namespace, outcome: Outcome) -> list[str]:
+    """The result in sentences. Writes the recommendation if tuning was complete."""
+    tuning, verdict = outcome.tuning, outcome.verdict
+    sentences = ["Interrupted before anything was decoded with the draft: no recommendation."]
+    if verdict:
+        sentences = [*verdict.sentences]
+    if outcome.load.sentence:
+        sentences.append(outcome.load.sentence)
+    left = [bench.machine.name for bench in tuning.benches if bench.machine]
+    if lost := [name for name in tuning.machines if name not in left]:
+        sentences.append(f"Machines lost during tuning (others measured their share): {', '.join(lost)}.")
+    if outcome.ended:
+        sentences.append(f"Stopped early: {outcome.ended}; recommended.json was not written.")
+    elif outcome.interrupted:
+        sentences.append("Interrupted: recommended.json was not written.")
+    else:
+        sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
+    if arguments.exhaustive and outcome.complete:
+        sentences.append(tune_exhaustive.sentence(outcome.checked))
+    return sentences
+
+
+def result_of(arguments: argparse.Namespace, outcome: Outcome, sentences: list[str]) -> dict:
+    """The program's result, as written in JSON."""
+    tuning = outcome.tuning
+    environment = harness.environment(arguments, outcome.load)
+    if tuning.machines:
+        environment["machines"] = dict.fromkeys(tuning.machines, tuning.place.kind)
+    return {
+        "program": "tune",
+        "summary": sentences,
+        "environment": environment,
+        "rows": tune_verdict.rows(tuning),
+        "candidates": tune_verdict.candidates(tuning),
+        "recommendation": outcome.verdict.as_dict() if outcome.verdict else None,
+        "exhaustive": outcome.checked,
+    }
+
+
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
     for draft in arguments.drafts:
         refuse_unsound(arguments.main, draft)
-    try:
-        chosen = read_prompts(arguments.prompts, arguments.max_prompts)
-        prompts = token_ids(chosen, arguments.main, arguments.max_new_tokens)
-        with contextlib.ExitStack() as stack:
-            if arguments.address:
-                note = lambda text: print(f"note: {text}", file=sys.stderr)  # noqa: E731
-                folders = [arguments.main, *arguments.drafts]
-                places = in_cluster(stack.enter_context(ray_nodes.connect(arguments.address, folders, note)), arguments)
-            else:
-                places = this_machine(arguments.devices)
-            choose_devices(arguments, places[0])
-            tuning = Tuning(arguments, prompts, places)
-            stack.callback(lambda: [bench.close() for bench in tuning.benches])
-            load, interrupted, ended = tune(tuning)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
-            verdict, checked = tune_verdict.judge(tuning), None
-            if wanted := arguments.exhaustive and verdict and not (interrupted or ended):
-                checked = check(tuning, verdict.choice, arguments.exhaustive)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if verdict:
-        sentences = verdict.sentences
-    elif interrupted:
-        sentences = ["Interrupted before anything was decoded with the draft: no recommendation."]
-    else:
-        reasons = [ended] if ended else list(tuning.failed.values())
+    with exit_on(ValueError, status=2):
+        outcome = run(arguments)
+    if not outcome.verdict and not outcome.interrupted:
+        reasons = [outcome.ended] if outcome.ended else list(outcome.tuning.failed.values())
         print(f"error: all decoding failed: {'; '.join(reasons)}", file=sys.stderr)
         return 1
-    sentences = [*sentences, *([load.sentence] if load.sentence else [])]
-    left = [bench.machine.name for bench in tuning.benches if bench.machine]
-    if lost := [name for name in tuning.machines if name not in left]:
-        sentences.append(f"Machines lost during tuning (others measured their share): {', '.join(lost)}.")
-    if ended:
-        sentences.append(f"Stopped early: {ended}; recommended.json was not written.")
-    elif interrupted:
-        sentences.append("Interrupted: recommended.json was not written.")
-    else:
-        sentences.append(write_recommendation(arguments, verdict.as_dict(), verdict.draft))
-    if wanted:
-        sentences.append(tune_exhaustive.sentence(checked))
-    print(tune_verdict.table(tuning), "", *sentences, "", sep="\n")
-    result = {
-        "program": "tune",
-        "summary": sentences,
-        "environment": harness.environment(arguments, load),
-        "rows": tune_verdict.rows(tuning),
-        "candidates": tune_verdict.candidates(tuning),
-        "recommendation": verdict.as_dict() if verdict else None,
-        "exhaustive": checked,
-    }
-    if tuning.machines:
-        result["environment"]["machines"] = dict.fromkeys(tuning.machines, tuning.place.kind)
-    harness.write_outputs(arguments, result)
-    return 130 if interrupted else 1 if ended else 0
+    sentences = conclude(arguments, outcome)
+    print(tune_verdict.table(outcome.tuning), "", *sentences, "", sep="\n")
+    harness.write_outputs(arguments, result_of(arguments, outcome, sentences))
+    return 130 if outcome.interrupted else 1 if outcome.ended else 0
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ tables, then one JSON object on the last line. Exit status: 0 if the engine's pa
 `--strict`: or one of GenAI's), 2 for bad usage.
 """
 
-from speculative.cli.program import prepare_output
+from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import json
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +39,8 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.prompts import read_prompts
-from speculative.cli.arguments import above_zero, lengths, refuse_missing_devices, refuse_unsound, whole
+from speculative.bench.result import ComparedRow, GreedyRow, SampledRow
+from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.decoder import Decoder
@@ -47,7 +48,9 @@ from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
+from speculative.sampling.params import SamplingParams
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -75,7 +78,7 @@ class Draw(NamedTuple):
     accepted: int = 0
 
 
-class Engine:
+class NativeRunner:
     """This project's decoder; its random number generator continues from request to request."""
 
     def __init__(self, decoder: Decoder, seed: int):
@@ -97,7 +100,7 @@ class Engine:
     def close(self) -> None: ...
 
 
-class Pipeline:
+class GenAIRunner:
     """GenAI's LLMPipeline, loaded on first use and reloaded after a crash."""
 
     def __init__(self, load: Callable[[], openvino_genai.LLMPipeline]):
@@ -122,12 +125,12 @@ class Pipeline:
 
 
 @dataclass
-class Way:
+class CheckedMethod:
     """One decoding path and the results of its requests; None stands for a crash."""
 
     name: str
     ours: bool
-    runner: Engine | Pipeline
+    runner: NativeRunner | GenAIRunner
     settings: dict  # of the GenerationConfig
     is_greedy: bool = True  # generate greedy texts
     is_sampled: bool = True  # generate samples
@@ -167,19 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens", type=whole, default=64, metavar="N", help="new tokens per greedy text (default: 64)"
     )
-    parser.add_argument(
-        "--draws",
-        type=whole,
-        metavar="N",
-        help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
-    )
-    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
-    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
-    parser.add_argument(
-        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
+    add_sample_arguments(parser)
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
     parser.add_argument(
@@ -200,55 +191,76 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[Way]:
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--draws",
+        type=whole,
+        metavar="N",
+        help=f"samples per path (default: {DRAWS} for this project's engine, {GENAI_DRAWS} for GenAI)",
+    )
+    parser.add_argument("--tokens", type=whole, default=4, metavar="N", help="tokens per sample (default: 4)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="sampling temperature (default: 1)")
+    parser.add_argument("--top-k", type=whole, metavar="N", help="top-k of the samples (default: off)")
+    parser.add_argument(
+        "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
+
+
+def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[CheckedMethod]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
-    draft_device = arguments.draft_device or arguments.device
+    main, draft = model_specs(arguments, properties)
     no_prefix_cache = openvino_genai.SchedulerConfig()
     no_prefix_cache.enable_prefix_caching = False
 
-    def pipeline(draft: Path | None, **more) -> Pipeline:
-        both = {**properties, **more}
-        return Pipeline(lambda: genai.load(arguments.main, arguments.device, draft, draft_device, both, properties))
+    def pipeline(draft: ModelSpec | None, **more) -> GenAIRunner:
+        return GenAIRunner(lambda: genai.load(replace(main, properties={**properties, **more}), draft))
 
-    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(arguments.draft)
-    fresh_pair = pipeline(arguments.draft, scheduler_config=no_prefix_cache)
-    our_pair = Engine(engine, arguments.seed)
-    our_lookup = Engine(Decoder(engine.main, NgramProposer(engine.main.width, NGRAM)), arguments.seed)
-    greedy_k, sampled_k = (arguments.num_assistant_tokens or k for k in (GREEDY_K, SAMPLED_K))
-
-    def for_each_k(name: str, ours: bool, runner: Engine | Pipeline, **settings) -> list[Way]:
-        return [
-            Way(
-                f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy_k, k in sampled_k
-            )
-            for k in sorted({*greedy_k, *sampled_k})
-        ]
-
+    alone, lookup, pair = pipeline(None), pipeline(None, prompt_lookup=True), pipeline(draft)
+    fresh_pair = pipeline(draft, scheduler_config=no_prefix_cache)
+    our_pair = NativeRunner(engine, arguments.seed)
+    our_lookup = NativeRunner(Decoder(engine.main, NgramProposer(engine.main.vocab_size, NGRAM)), arguments.seed)
+    ks = arguments.num_assistant_tokens
     return [
-        Way("GenAI main alone", False, alone, {}, is_alone=True),
-        Way(
+        CheckedMethod("GenAI main alone", False, alone, {}, is_alone=True),
+        CheckedMethod(
             "engine main alone",
             True,
-            Engine(Decoder(engine.main), arguments.seed),
+            NativeRunner(Decoder(engine.main), arguments.seed),
             {},
             is_sampled=False,
             is_alone=True,
         ),
-        *for_each_k("engine draft", True, our_pair),
-        Way("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
-        Way("engine draft, adaptive", True, our_pair, {}),
-        *for_each_k("engine lookup", True, our_lookup),
-        *for_each_k("GenAI lookup", False, lookup, max_ngram_size=NGRAM),
-        *for_each_k("GenAI draft", False, pair),
+        *for_each_k("engine draft", True, our_pair, ks),
+        CheckedMethod("engine draft, by confidence", True, our_pair, {"assistant_confidence_threshold": CONFIDENCE}),
+        CheckedMethod("engine draft, adaptive", True, our_pair, {}),
+        *for_each_k("engine lookup", True, our_lookup, ks),
+        *for_each_k("GenAI lookup", False, lookup, ks, max_ngram_size=NGRAM),
+        *for_each_k("GenAI draft", False, pair, ks),
         *(
-            Way(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
-            for way in for_each_k("GenAI draft", False, fresh_pair)
+            CheckedMethod(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
+            for way in for_each_k("GenAI draft", False, fresh_pair, ks)
             if way.is_sampled
         ),
     ]
 
 
-def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.ndarray], sampling: dict) -> None:
+def for_each_k(
+    name: str, ours: bool, runner: NativeRunner | GenAIRunner, asked: list[int] | None, **settings
+) -> list[CheckedMethod]:
+    """The path with each draft length: those asked for, or the default ones, which differ for texts and samples."""
+    greedy, sampled = (asked or ks for ks in (GREEDY_K, SAMPLED_K))
+    return [
+        CheckedMethod(
+            f"{name}, K = {k}", ours, runner, {"num_assistant_tokens": k, **settings}, k in greedy, k in sampled
+        )
+        for k in sorted({*greedy, *sampled})
+    ]
+
+
+def run(
+    arguments: argparse.Namespace, all_ways: list[CheckedMethod], prompts: list[np.ndarray], sampling: dict
+) -> None:
     """Generate every path's greedy texts and samples."""
     wanted = {True: arguments.draws, False: arguments.genai_draws}
     total = sum(way.is_greedy * len(prompts) + way.is_sampled * wanted[way.ours] for way in all_ways)
@@ -269,7 +281,8 @@ def run(arguments: argparse.Namespace, all_ways: list[Way], prompts: list[np.nda
 
 def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
     """The exact joint distribution of a sample; sequences with too few expected samples are pooled into one cell."""
-    next_token = lossless_check.main_alone(main, prompt, GenerationConfig(**sampling))
+    params = SamplingParams.resolve(GenerationConfig(**sampling))
+    next_token = lossless_check.main_alone(main, prompt, params)
     resolution = max(lossless_check.EXPECTED / max(arguments.draws, arguments.genai_draws), FINEST)
     with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
@@ -280,12 +293,14 @@ def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.nda
         return lossless_check.exact_joint(counted, arguments.tokens, resolution)
 
 
-def reference_of(all_ways: list[Way]) -> Way | None:
+def reference_of(all_ways: list[CheckedMethod]) -> CheckedMethod | None:
     """The first path of the main model alone without a crash."""
     return next((way for way in all_ways if way.is_alone and way.texts and None not in way.texts), None)
 
 
-def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: list[np.ndarray]) -> dict:
+def judge_texts(
+    way: CheckedMethod, reference: CheckedMethod | None, main: CachedModel, prompts: list[np.ndarray]
+) -> GreedyRow:
     """One row: whether the greedy texts equal the reference's. Without a reference nothing passes."""
     differences, same = [], 0
     for i, text in enumerate(way.texts if reference else ()):
@@ -321,13 +336,13 @@ def judge_texts(way: Way, reference: Way | None, main: CachedModel, prompts: lis
 def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int], tokens: list[int]) -> dict:
     """Position of the first difference of two greedy texts, and the main model's logit margin there."""
     place = next(i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b)
-    main.forget()
+    main.reset()
     logits = main.logits(np.concatenate([prompt, np.array(expected[:place], np.int64)]))[0]
     margin = float(logits[expected[place]] - logits[tokens[place]])
     return {"token": place + 1, "margin": margin, "near_tie": abs(margin) < NEAR_TIE * float(logits.std())}
 
 
-def judge_draws(way: Way, cells: lossless_check.Cells) -> dict:
+def judge_draws(way: CheckedMethod, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
     """One row: whether the samples have the exact distribution."""
     drawn = [draw.tokens for draw in way.draws if draw]
     crashes = way.draws.count(None)
@@ -356,7 +371,7 @@ def acceptance_rate(draws: list[Draw | None]) -> float | None:
     return sum(draw.accepted for draw in draws if draw) / proposed if proposed else None
 
 
-def table_of_texts(rows: list[dict], tokens: int) -> str:
+def table_of_texts(rows: list[GreedyRow], tokens: int) -> str:
     lines = [f"{f'greedy, {tokens} tokens':<42} same text   acceptance   verdict"]
     for row in rows:
         first = next(iter(sorted(row["differences"], key=lambda difference: difference["near_tie"])), None)
@@ -368,7 +383,7 @@ def table_of_texts(rows: list[dict], tokens: int) -> str:
     return "\n".join(lines)
 
 
-def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
+def table_of_draws(rows: list[SampledRow | ComparedRow], tokens: int, cells: int) -> str:
     title = f"sampled, {tokens} tokens in {cells} cells"
     lines = [f"{title:<42} requests  crashes  acceptance     TV  noise        p  finds   verdict"]
     for row in rows:
@@ -384,7 +399,7 @@ def table_of_draws(rows: list[dict], tokens: int, cells: int) -> str:
     return "\n".join([*lines, *power_sentences(rows)])
 
 
-def power_sentences(rows: list[dict]) -> list[str]:
+def power_sentences(rows: list[SampledRow | ComparedRow]) -> list[str]:
     """The meaning of "no difference found" at each sample size, and why a path was not compared."""
     found = {(row["draws"], row["detectable_total_variation"]) for row in rows if row["holds"]}
     lines = [
@@ -404,42 +419,43 @@ def share(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def main() -> int:
-    prepare_output()
-    arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
-    try:
-        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    properties = dict(arguments.property) if arguments.property else EXACT
-    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
-    if arguments.top_k:
-        sampling["top_k"] = arguments.top_k
-    try:
-        engine = decoder.load(
-            arguments.main, arguments.device, arguments.draft, arguments.draft_device, properties, properties
-        )
-        prompts = [engine.encode(text) for text in texts]
-        cells = exact_cells(arguments, engine.main, prompts[0], sampling)
-        all_ways = ways(arguments, properties, engine)
-        run(arguments, all_ways, prompts, sampling)
-    except (RuntimeError, ValueError, KeyError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdicts:
+    """One row per path, and the path whose texts the others are compared with."""
+
+    greedy: list[dict]
+    sampled: list[dict]
+    reference: CheckedMethod | None
+
+    def hold(self, strict: bool) -> bool:
+        """Whether all paths of our engine pass, with `strict` GenAI's, too."""
+        return all(row["holds"] for row in (*self.greedy, *self.sampled) if row["ours"] or strict)
+
+
+def judge(
+    all_ways: list[CheckedMethod], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells
+) -> Verdicts:
     reference = reference_of(all_ways)
-    greedy = [judge_texts(way, reference, engine.main, prompts) for way in all_ways if way.is_greedy]
+    greedy = [judge_texts(way, reference, main, prompts) for way in all_ways if way.is_greedy]
     sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
-    ok = all(row["holds"] for row in (*greedy, *sampled) if row["ours"] or arguments.strict)
-    print(table_of_texts(greedy, arguments.max_new_tokens))
-    if reference is not all_ways[0]:
-        instead = f"the texts are compared with {reference.name}" if reference else "no text could be compared"
-        print(f"{all_ways[0].name} failed ({all_ways[0].crash}): {instead}.")
-    print()
-    print(table_of_draws(sampled, arguments.tokens, len(cells)))
-    environment = {
+    return Verdicts(greedy, sampled, reference)
+
+
+def tables(arguments: argparse.Namespace, found: Verdicts, first: CheckedMethod, cells: int) -> str:
+    """Both tables; between them a sentence if the `first` path could not be the reference."""
+    lines = [table_of_texts(found.greedy, arguments.max_new_tokens)]
+    if found.reference is not first:
+        name = found.reference and found.reference.name
+        instead = f"the texts are compared with {name}" if name else "no text could be compared"
+        lines.append(f"{first.name} failed ({first.crash}): {instead}.")
+    return "\n".join([*lines, "", table_of_draws(found.sampled, arguments.tokens, cells)])
+
+
+def environment(arguments: argparse.Namespace, properties: dict, sampling: dict, cells: int) -> dict:
+    return {
         "main": str(arguments.main),
         "draft": str(arguments.draft),
         "device": arguments.device,
@@ -451,14 +467,42 @@ def main() -> int:
         "genai_draws": arguments.genai_draws,
         "power": POWER,
         "tokens": arguments.tokens,
-        "cells": len(cells),
+        "cells": cells,
         "seed": arguments.seed,
         "openvino_genai": openvino_genai.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {usable_cores()} cores",
     }
-    document = {"ok": ok, "reference": reference and reference.name, "environment": environment}
-    print(json.dumps({**document, "greedy": greedy, "sampled": sampled}, ensure_ascii=False))
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    with exit_on(ValueError, status=2):
+        texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
+    properties = dict(arguments.property) if arguments.property else EXACT
+    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+    if arguments.top_k:
+        sampling["top_k"] = arguments.top_k
+    with exit_on(RuntimeError, ValueError, KeyError):
+        engine = decoder.load(*model_specs(arguments, properties))
+        prompts = [engine.encode(text) for text in texts]
+        cells = exact_cells(arguments, engine.main, prompts[0], sampling)
+        all_ways = ways(arguments, properties, engine)
+        run(arguments, all_ways, prompts, sampling)
+    found = judge(all_ways, engine.main, prompts, cells)
+    ok = found.hold(arguments.strict)
+    print(tables(arguments, found, all_ways[0], len(cells)))
+    document = {
+        "ok": ok,
+        "reference": found.reference and found.reference.name,
+        "environment": environment(arguments, properties, sampling, len(cells)),
+        "greedy": found.greedy,
+        "sampled": found.sampled,
+    }
+    print(json.dumps(document, ensure_ascii=False))
     return 0 if ok else 1
 
 

@@ -1,11 +1,11 @@
 """Speculative decoder for many requests in one batch, greedy and sampled, lossless, on one copy of the weights.
 
-    decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
-    request = decoder.add("def read_file(path):", GenerationConfig(max_new_tokens=100, do_sample=True), seed=1)
-    while decoder.busy:
+    decoder = load("models/embedded/main", "models/embedded/draft")
+    request = decoder.add_request("def read_file(path):", GenerationConfig(max_new_tokens=100, do_sample=True), seed=1)
+    while decoder.has_unfinished_requests:
         for output in decoder.step():
             ...  # output.request, output.step, output.text
-    print(request.generation.text)
+    print(request.result.text)
 
 Requests join and leave between iterations (continuous batching: Yu et al. 2022, "Orca"; paged KV cache: Kwon et al.
 2023, arXiv 2309.06180). An iteration has three parts: drafting rounds, each one draft forward pass that proposes a
@@ -30,16 +30,18 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder, Prompt
 from speculative.drafting import cost_model
 from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
-from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
+from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
+from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids_of
+from speculative.sequence.sequence import Sequence
 
 PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
 LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
@@ -48,15 +50,15 @@ SEEDED_DRAFT = 4  # draft length of seeded sampling: the adaptive one depends on
 
 
 class Request:
-    """A request being decoded, created by `BatchDecoder.add`; `generation` grows with every step."""
+    """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step."""
 
-    def __init__(self, text: Sequence, recording: OutputProcessor, rule: DraftLengthPolicy | DraftHistory):
-        self.text = text
-        self.recording = recording
-        self.rule = rule  # its own policy, or its acceptance history for the batch's policy
+    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | DraftHistory):
+        self.sequence = sequence
+        self.output = output
+        self.policy = policy  # its own policy, or its acceptance history for the batch's policy
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
-        self.source: Proposer | None = None
+        self.proposer: Proposer | None = None
         self.confidence: Confidence | None = None  # in the last draft token
         self.idle = False  # has finished drafting in this iteration
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
@@ -65,13 +67,13 @@ class Request:
         self.error: Exception | None = None  # what made it fail
 
     @property
-    def generation(self) -> GenerationResult:
-        return self.recording.result
+    def result(self) -> GenerationResult:
+        return self.output.result
 
     @property
     def follows_batch(self) -> bool:
         """Whether the batch's policy decides its draft length."""
-        return isinstance(self.rule, DraftHistory)
+        return isinstance(self.policy, DraftHistory)
 
 
 class RequestOutput(NamedTuple):
@@ -88,7 +90,7 @@ class RequestOutput(NamedTuple):
 class BatchDecoder:
     """A main model, a proposer of draft tokens, a draft-length policy and the running requests.
 
-    One thread calls `step`; `add`, `cancel` and `has_room` may be called from other threads.
+    One thread calls `step`; `add_request`, `cancel` and `has_room` may be called from other threads.
     """
 
     def __init__(
@@ -107,13 +109,14 @@ class BatchDecoder:
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self._limits = ModelLimits(main.width, main.context, stop_token_ids, subtract_penalties)
+        self.stop_token_ids = stop_token_ids
+        self.subtract_penalties = subtract_penalties
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._came or self._requests)
 
@@ -129,7 +132,7 @@ class BatchDecoder:
         with self._lock:
             return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
 
-    def add(
+    def add_request(
         self,
         prompt: Prompt,
         config: GenerationConfig | None = None,
@@ -146,22 +149,24 @@ class BatchDecoder:
         as `Decoder.stream` does.
         """
         config = config or GenerationConfig()
-        seed = config.rng_seed or None if seed is None else seed
-        random = np.random.default_rng(seed)
-        text = Sequence(self.encode(prompt, config), config, self._limits, random)
+        ids = self.encode(prompt, config)
+        params = SamplingParams.resolve(
+            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed
+        )
+        text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, OutputProcessor(config, text.stops, decode, stream), self._rule(config, seed))
+        request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
         if isinstance(self.draft, NgramProposer):
-            request.source = self.draft
+            request.proposer = self.draft
         with self._lock:
             request.slot = self.main.slot(text.max_length, salt)
             if isinstance(self.draft, BatchModel):
                 try:
                     request.draft_slot = self.draft.slot(text.max_length, salt)
                 except OutOfBlocks:
-                    request.slot.give_back()
+                    request.slot.free_blocks()
                     raise
-                request.source = DraftModelProposer(request.draft_slot, self.main.width)
+                request.proposer = DraftModelProposer(request.draft_slot, self.main.vocab_size)
             self._came.append(request)
         return request
 
@@ -181,18 +186,18 @@ class BatchDecoder:
             self._came = []
         there = [request for request in self._requests if not request.cancelled and not request.error]
         gains = self._iterate(there) if there else []
-        return gains + self._leave()
+        return gains + self._finalize()
 
     def _iterate(self, requests: list[Request]) -> list[RequestOutput]:
-        running = [request for request in requests if not request.text.is_prefill]
-        prompts = self._prompts([request for request in requests if request.text.is_prefill], len(running))
+        running = [request for request in requests if not request.sequence.is_prefill]
+        prompts = self._prompts([request for request in requests if request.sequence.is_prefill], len(running))
         read = sum(part.missing for part in prompts.values())
         if running and self.draft:
             self._draft(running, read)
         running = [request for request in running if not request.error]
-        verified = sum(request.text.num_logits for request in running)
+        verified = sum(request.sequence.num_logits for request in running)
         parts = {
-            request: ScheduledTokens(request.slot, request.text.token_ids, request.text.num_logits)
+            request: ScheduledTokens(request.slot, request.sequence.token_ids, request.sequence.num_logits)
             for request in running
         } | prompts
         if not parts:  # all failed while drafting
@@ -202,22 +207,22 @@ class BatchDecoder:
         logits = self.main.logits(list(parts.values()))
         steps = {}
         for request, rows in zip(parts, logits, strict=True):
-            if len(rows) and (step := self._try(request, request.text.verify, rows)):
+            if len(rows) and (step := self._try(request, request.sequence.verify, rows)):
                 steps[request] = step
         gained = sum(len(steps[request].tokens) for request in running if request in steps)
-        self.draft_length.learn_main(verified, read, gained, time.perf_counter() - begin)
+        self.draft_length.update_main(verified, read, gained, time.perf_counter() - begin)
         for request in parts:
             self._share(request)
         for request in running:
             if request.follows_batch and request in steps:
-                request.rule.learn(steps[request].accepted)
+                request.policy.update(steps[request].accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
 
     def _prompts(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
         """Schedule as many prompt tokens as the running requests can wait for, first come, first served."""
         for request in requests:
-            request.cached_tokens += request.slot.adopt(request.text.token_ids)
+            request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
         budget = PREFILL_CHUNK
         if running:
             curve = self.draft_length.main
@@ -225,19 +230,20 @@ class BatchDecoder:
                 max(curve.most(PREFILL_SLOWDOWN * curve(running), beside=running), LEAST_PREFILL_CHUNK), PREFILL_CHUNK
             )
         return _within(
-            budget, {request: ScheduledTokens(request.slot, request.text.token_ids, 1) for request in requests}
+            budget, {request: ScheduledTokens(request.slot, request.sequence.token_ids, 1) for request in requests}
         )
 
     def _draft(self, running: list[Request], read: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
         pass also includes `read` prompt tokens."""
         for request in running:
-            request.text.drop_draft()  # left by an iteration that failed
+            request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.idle = None, False
             if request.follows_batch:
-                request.rule.begin()
+                request.policy.begin()
         self.draft_length.begin(
-            [request.rule for request in running if request.follows_batch and request.text.can_draft], len(running)
+            [request.policy for request in running if request.follows_batch and request.sequence.can_draft],
+            len(running),
         )
         while chosen := self._choose(running, read):
             begin = time.perf_counter()
@@ -245,18 +251,20 @@ class BatchDecoder:
             for request in chosen:
                 if not request.idle:
                     self._try(request, self._propose, request)
-            self.draft_length.learn_draft(computed, time.perf_counter() - begin)
+            self.draft_length.update_draft(computed, time.perf_counter() - begin)
 
     def _choose(self, running: list[Request], read: int) -> list[Request]:
         """The requests that draft another token."""
-        able = [request for request in running if request.text.can_draft and not request.idle and not request.error]
+        able = [request for request in running if request.sequence.can_draft and not request.idle and not request.error]
         own = [request for request in able if not request.follows_batch]
         for request in own:  # ask only once: the confidence is overwritten by the next forward pass
-            request.idle = not self._try(request, request.rule.more, request.text.drafted, request.confidence)
+            request.idle = not self._try(
+                request, request.policy.should_draft, request.sequence.drafted, request.confidence
+            )
         own = [request for request in own if not request.idle]
-        others = [request for request in able if request.follows_batch and request.text.drafted < LONGEST]
-        tokens = read + sum(request.text.num_logits for request in running)
-        places = self.draft_length.choose([request.rule for request in others], tokens, len(own))
+        others = [request for request in able if request.follows_batch and request.sequence.drafted < LONGEST]
+        tokens = read + sum(request.sequence.num_logits for request in running)
+        places = self.draft_length.choose([request.policy for request in others], tokens, len(own))
         return own + [others[i] for i in places]
 
     def _read(self, requests: list[Request]) -> int:
@@ -266,9 +274,9 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            if request.source.can_read(request.text.token_ids):
-                request.draft_slot.adopt(request.text.token_ids)
-                asked[request] = ScheduledTokens(request.draft_slot, request.text.token_ids, 1)
+            if request.proposer.can_read(request.sequence.token_ids):
+                request.draft_slot.match_prefix(request.sequence.token_ids)
+                asked[request] = ScheduledTokens(request.draft_slot, request.sequence.token_ids, 1)
         parts = _within(PREFILL_CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
         if parts:
@@ -279,60 +287,60 @@ class BatchDecoder:
         return computed
 
     def _propose(self, request: Request) -> None:
-        text = request.text
-        proposal = request.source.propose(text.token_ids, text.distribution, text.random)
+        text = request.sequence
+        proposal = request.proposer.propose(text.token_ids, text.distribution, text.random)
         if proposal is None:
             request.idle = True
             return
         text.draft(proposal)
         request.confidence = proposal.confidence
         if request.follows_batch:
-            request.rule.draft(proposal.confidence())
+            request.policy.draft(proposal.confidence())
 
     @staticmethod
     def _share(request: Request) -> None:
         """Share the request's cached blocks with others, now that their tokens are verified."""
         if not request.error:
-            request.slot.share(request.text.token_ids)
+            request.slot.cache_full_blocks(request.sequence.token_ids)
             if request.draft_slot:
-                request.draft_slot.share(request.text.token_ids)
+                request.draft_slot.cache_full_blocks(request.sequence.token_ids)
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
-        tokens, piece = request.recording.take(step)
+        tokens, piece = request.output.take(step)
         step = Step(tokens, min(step.accepted, len(tokens)), step.proposed)
-        if request.text.is_finished or request.generation.finish_reason == "stop":
+        if request.sequence.is_finished or request.result.finish_reason == "stop":
             piece += self._finish(request)
         return RequestOutput(request, step, piece)
 
     def _finish(self, request: Request) -> str:
-        if request.source:
-            request.generation.draft_length = (self.draft_length if request.follows_batch else request.rule).why()
+        if request.proposer:
+            request.result.draft_length = (self.draft_length if request.follows_batch else request.policy).describe()
         else:
-            request.generation.draft_length = "no draft"
-        rest = request.recording.end()
+            request.result.draft_length = "no draft"
+        rest = request.output.end()
         request.finished = True
         return rest
 
-    def _leave(self) -> list[RequestOutput]:
+    def _finalize(self) -> list[RequestOutput]:
         """Free the blocks of finished, cancelled and failed requests; return the last outputs of the latter two."""
         last = []
         for request in self._requests:
             if (request.cancelled or request.error) and not request.finished:
-                request.generation.finish_reason = "cancelled"
+                request.result.finish_reason = "cancelled"
                 last.append(RequestOutput(request, Step([], 0, 0), self._try(request, self._finish, request) or ""))
                 request.finished = True  # even if its remaining text could not be decoded
             if request.finished:
                 with self._lock:
-                    request.slot.give_back()
+                    request.slot.free_blocks()
                     if request.draft_slot:
-                        request.draft_slot.give_back()
+                        request.draft_slot.free_blocks()
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _rule(self, config: GenerationConfig, seed: int | None) -> DraftLengthPolicy | DraftHistory:
-        if rule := named_by(config):
-            return rule
-        repeatable = config.do_sample and seed is not None
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | DraftHistory:
+        if policy := policy_from_params(params):
+            return policy
+        repeatable = params.do_sample and params.seed is not None
         return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
 
     @staticmethod
@@ -360,19 +368,16 @@ def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request,
 
 
 def load(
-    main: Path,
-    device: str = "CPU",
-    draft: Path | None = None,
-    draft_device: str | None = None,
-    properties: dict | None = None,
-    draft_properties: dict | None = None,
+    main: ModelSpec | str | Path,
+    draft: ModelSpec | str | Path | None = None,
+    *,
     max_ngram_size: int | None = None,
     cache_tokens: int = CAPACITY,
     use_huge_pages: bool = False,
     prefix_cache: bool = True,
     subtract_penalties: bool = False,
 ) -> BatchDecoder:
-    """Load the IR folders `main` and `draft` into a batch decoder; see `decoder.load` for the common arguments.
+    """Load the main model, and a draft if given, into a batch decoder; see `decoder.load` for the common arguments.
 
     `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts included;
     `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks. `subtract_penalties` is
@@ -380,16 +385,16 @@ def load(
     device without paged attention.
     """
     before = huge_pages.allocated() if use_huge_pages else []
-    properties = properties or {}
-    main_model = cached_model.load(main, device, properties, cache_tokens)
-    draft_properties = properties if draft_properties is None else draft_properties
-    draft_model = draft and cached_model.load(draft, draft_device or device, draft_properties, cache_tokens)
+    main = ModelSpec.of(main)
+    draft = ModelSpec.of(draft, like=main) if draft else None
+    main_model = cached_model.load(main, capacity=cache_tokens)
+    draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
-    batch = BatchModel(main_model, config_facts(Path(main)).context_length, prefix_cache)
-    source = NgramProposer(batch.width, max_ngram_size) if max_ngram_size else None
+    batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
+    source = NgramProposer(batch.vocab_size, max_ngram_size) if max_ngram_size else None
     if draft:
-        source = BatchModel(draft_model, config_facts(Path(draft)).context_length, prefix_cache)
-    rule = BatchDraftLength(*cost_model.measure_together(main_model, draft_model))
-    tokenizer = openvino_genai.Tokenizer(str(main))
-    return BatchDecoder(batch, source, rule, tokenizer, stop_ids_of(main, tokenizer), subtract_penalties)
+        source = BatchModel(draft_model, config_facts(draft.folder).context_length, prefix_cache)
+    policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
+    tokenizer = openvino_genai.Tokenizer(str(main.folder))
+    return BatchDecoder(batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties)

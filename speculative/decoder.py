@@ -1,6 +1,6 @@
 """Speculative decoder for one request at a time: like `LLMPipeline`, but lossless when sampling, too.
 
-    decoder = load(Path("models/embedded/main"), draft=Path("models/embedded/draft"))
+    decoder = load("models/embedded/main", "models/embedded/draft")
     config = openvino_genai.GenerationConfig(max_new_tokens=100, do_sample=True, temperature=0.8)
     print(decoder.generate("def read_file(path):", config, seed=1).text)
 
@@ -20,13 +20,15 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
-from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, named_by
+from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.cached_model import CachedModel
+from speculative.models.spec import ModelSpec
+from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
+from speculative.sequence.sequence import Sequence
 
 Prompt = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
@@ -67,22 +69,21 @@ class Decoder:
 
         After a reset with the same seed, the same calls give the same text on the same machine.
         """
-        self.main.forget()
+        self.main.reset()
         if self.draft:
-            self.draft.forget()
-        self.draft_length.forget(repeatable=seed is not None)
+            self.draft.reset()
+        self.draft_length.reset(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 
     def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Iterator[Step]:
         """Yield one `Step` per forward pass of the main model, until `max_new_tokens`, a stop token or a full context.
 
-        Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first. An
-        unfinished iterator keeps the decoder busy until it is closed. Raises ValueError for an empty or too long
-        prompt and for config options that are not supported.
+        Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first; the
+        config's `rng_seed` has no effect here. An unfinished iterator keeps the decoder busy until it is closed. Raises
+        ValueError for an empty or too long prompt and for config options that are not supported.
         """
-        limits = ModelLimits(self.main.width, self.main.capacity, self.stop_token_ids)
-        text = Sequence(self.encode(prompt, config), config, limits, self._random)
-        return self._alone(text, self._rule(config), seed)
+        text = self._sequence(prompt, config)
+        return self._alone(text, self._policy(text.params), seed)
 
     def generate(
         self,
@@ -96,16 +97,17 @@ class Decoder:
 
         With `seed`, or the config's `rng_seed`, the decoder is reset first. Raises the same errors as `stream`.
         """
-        config = config or GenerationConfig()
+        begin = time.perf_counter()
         takes_tokens = isinstance(streamer, StreamerBase)
         takes_text = streamer is not None and not takes_tokens
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
-        stops = stop_ids(config, self.stop_token_ids)
-        recording = OutputProcessor(config, stops, self.tokenizer and self._decode, piecewise=takes_text)
+        text = self._sequence(prompt, config or GenerationConfig(), seed)
+        policy = self._policy(text.params)
+        recording = OutputProcessor(text.params, self.tokenizer and self._decode, piecewise=takes_text, begin=begin)
         result = recording.result
         # closing frees the decoder even if a streamer raises
-        with closing(self.stream(prompt, config, config.rng_seed or None if seed is None else seed)) as steps:
+        with closing(self._alone(text, policy, text.params.seed)) as steps:
             for step in steps:
                 tokens, piece = recording.take(step)
                 answer = streamer.write(tokens) if takes_tokens else streamer(piece) if takes_text and piece else None
@@ -118,7 +120,7 @@ class Decoder:
             streamer.end()
         elif takes_text and rest and result.finish_reason != "cancelled":
             streamer(rest)
-        result.draft_length = self._rule(config).why() if self.draft else "no draft"
+        result.draft_length = policy.describe() if self.draft else "no draft"
         result.kv_cache = self.kv_cache
         return result
 
@@ -138,7 +140,13 @@ class Decoder:
             raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
         return ids.astype(np.int64)
 
-    def _alone(self, text: Sequence, rule: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
+    def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
+        """The sequence of a new request. This is where its config is resolved."""
+        ids = self.encode(prompt, config)
+        params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
+        return Sequence(ids, params, self.main.vocab_size, self._random)
+
+    def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
         """Yield the steps of `text`, with the decoder locked."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this decoder is busy with another request: wait for it, or create one decoder each")
@@ -146,15 +154,15 @@ class Decoder:
             if seed is not None:
                 self.reset(seed)
             text.random = self._random
-            yield from self._steps(text, rule)
+            yield from self._steps(text, policy)
         finally:
             self._busy.release()
 
-    def _steps(self, text: Sequence, rule: DraftLengthPolicy) -> Iterator[Step]:
+    def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Iterator[Step]:
         while not text.is_finished:
             is_prefill, confidence = text.is_prefill, None
             begin = time.perf_counter()
-            while self.draft and text.can_draft and rule.more(text.drafted, confidence):
+            while self.draft and text.can_draft and policy.should_draft(text.drafted, confidence):
                 proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
                 if proposal is None:
                     break
@@ -163,11 +171,11 @@ class Decoder:
             drafted_at = time.perf_counter()
             step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
             if not is_prefill:
-                rule.learn(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
+                policy.update(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
             yield step
 
-    def _rule(self, config: GenerationConfig) -> DraftLengthPolicy:
-        return named_by(config) or self.draft_length
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
+        return policy_from_params(params) or self.draft_length
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
@@ -180,48 +188,47 @@ def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
 
 
 def load(
-    main: Path,
-    device: str = "CPU",
-    draft: Path | None = None,
-    draft_device: str | None = None,
-    properties: dict | None = None,
-    draft_properties: dict | None = None,
+    main: ModelSpec | str | Path,
+    draft: ModelSpec | str | Path | None = None,
+    *,
     max_ngram_size: int | None = None,
     capacity: int | None = None,
     use_huge_pages: bool = False,
 ) -> Decoder:
-    """Load the IR folders `main` and `draft` into a decoder, each on its own device with its own OpenVINO properties.
+    """Load the main model, and a draft if given, into a decoder.
 
-    The draft uses the main model's device and properties unless given its own. `max_ngram_size` selects prompt lookup
-    instead of a draft model. The draft length is adaptive; its cost model is measured on the first load and cached (in
-    CACHE_DIR if the properties set one, else in the user's cache folder). `use_huge_pages` (Linux) suits long-running
-    processes: loading takes seconds longer per gigabyte of weights, decoding is faster.
+    Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
+    CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
+    ModelSpec only its own. `max_ngram_size` selects prompt lookup instead of a draft model. `capacity` is the main
+    model's longest sequence in tokens, by default its context length, at most 16,384. The draft length is adaptive; its
+    cost model is measured on the first load and cached (in CACHE_DIR if the main model's properties set one, else in
+    the user's cache folder). `use_huge_pages` (Linux) suits long-running processes: loading takes seconds longer per
+    gigabyte of weights, decoding is faster.
     """
     if draft and max_ngram_size:
         raise ValueError("draft and max_ngram_size (prompt lookup) exclude each other: pass only one")
     if max_ngram_size is not None and max_ngram_size < 1:
         raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 (3 is typical)")
     before = huge_pages.allocated() if use_huge_pages else []
-    properties = properties or {}
-    draft_device = draft_device or device
-    draft_properties = properties if draft_properties is None else draft_properties
-    main_model = cached_model.load(main, device, properties, capacity)
-    draft_model = draft and cached_model.load(draft, draft_device, draft_properties)
+    main = ModelSpec.of(main)
+    draft = ModelSpec.of(draft, like=main) if draft else None
+    main_model = cached_model.load(main, capacity=capacity)
+    draft_model = cached_model.load(draft) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
-    source, rule = None, None
+    source, policy = None, None
     if draft_model or max_ngram_size:
         source = (
-            DraftModelProposer(draft_model, main_model.width)
+            DraftModelProposer(draft_model, main_model.vocab_size)
             if draft_model
-            else NgramProposer(main_model.width, max_ngram_size)
+            else NgramProposer(main_model.vocab_size, max_ngram_size)
         )
-        key = cost_model.key((main, device, properties), (draft, draft_device, draft_properties))
-        measured = cost_model.remembered(key, main_model, draft_model, cost_model.folder(properties))
-        rule = (
+        key = cost_model.key(main, draft)
+        measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
+        policy = (
             AdaptiveDraftLength(measured)
             if draft_model
             else AdaptiveDraftLength(measured, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
         )
-    tokenizer = openvino_genai.Tokenizer(str(main))
-    return Decoder(main_model, source, rule, tokenizer, stop_ids_of(main, tokenizer))
+    tokenizer = openvino_genai.Tokenizer(str(main.folder))
+    return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

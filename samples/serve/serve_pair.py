@@ -58,7 +58,7 @@ def serve(args):
         console.fail(f"the replicas need {lacking}: request less, or give Ray more.", status=1)
     try:
         run(args, application)
-    except ray_runtime.Lost:
+    except ray_runtime.HeadLost:
         console.say("lost the Ray head node: restarting ...")
         raise
     except BaseException:
@@ -73,7 +73,7 @@ def run(args, application):
 
     try:
         handle = application.start(args)
-    except application.Failed as error:
+    except application.ServeFailed as error:
         console.fail(str(error), status=1)
     say_ready(args, handle.cache_bytes.remote().result() / 1e6)
     try:

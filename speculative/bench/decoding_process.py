@@ -1,7 +1,7 @@
 """Interleaved comparison of pipelines, each in its own process, started several times if needed: the memory a process
 loads a model into changes its speed by 5 to 10 %, for any pipeline.
 
-    processes = [DecodingProcess(alone), DecodingProcess(pair)]  # one Job each
+    processes = [DecodingProcess(alone), DecodingProcess(pair)]  # one ProcessJob each
     ways = [way for process in processes for way in process.ways]
     complete = measure(processes, ways, prompts, rounds=3, starts=3)
 
@@ -11,29 +11,28 @@ is measured in the process that decodes.
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way, ctrl_c_raises, interleave, shuffled
+from speculative.bench.harness import Method, ctrl_c_raises, interleave, shuffled
+from speculative.bench.result import ProcessStart, TokenView
 from speculative.decoder import GenerationResult
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 WORKER = "speculative.bench.decoding_worker"
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessJob:
     """The models a process loads and its decoding methods: (name, draft length, temperature)."""
 
     name: str
-    engine: str  # "GenAI" or "ours"
-    main: Path
-    device: str
-    draft: Path | None
-    draft_device: str
-    properties: dict
+    engine: str  # genai or native
+    main: ModelSpec
+    draft: ModelSpec | None
     max_new_tokens: int
     ways: tuple[tuple[str, int | str, float], ...]
     lookup: bool = False  # GenAI's prompt lookup, which needs a separate pipeline
@@ -44,14 +43,14 @@ class Job:
 class DecodingProcess:
     """A job's process; `starts` has the load time and bytes in huge pages of each start."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: ProcessJob):
         self.job = job
-        self.starts: list[dict] = []
+        self.starts: list[ProcessStart] = []
         self._worker = WorkerProcess([sys.executable, "-m", WORKER])
         self.ways = [self._way(*way) for way in job.ways]
 
     def start(self) -> None:
-        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or Failed."""
+        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
         told = self._worker.call("load", self.job)
         self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **told})
@@ -59,16 +58,16 @@ class DecodingProcess:
     def close(self) -> None:
         self._worker.close()
 
-    def token_view(self, ids: np.ndarray, draft_length: int | str) -> dict:
+    def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return self._worker.call("token_view", ids, draft_length)
 
-    def _way(self, name: str, draft_length: int | str, temperature: float) -> Way:
-        way = Way(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(way, ids))
-        if self.job.engine == "ours":
+    def _way(self, name: str, draft_length: int | str, temperature: float) -> Method:
+        way = Method(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(way, ids))
+        if self.job.engine == NATIVE:
             way.seconds = [[] for _ in range(2 if self.job.draft else 1)]
         return way
 
-    def _decode(self, way: Way, ids: np.ndarray) -> Run | GenerationResult:
+    def _decode(self, way: Method, ids: np.ndarray) -> Run | GenerationResult:
         run, seconds = self._worker.call("decode", way.name, ids)
         for known, new in zip(way.seconds, seconds, strict=True):
             known += new
@@ -76,7 +75,7 @@ class DecodingProcess:
 
 
 def measure(
-    processes: list[DecodingProcess], ways: list[Way], prompts: list[np.ndarray], rounds: int, starts: int
+    processes: list[DecodingProcess], ways: list[Method], prompts: list[np.ndarray], rounds: int, starts: int
 ) -> bool:
     """Add `rounds` rounds of each of `starts` starts to every method.
 

@@ -6,25 +6,27 @@ import numpy as np
 
 from speculative import decoder
 from speculative.bench.cluster import worker_process
-from speculative.bench.decoding_process import Job
+from speculative.bench.decoding_process import ProcessJob
 from speculative.bench.genai import Run
 from speculative.bench.harness import time_in
 from speculative.bench.methods import genai_pipeline, genai_way, our_way
+from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
 from speculative.models import huge_pages
+from speculative.pair.engines import NATIVE
 
 FIRST_PROMPT = np.arange(1, 9)  # a pipeline allocates all its memory in the first run
 
 
-class Pipeline:
+class WorkerPipeline:
     """The models of a job. Its methods are called by name."""
 
-    def load(self, job: Job) -> dict:
+    def load(self, job: ProcessJob) -> Loading:
         """Load the models. Returns the load time and this process's bytes in huge pages, if the system reports them."""
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
-        make = self._ours if job.engine == "ours" else self._genai
+        make = self._ours if job.engine == NATIVE else self._genai
         self.ways = {way.name: way for way in make()}
         seconds = time.perf_counter() - begin
         if job.huge_pages:  # the same way for both engines
@@ -39,23 +41,22 @@ class Pipeline:
             seconds.clear()
         return way.decode(ids), way.seconds
 
-    def token_view(self, ids: np.ndarray, draft_length: int | str) -> dict:
+    def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)
 
     def _genai(self):
         job = self.job
-        draft = (job.draft, job.draft_device)
-        pipe = genai_pipeline(job.main, job.device, job.properties, *draft, job.lookup, job.keep_caches)
+        pipe = genai_pipeline(job.main, job.draft, job.lookup, job.keep_caches)
         return [genai_way(name, pipe, k, job.max_new_tokens) for name, k, _ in job.ways]
 
     def _ours(self):
         job = self.job
-        ours = decoder.load(job.main, job.device, job.draft, job.draft_device, job.properties, job.properties)
+        ours = decoder.load(job.main, job.draft)
         self.engine = ours
         seconds = [time_in(model) for model in (ours.main, *([ours.draft.model] if job.draft else []))]
         return [our_way(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.ways]
 
 
 if __name__ == "__main__":
-    pipeline = Pipeline()
+    pipeline = WorkerPipeline()
     worker_process.serve(lambda name: getattr(pipeline, name))

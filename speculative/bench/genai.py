@@ -1,11 +1,12 @@
 """Runs of OpenVINO GenAI's own pipeline, as records from which the metrics are computed."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import openvino
 import openvino_genai
+
+from speculative.models.spec import ModelSpec
 
 NO_TOKEN = 2**31 - 1  # used as EOS: pairs with an NPU, and drafts, stop at EOS in spite of ignore_eos
 
@@ -31,12 +32,12 @@ class Run:
         return self.seconds - self.ttft
 
 
-def load(main: Path, device: str, draft: Path | None, draft_device: str, properties: dict, draft_properties: dict):
+def load(main: ModelSpec, draft: ModelSpec | None = None) -> openvino_genai.LLMPipeline:
     """An `LLMPipeline` of the main model, alone or with a draft."""
     if draft is None:
-        return openvino_genai.LLMPipeline(str(main), device, **properties)
-    draft_model = openvino_genai.draft_model(str(draft), draft_device, **draft_properties)
-    return openvino_genai.LLMPipeline(str(main), device, draft_model=draft_model, **properties)
+        return openvino_genai.LLMPipeline(str(main.folder), main.device, **main.properties)
+    draft_model = openvino_genai.draft_model(str(draft.folder), draft.device, **draft.properties)
+    return openvino_genai.LLMPipeline(str(main.folder), main.device, draft_model=draft_model, **main.properties)
 
 
 def encode(tokenizer: openvino_genai.Tokenizer, prompt: str) -> openvino_genai.TokenizedInputs:

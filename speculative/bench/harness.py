@@ -1,6 +1,6 @@
 """Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
-    way = Way("ours, K = 4", "ours", 4, 0.0, lambda ids: engine.generate(ids, config))
+    way = Method("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
         interleave([alone, way], prompts, rounds=3)
     print(row(way, alone)["speedup"], load.sentence)
@@ -36,10 +36,12 @@ import psutil
 
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
+from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
 
@@ -51,11 +53,11 @@ NOTICED = 0.1  # background share of processor time above which it is reported
 
 
 @dataclass
-class Way:
+class Method:
     """One decoding method. Per-round lists have one entry for each complete round after the warm-up."""
 
     name: str  # "GenAI, K = 4"
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
@@ -91,7 +93,7 @@ def time_in(model: CachedModel) -> list[float]:
 
 
 def interleave(
-    ways: list[Way],
+    ways: list[Method],
     prompts: list[np.ndarray],
     rounds: int,
     warm_up: int = 1,
@@ -139,7 +141,7 @@ def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
     return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
 
 
-def _one_round(ways: list[Way], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
+def _one_round(ways: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
     """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | GenerationResult]] = [[] for _ in ways]
     spent = np.zeros((len(ways), 3))
@@ -167,7 +169,7 @@ def _keep(done: list[tuple]) -> None:
 # ---- results of a method --------------------------------------------------------------------------------------------
 
 
-def row(way: Way, baseline: Way) -> dict:
+def row(way: Method, baseline: Method) -> MethodRow:
     """A method's results over its rounds; `baseline` decodes without a draft in the same rounds."""
     rounds = range(len(way.rounds))
     speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
@@ -204,7 +206,7 @@ def row(way: Way, baseline: Way) -> dict:
     }
 
 
-def iteration_split(way: Way) -> dict | None:
+def iteration_split(way: Method) -> IterationSplit | None:
     """Milliseconds per iteration in the draft, in the main model and outside both; None if nothing was timed."""
     runs = way.runs()
     iterations = sum(len(run.gained) for run in runs)
@@ -266,8 +268,9 @@ class BackgroundLoad:
         return total, total - idle, own
 
 
-def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> dict:
-    """What every published result must state: date, command, hardware, versions."""
+def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = None) -> Environment:
+    """What every published result must state: date, command, hardware, versions. With a pair in `arguments` and `load`,
+    it is a PairEnvironment."""
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])
     memory = devices.main_memory()
@@ -289,20 +292,20 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
             facts[role] = str(folder)
             facts[device_name] = device
             facts[f"{device_name}_name"] = ", ".join(found)
-            facts[f"{role}_precision"] = precision(folder, device, properties)
+            facts[f"{role}_precision"] = precision(ModelSpec(folder, device, properties))
     facts["properties"] = properties
     if load:
         facts["other_load"] = load.share
     return facts
 
 
-def precision(folder: Path, device: str, properties: dict) -> str:
+def precision(model: ModelSpec) -> str:
     """The weight format, read from the IR, and the inference precision reported by the device."""
     core = ov.Core()
-    formats = weights.read(core.read_model(folder / "openvino_model.xml"))
+    formats = weights.read(core.read_model(model.folder / "openvino_model.xml"))
     try:
-        core.set_property(device, properties)
-        hint = core.get_property(device, "INFERENCE_PRECISION_HINT").to_string()
+        core.set_property(model.device, model.properties)
+        hint = core.get_property(model.device, "INFERENCE_PRECISION_HINT").to_string()
     except RuntimeError:  # AUTO, HETERO and a simulated NPU do not report it
         hint = "the device's default"
     return f"{formats} weights, inference in {hint.replace('dynamic', 'f32')}"  # dynamic: the model's own types
@@ -329,7 +332,7 @@ def output_file(text: str) -> Path:
     return path
 
 
-def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") -> None:
+def write_outputs(arguments: argparse.Namespace, result: Result, table: str = "") -> None:
     """Write `result` to the requested files; print `table`, then `result` as JSON on the last line.
 
     If a file cannot be written, everything else is, and the program exits with status 1. Files are written first, as
@@ -352,7 +355,7 @@ def write_outputs(arguments: argparse.Namespace, result: dict, table: str = "") 
         sys.exit(1)
 
 
-def _outputs(arguments: argparse.Namespace, result: dict, line: str):
+def _outputs(arguments: argparse.Namespace, result: Result, line: str):
     if arguments.json:
         yield arguments.json, line + "\n"
     if arguments.csv or arguments.html:

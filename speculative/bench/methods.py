@@ -5,7 +5,7 @@ that of a single token. GenAI's prefix cache is off, and our engine clears its c
 `keep_caches` both keep theirs, for long contexts.
 """
 
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import openvino_genai
@@ -13,42 +13,38 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative.bench import genai
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way
+from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import GENAI, NATIVE
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
 
 
 def genai_pipeline(
-    main: Path,
-    device: str,
-    properties: dict,
-    draft: Path | None = None,
-    draft_device: str = "",
-    lookup: bool = False,
-    keep_caches: bool = False,
-):
+    main: ModelSpec, draft: ModelSpec | None = None, lookup: bool = False, keep_caches: bool = False
+) -> openvino_genai.LLMPipeline:
     """An `LLMPipeline` as created by `LLMPipeline(main, device)`, except for its prefix cache."""
-    given = dict(properties)
-    if "NPU" not in device + draft_device and not keep_caches:  # NPUs have none
+    given = dict(main.properties)
+    if "NPU" not in main.device + (draft.device if draft else "") and not keep_caches:  # NPUs have none
         scheduler = SchedulerConfig()
         scheduler.enable_prefix_caching = False
         scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
         given["scheduler_config"] = scheduler
     if lookup:
-        return openvino_genai.LLMPipeline(str(main), device, prompt_lookup=True, **given)
-    return genai.load(main, device, draft, draft_device, given, properties)
+        given["prompt_lookup"] = True
+    return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Way:
+def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
-        return Way(name, "GenAI", draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
+        return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None
-    return Way(
+    return Method(
         name,
-        "GenAI",
+        GENAI,
         draft_length,
         0.0,
         lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k),
@@ -72,14 +68,14 @@ def our_way(
     temperature: float,
     max_new_tokens: int,
     keep_caches: bool = False,
-) -> Way:
+) -> Method:
     """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
     adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None
     if str(draft_length).startswith("lookup"):
-        source = NgramProposer(engine.main.width, NGRAM)
+        source = NgramProposer(engine.main.vocab_size, NGRAM)
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
@@ -87,9 +83,9 @@ def our_way(
 
     def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:
-            decoder.main.forget()
+            decoder.main.reset()
             if source:
-                source.forget()
+                source.reset()
         return decoder.generate(ids, config)
 
-    return Way(name, "ours", draft_length, temperature, decode, seconds)
+    return Method(name, NATIVE, draft_length, temperature, decode, seconds)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way
+from speculative.bench.harness import Method
+from speculative.bench.result import Ratio
 
 RESAMPLES = 2000
 Units = Callable[[Run], int]
@@ -27,7 +28,7 @@ def iterations(run: Run) -> int:
     return len(run.gained)
 
 
-def ratio(what: str, one: Way, other: Way, prompts: Sequence[int] | None = None, units: Units = tokens) -> dict:
+def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None = None, units: Units = tokens) -> Ratio:
     """Units per second of `one` over those of `other`, on the prompts with these indices (default: all).
 
     `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, None if there is only one.
@@ -46,13 +47,13 @@ def ratio(what: str, one: Way, other: Way, prompts: Sequence[int] | None = None,
     }
 
 
-def same_tokens(one: Way, other: Way) -> list[int]:
+def same_tokens(one: Method, other: Method) -> list[int]:
     """Indices of the prompts for which both methods gave the same tokens in every round."""
     rounds = list(zip(one.rounds, other.rounds, strict=True))
     return [i for i in range(len(one.rounds[0])) if all(a[i].tokens == b[i].tokens for a, b in rounds)]
 
 
-def engines(where: str, ours: Way, genai: Way) -> list[dict]:
+def engines(where: str, ours: Method, genai: Method) -> list[Ratio]:
     """Our engine over GenAI's pipeline: per token and per iteration on identical texts, and on the others."""
     same = same_tokens(ours, genai)
     others = [i for i in range(len(ours.rounds[0])) if i not in same]
@@ -65,7 +66,7 @@ def engines(where: str, ours: Way, genai: Way) -> list[dict]:
     return found
 
 
-def verdict(facts: list[dict], starts: int) -> list[str]:
+def verdict(facts: list[Ratio], starts: int) -> list[str]:
     """Which engine is faster where, in sentences. Faster means in every round and at both ends of the interval."""
     compared = [fact for fact in facts if fact.get("where")]
     if not compared:
@@ -85,7 +86,7 @@ def verdict(facts: list[dict], starts: int) -> list[str]:
     return lines
 
 
-def _measured(way: Way, prompts: list[int], units: Units) -> tuple[np.ndarray, np.ndarray]:
+def _measured(way: Method, prompts: list[int], units: Units) -> tuple[np.ndarray, np.ndarray]:
     """Units and seconds, each [round, prompt]."""
     runs = [[round_[i] for i in prompts] for round_ in way.rounds]
     counts = [[units(run) for run in round_] for round_ in runs]

@@ -1,6 +1,6 @@
 """Load time and peak memory of a pipeline, with an empty and a filled model cache, each in a new process.
 
-    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "GenAI"}'
+    python -m speculative.bench.startup '{"main": "models/embedded/main", "device": "CPU", "engine": "genai"}'
 
 This is one start, as run by `start_costs`: loading and a text of 32 tokens, reported as JSON. All model files are read
 once beforehand, so that no start has to wait for the disk, and kinds of start alternate.
@@ -23,6 +23,9 @@ from openvino_genai import GenerationConfig
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
+from speculative.bench.result import OneStart, StartCost
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 TOKENS = 32
 PIECE = 2**24  # bytes per read
@@ -32,15 +35,15 @@ class Start(NamedTuple):
     """A pipeline to start."""
 
     name: str
-    engine: str  # "GenAI" or "ours"
+    engine: str  # genai or native
     with_draft: bool
 
 
-def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[dict]:
+def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int) -> list[StartCost]:
     """Start each kind twice with a shared model cache (CACHE_DIR) that is empty the first time, all `repeats` times.
     Returns medians and ranges of the seconds, and the largest peak memory. Raises RuntimeError with the reason if a
     start fails."""
-    found: dict[Start, list[list[dict]]] = {kind: [] for kind in kinds}
+    found: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
     read_files(arguments.main, arguments.draft)
     with ctrl_c_raises():  # do not leave a temporary folder behind
         for _ in range(repeats):
@@ -51,7 +54,7 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
     return [_row(kind, pairs) for kind, pairs in found.items()]
 
 
-def _row(kind: Start, pairs: list[list[dict]]) -> dict:
+def _row(kind: Start, pairs: list[list[OneStart]]) -> StartCost:
     row: dict = {"name": kind.name}
     for place, starts in zip(("first", "second"), zip(*pairs, strict=True), strict=True):
         seconds = [start["seconds"] for start in starts]
@@ -82,7 +85,7 @@ def job(kind: Start, arguments: argparse.Namespace, **more: str) -> dict:
     }
 
 
-def run(asked: dict) -> dict:
+def run(asked: dict) -> OneStart:
     """One start in a new process. Raises RuntimeError with the reason if it fails."""
     command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
@@ -92,19 +95,20 @@ def run(asked: dict) -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def one_start(asked: dict) -> dict:
-    main, device, properties = Path(asked["main"]), asked["device"], asked.get("properties", {})
-    draft, draft_device = asked.get("draft") and Path(asked["draft"]), asked.get("draft_device", "")
+def one_start(asked: dict) -> OneStart:
+    properties = asked.get("properties", {})
+    main = ModelSpec(asked["main"], asked["device"], properties)
+    draft = ModelSpec(asked["draft"], asked["draft_device"], properties) if asked.get("draft") else None
     prompt, cache_bytes = np.arange(1, 9), None
     begin = time.perf_counter()
-    if asked["engine"] == "ours":
-        ours = decoder.load(main, device, draft, draft_device, properties, properties)
+    if asked["engine"] == NATIVE:
+        ours = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
         models = [ours.main, *([ours.draft.model] if draft else [])]
         cache_bytes = sum(model.backend.cache_bytes for model in models)
     else:
-        pipe = genai.load(main, device, draft, draft_device, properties, properties)
+        pipe = genai.load(main, draft)
         seconds = time.perf_counter() - begin
         genai.generate(pipe, genai.inputs(prompt), TOKENS, 4 if draft else None)
     return {"seconds": seconds, "peak_bytes": peak_memory(), "cache_bytes": cache_bytes}

@@ -6,6 +6,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
+from speculative.bench.result import TokenView
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import Proposer, Transform
 from speculative.sampling.proposal import Proposal
@@ -24,12 +25,12 @@ class Noted:
             self.tokens.append(proposal.token)
         return proposal
 
-    def forget(self) -> None:
-        self.source.forget()
+    def reset(self) -> None:
+        self.source.reset()
 
 
-def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max_new_tokens: int) -> dict:
-    """{"prompt": text, "steps": [{"accepted": [piece], "rejected": [piece], "main": piece}]}, greedy.
+def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max_new_tokens: int) -> TokenView:
+    """A greedy text, token by token.
 
     `draft_length` is K; any other value selects the engine's default policy.
     """

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from speculative.cli.properties import key_value
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.check import check_pair
 
@@ -23,6 +24,15 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="OpenVINO property for both models (repeatable)",
+    )
+
+
+def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec]:
+    """Main model and draft of the arguments, each on its device, both with `properties`, by default the --property."""
+    given = dict(arguments.property) if properties is None else properties
+    return (
+        ModelSpec(arguments.main, arguments.device, given),
+        ModelSpec(arguments.draft, arguments.draft_device or arguments.device, given),
     )
 
 
@@ -117,13 +127,11 @@ def refuse_unsound(main: Path, draft: Path) -> None:
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:
-    """Exit with status 2 if OpenVINO does not find a requested device. The NPU code path can be used without an NPU
-    (NPUW_DEVICES)."""
-    emulated = "NPUW_DEVICES" in dict(getattr(arguments, "property", None) or ())
+    """Exit with status 2 if OpenVINO does not find a requested device."""
+    properties = dict(getattr(arguments, "property", None) or ())
     for device in dict.fromkeys(filter(None, (arguments.device, arguments.draft_device))):
-        facts = devices.look_up(device)
-        if emulated:
-            facts = [fact._replace(missing="") if fact.name == "NPU" else fact for fact in facts]
-        if reason := devices.why_not(device, facts):
-            print(f"error: {reason}", file=sys.stderr)
+        try:
+            devices.require(device, properties)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from speculative.convert.errors import ConvertError
 from speculative.convert.model_server_guide import GREEDY_ONLY
 from speculative.pair import recommendation
+from speculative.pair.engines import GENAI, NATIVE
 
 DRAFT_LENGTH = 5  # GenAI's own
 REQUESTS = 256  # concurrent requests; the server's default
@@ -107,7 +108,7 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
 
 def _as_found(content: dict, name: str) -> Serving:
     """The settings for this server in a recommendation."""
-    chosen = content["settings"].get("GenAI")
+    chosen = content["settings"].get(GENAI)
     if not chosen:
         alone = content["settings"]["alone"]
         note = f"The main model is served alone, as {name} recommends ({str(content['reason']).rstrip('.')})."
@@ -116,7 +117,7 @@ def _as_found(content: dict, name: str) -> Serving:
         f"Devices, properties and draft length are from {name}, measured with one request at a time: "
         f"{float(chosen['speedup']):.2f}x the main model alone."
     ]
-    if content["best"] == "ours":
+    if content["best"] == NATIVE:
         notes.append(f"The fastest method in {name} is this project's own engine, which this server does not run.")
     threshold = float(chosen[THRESHOLD])
     return Serving(

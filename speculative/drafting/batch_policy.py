@@ -62,7 +62,7 @@ class DraftHistory:
         self._bins.append(min(int(confidence * self.BINS), self.BINS - 1))
         self.survival *= self._acceptance_of(self._bins[-1])
 
-    def learn(self, accepted: int) -> None:
+    def update(self, accepted: int) -> None:
         """Record that `accepted` draft tokens of this iteration were accepted."""
         judged = list(zip(self._bins[: accepted + 1], [True] * accepted + [False], strict=False))
         for history in (self, self._others) if self._others else (self,):
@@ -174,7 +174,7 @@ class BatchDraftLength:
             return [min(range(len(histories)), key=lambda i: histories[i].plain)]  # the fewest tokens to catch up
         return chosen
 
-    def learn_draft(self, tokens: int, seconds: float) -> None:
+    def update_draft(self, tokens: int, seconds: float) -> None:
         """Record a drafting round that computed `tokens` tokens in `seconds`."""
         curve = self.draft_further if self._drafted else self.draft
         expected = curve(tokens)
@@ -182,20 +182,20 @@ class BatchDraftLength:
         self._drafted = True
         self._drafting += seconds
         self._seconds += expected
-        curve.learn(tokens, seconds)
+        curve.update(tokens, seconds)
 
-    def learn_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
+    def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
         """Record a main forward pass over `verified` tokens and `prompts` prompt tokens that gave `gained` tokens."""
         self._plain = 0 if self._drafted else self._plain + 1
         if self._alone:  # no further round was measured: scale its cost like the first round's
             tokens, ratio = self._alone
-            self.draft_further.learn(tokens, self.draft_further(tokens) * ratio)
+            self.draft_further.update(tokens, self.draft_further(tokens) * ratio)
         if verified:
             self._seconds += self.main(verified)
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds)
-        self.main.learn(verified + prompts, seconds)
+        self.main.update(verified + prompts, seconds)
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
@@ -212,7 +212,7 @@ class BatchDraftLength:
             weight = max(AdaptiveDraftLength.CLOCK, 1 / (self._plain_seen + 1))
             self._plain_change *= 1 + weight * excess(seconds, expected)
             self._totals += (self._texts, gained, 1, 1)
-            self._budget.learn(self._plain_change, self._plain_change)
+            self._budget.update(self._plain_change, self._plain_change)
             return
         taken, worth = seconds / self._without, gained / self._texts
         self._totals += (self._texts, gained, worth, taken)
@@ -220,7 +220,7 @@ class BatchDraftLength:
         taken = min(seconds, 2 * self._seconds) / self._without
         self._in_a_row += 1
         self._lately = self._lately * self.FADE + (worth, taken)
-        self._budget.learn(self._plain_change, taken * self._plain_change, worth)
+        self._budget.update(self._plain_change, taken * self._plain_change, worth)
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
@@ -245,7 +245,7 @@ class BatchDraftLength:
         texts, _ = np.unravel_index(net.argmax(), net.shape)
         return order[: texts + 1].tolist() if net.max() > 0 else []
 
-    def why(self) -> str:
+    def describe(self) -> str:
         """What the policy does and has achieved, in one line."""
         one, many = self.main(1) * 1000, self.main(16) * 1000
         return (

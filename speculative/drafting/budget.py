@@ -32,7 +32,7 @@ class DraftBudget:
         """Whether less than half of the start is left."""
         return self.left(plain) < self._start / 2
 
-    def learn(self, plain: float, seconds: float, tokens: float | None = None) -> None:
+    def update(self, plain: float, seconds: float, tokens: float | None = None) -> None:
         """Record an iteration: its `seconds` and, if it drafted, its `tokens`. A plain one takes `plain` seconds."""
         self._settled = self.left(plain) - self.FADE * (self._tokens - self._seconds / plain)
         self._tokens *= self.FADE

@@ -20,9 +20,10 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
-MEASURED_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
+MEASURED_BATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
 FORMAT = 2  # of the cached file; format 1 may hold costs measured under load
 CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
 TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
@@ -61,9 +62,9 @@ def _in_disorder(seconds: dict[int, float]) -> bool:
     return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
-def measure_together(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
+def measure_batched(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
     """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
-    seconds = _clock(main, draft, [(n, n) for n in MEASURED_TOGETHER])
+    seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED])
     return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
 
 
@@ -73,7 +74,7 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
     models = [main, *([draft] if draft else [])]
     most = max(n for n, _ in counts)
     context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
-    tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.width for model in models)
+    tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
     for model in models:
         model.logits(tokens[:context])
     times = Seconds({}, {}, {})
@@ -92,17 +93,22 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
                 time_one(draft, n_draft, times.draft)
                 time_one(draft, n_draft, times.draft_further)
     for model in models:
-        model.forget()
+        model.reset()
     # The first pass of a shape is slower. The lower quartile excludes the load of other programs.
     return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
-def key(*models: tuple[Path | None, str, dict]) -> str:
-    """The cache key of the costs: models (folder, weights' mtime, device, properties), machine and usable cores."""
+def key(*models: ModelSpec | None) -> str:
+    """The cache key of the costs: models (with their weights' mtime), machine and usable cores."""
     named = [
-        [str(Path(folder).resolve()), Path(folder, "openvino_model.bin").stat().st_mtime_ns, device, properties]
-        for folder, device, properties in models
-        if folder
+        [
+            str(model.folder.resolve()),
+            (model.folder / "openvino_model.bin").stat().st_mtime_ns,
+            model.device,
+            model.properties,
+        ]
+        for model in models
+        if model
     ]
     machine = [platform.node(), usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
@@ -116,7 +122,7 @@ def folder(properties: dict) -> Path:
     return Path(base, "openvino-speculative")
 
 
-def remembered(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
+def load_or_measure(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
     """Load the costs cached in `folder` under `name`, or measure and cache them.
 
     Fixed costs make draft lengths, and with a seed the text, reproducible. So they are kept even if they were measured

@@ -13,7 +13,7 @@ def excess(seen: float, expected: float) -> float:
 
 
 class LatencyCurve:
-    """Seconds of a forward pass over n tokens; `learn` tracks changes through load, heat and longer contexts."""
+    """Seconds of a forward pass over n tokens; `update` tracks changes through load, heat and longer contexts."""
 
     CLOCK = 0.1  # weight of the newest time
     CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
@@ -41,7 +41,7 @@ class LatencyCurve:
         """Seconds of a forward pass over n tokens as measured, before any update."""
         return float(np.interp(n, KNOTS, self._measured))
 
-    def learn(self, n: int, seconds: float) -> None:
+    def update(self, n: int, seconds: float) -> None:
         """Record a forward pass over n tokens. Outliers count as at most twice the expected time."""
         expected = self(n)
         if expected > 0:

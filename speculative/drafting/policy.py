@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from openvino_genai import GenerationConfig
 
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import excess
+from speculative.sampling.params import SamplingParams
 
 Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
@@ -22,16 +22,16 @@ STEPS = np.arange(1, LONGEST + 1)
 
 
 class DraftLengthPolicy(Protocol):
-    def more(self, drafted: int, confidence: Confidence | None) -> bool:
+    def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         """Whether to draft another token after `drafted` ones, the last of which had `confidence`."""
 
-    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         """Record the outcome of an iteration."""
 
-    def forget(self, repeatable: bool = False) -> None:
+    def reset(self, repeatable: bool = False) -> None:
         """Reset. With `repeatable`, decisions no longer depend on timings."""
 
-    def why(self) -> str:
+    def describe(self) -> str:
         """What the policy does now, in one line."""
 
 
@@ -41,14 +41,14 @@ class FixedDraftLength:
 
     k: int
 
-    def more(self, drafted: int, confidence: Confidence | None) -> bool:
+    def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.k
 
-    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
+    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
-    def forget(self, repeatable: bool = False) -> None: ...
+    def reset(self, repeatable: bool = False) -> None: ...
 
-    def why(self) -> str:
+    def describe(self) -> str:
         return f"always {self.k} draft tokens"
 
 
@@ -59,14 +59,14 @@ class ConfidenceDraftLength:
     threshold: float
     longest: int = LONGEST
 
-    def more(self, drafted: int, confidence: Confidence | None) -> bool:
+    def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.longest and (drafted == 0 or confidence() >= self.threshold)
 
-    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
+    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
-    def forget(self, repeatable: bool = False) -> None: ...
+    def reset(self, repeatable: bool = False) -> None: ...
 
-    def why(self) -> str:
+    def describe(self) -> str:
         return f"up to {self.longest} draft tokens, until the draft's confidence falls below {self.threshold:g}"
 
 
@@ -94,12 +94,12 @@ class Costs:
         return np.interp(np.arange(LONGEST + 2), n, seconds)
 
 
-def named_by(config: GenerationConfig) -> DraftLengthPolicy | None:
-    """The policy that a GenAI config asks for: a fixed length or a confidence threshold; None if it sets neither."""
-    if config.num_assistant_tokens:
-        return FixedDraftLength(config.num_assistant_tokens)
-    if config.assistant_confidence_threshold:
-        return ConfidenceDraftLength(config.assistant_confidence_threshold)
+def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
+    """The policy that a request sets: a fixed length or a confidence threshold; None if it sets neither."""
+    if params.num_assistant_tokens:
+        return FixedDraftLength(params.num_assistant_tokens)
+    if params.assistant_confidence_threshold:
+        return ConfidenceDraftLength(params.assistant_confidence_threshold)
     return None
 
 
@@ -134,9 +134,9 @@ class AdaptiveDraftLength:
         self.costs = costs
         self._prior_acceptance = prior_acceptance
         self._initial_budget = budget
-        self.forget()
+        self.reset()
 
-    def forget(self, repeatable: bool = False) -> None:
+    def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
         self._draft_cost = self.costs.drafting()
         self._verify_cost = self.costs.verify()
@@ -156,18 +156,18 @@ class AdaptiveDraftLength:
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._measured = Measured()
 
-    def more(self, drafted: int, confidence: Confidence | None) -> bool:
+    def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:
             self._bins, self._survival = [], 1.0
             self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
-            wanted = self._pays(0) or self._plain >= self._probe_every
+            wanted = self._is_worth_it(0) or self._plain >= self._probe_every
             return wanted and self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
         bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
         self._bins.append(bin_)
         self._survival *= self._acceptance_of(bin_)
-        return drafted < LONGEST and self._pays(drafted)
+        return drafted < LONGEST and self._is_worth_it(drafted)
 
-    def learn(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         judged = self._bins[: min(drafted, accepted + 1)]
         for bin_, was_accepted in zip(judged, [True] * accepted + [False], strict=False):
             self._accepted *= self.FADE
@@ -209,7 +209,7 @@ class AdaptiveDraftLength:
         else:
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
-        self._budget.learn(self._plain_cost(), seconds, accepted + 1 if drafted else None)
+        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted else None)
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
@@ -237,14 +237,14 @@ class AdaptiveDraftLength:
         plain = 1 / self._verify_cost[1]
         return max(plain, self._tokens / self._seconds) if drafted and self._seconds else plain
 
-    def _pays(self, drafted: int) -> bool:
+    def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
         left = LONGEST - drafted
         verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
         seconds = verify + self._draft_cost[drafted + 1 :] - self._draft_cost[drafted]
         return bool((self._survival * self._gains[:left] > self._rate(drafted) * seconds).any())
 
-    def why(self) -> str:
+    def describe(self) -> str:
         tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])
         best = int((tau / (self._verify_cost[1:] + self._draft_cost)).argmax())
         one = self._plain_cost()

@@ -17,38 +17,38 @@ class Proposer(Protocol):
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         """Propose the token after `tokens` (int64 [n], all so far, draft tokens included), or None."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset, for reproducible results."""
 
 
 class DraftModelProposer:
     """Samples draft tokens from a draft model, with the same transform as the main model.
 
-    `width` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra logits
-    are cut, missing ones get probability 0. Proposes nothing beyond the draft's context length, nor after a token that
-    is not in its vocabulary.
+    `vocab_size` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra
+    logits are cut, missing ones get probability 0. Proposes nothing beyond the draft's context length, nor after a
+    token that is not in its vocabulary.
     """
 
-    def __init__(self, model: CachedModel, width: int):
+    def __init__(self, model: CachedModel, vocab_size: int):
         self.model = model
-        self._width = width
+        self._vocab_size = vocab_size
 
     def can_read(self, tokens: np.ndarray) -> bool:
         """Whether `tokens` (int64 [n]) fit the draft's context and vocabulary, which may be smaller than main's."""
-        return len(tokens) <= self.model.capacity and int(tokens.max()) < self.model.width
+        return len(tokens) <= self.model.capacity and int(tokens.max()) < self.model.vocab_size
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         if not self.can_read(tokens):
             return None
-        logits = self.model.logits(tokens)[0][: self._width]
-        if len(logits) < self._width:
-            logits = np.pad(logits, (0, self._width - len(logits)), constant_values=-np.inf)
+        logits = self.model.logits(tokens)[0][: self._vocab_size]
+        if len(logits) < self._vocab_size:
+            logits = np.pad(logits, (0, self._vocab_size - len(logits)), constant_values=-np.inf)
         q = transform(logits, tokens)
         token = draw(q, random)
         return Proposal(token, q, lambda: softmax_at(logits, token))
 
-    def forget(self) -> None:
-        self.model.forget()
+    def reset(self) -> None:
+        self.model.reset()
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:
@@ -62,8 +62,8 @@ class NgramProposer:
     Saxena 2023, "Prompt Lookup Decoding". The proposal is one-hot; rejection sampling keeps it lossless.
     """
 
-    def __init__(self, width: int, max_ngram_size: int = 3):
-        self._width = width
+    def __init__(self, vocab_size: int, max_ngram_size: int = 3):
+        self._vocab_size = vocab_size
         self._max_ngram_size = max_ngram_size
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
@@ -79,7 +79,7 @@ class NgramProposer:
             best, size = int(followers[found[-1]]), back + 1
         if best is None:
             return None
-        return Proposal(best, OneHot(best, self._width), lambda: size / (self._max_ngram_size + 1))
+        return Proposal(best, OneHot(best, self._vocab_size), lambda: size / (self._max_ngram_size + 1))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing to reset: it keeps no state."""

@@ -147,6 +147,45 @@ def grow(
     return Matrix(values, zero_points, scales)
 
 
+class Expansion:
+    """The parts of a model of shape `new` with the function of those of shape `old`, and random weights elsewhere."""
+
+    def __init__(self, old: Shape, new: Shape, generator: np.random.Generator):
+        self.hidden = first(old.hidden, new.hidden)
+        self.neurons = first(old.intermediate, new.intermediate)
+        self.queries, self.keys = head_places(old, new)
+        self.share = old.hidden / new.hidden  # new channels are zero, so the mean square shrinks by this factor
+        self.generator = generator
+
+    def matrix(
+        self, like: Matrix, rows: Places, columns: Places, *, embed: bool = True, new_rows_zero: bool = True
+    ) -> Matrix:
+        return grow(like, rows, columns, self.generator, embed=embed, new_rows_zero=new_rows_zero)
+
+    def norm(self, like: np.ndarray) -> np.ndarray:
+        """Weights float32 [new.hidden] from those of the small model, [old.hidden]."""
+        weights = self.generator.uniform(0.5, 1.5, len(self.hidden.origin)) * like.mean()
+        weights[: len(like)] = like
+        return (weights * np.sqrt(self.share)).astype(np.float32)
+
+    def layer(self, like: Layer, embed: bool) -> Layer:
+        """A layer with the function of `like`, or, without `embed`, an added one, which changes nothing."""
+        attended, activated = self.queries, self.neurons
+        if not embed:  # the values and the `up` half of an added layer are zero, so its output is
+            attended, activated = (Places(p.origin, np.zeros_like(p.live)) for p in (self.queries, self.neurons))
+        return Layer(
+            attention_norm=self.norm(like.attention_norm),
+            q=self.matrix(like.q, self.queries, self.hidden, embed=embed, new_rows_zero=False),
+            k=self.matrix(like.k, self.keys, self.hidden, embed=embed),
+            v=self.matrix(like.v, self.keys, self.hidden, embed=embed),
+            o=self.matrix(like.o, self.hidden, attended, embed=embed),
+            feed_forward_norm=self.norm(like.feed_forward_norm),
+            gate=self.matrix(like.gate, self.neurons, self.hidden, embed=embed, new_rows_zero=False),
+            up=self.matrix(like.up, self.neurons, self.hidden, embed=embed),
+            down=self.matrix(like.down, self.hidden, activated, embed=embed),
+        )
+
+
 def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress) -> Llama:
     """Expand `small` to `shape`, with the same function; calls progress() after each layer.
 
@@ -154,55 +193,24 @@ def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress)
     """
     old = shape_of(small)
     refuse_misfit(old, shape)
-    hidden = first(old.hidden, shape.hidden)
-    neurons = first(old.intermediate, shape.intermediate)
-    tokens = first(old.vocabulary, shape.vocabulary)
-    queries, keys = head_places(old, shape)
-    share = old.hidden / shape.hidden  # new channels are zero, so the mean square shrinks by this factor
-
-    def matrix(
-        like: Matrix, rows: Places, columns: Places, *, embed: bool = True, new_rows_zero: bool = True
-    ) -> Matrix:
-        return grow(like, rows, columns, generator, embed=embed, new_rows_zero=new_rows_zero)
-
-    def norm(like: np.ndarray) -> np.ndarray:
-        weights = generator.uniform(0.5, 1.5, shape.hidden) * like.mean()
-        weights[: old.hidden] = like
-        return (weights * np.sqrt(share)).astype(np.float32)
-
+    new = Expansion(old, shape, generator)
     layers = []
     for i in range(shape.layers):
-        like, embed = small.layers[i % old.layers], i < old.layers
-        attended, activated = queries, neurons
-        if not embed:  # the values and the `up` half of an added layer are zero, so its output is
-            attended, activated = (Places(p.origin, np.zeros_like(p.live)) for p in (queries, neurons))
-        layers.append(
-            Layer(
-                attention_norm=norm(like.attention_norm),
-                q=matrix(like.q, queries, hidden, embed=embed, new_rows_zero=False),
-                k=matrix(like.k, keys, hidden, embed=embed),
-                v=matrix(like.v, keys, hidden, embed=embed),
-                o=matrix(like.o, hidden, attended, embed=embed),
-                feed_forward_norm=norm(like.feed_forward_norm),
-                gate=matrix(like.gate, neurons, hidden, embed=embed, new_rows_zero=False),
-                up=matrix(like.up, neurons, hidden, embed=embed),
-                down=matrix(like.down, hidden, activated, embed=embed),
-            )
-        )
+        layers.append(new.layer(small.layers[i % old.layers], embed=i < old.layers))
         progress()
-
-    written = Places(hidden.origin, np.ones_like(hidden.live))  # an embedding row is written to all channels
+    tokens = first(old.vocabulary, shape.vocabulary)
+    written = Places(new.hidden.origin, np.ones_like(new.hidden.live))  # an embedding row is written to all channels
     head = small.embedding if small.head is None else small.head
     added_frequencies = small.frequencies[-1] * generator.uniform(0.1, 1, (shape.head_dim - old.head_dim) // 2)
     return replace(
         small,
-        embedding=matrix(small.embedding, tokens, written, new_rows_zero=False),
+        embedding=new.matrix(small.embedding, tokens, written, new_rows_zero=False),
         layers=layers,
-        norm=norm(small.norm),
-        head=None if shape.tied else matrix(head, tokens, hidden, new_rows_zero=False),
+        norm=new.norm(small.norm),
+        head=None if shape.tied else new.matrix(head, tokens, new.hidden, new_rows_zero=False),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         frequencies=np.concatenate([small.frequencies, added_frequencies]).astype(np.float32),
-        epsilon=small.epsilon * share,
+        epsilon=small.epsilon * new.share,
         logits_bias=np.where(tokens.used, 0, NEVER).astype(np.float32) if not tokens.used.all() else None,
     )

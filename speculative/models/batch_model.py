@@ -1,11 +1,11 @@
 """Batched model with a paged KV cache: like `CachedModel`, but many sequences in one forward pass.
 
-    model = BatchModel(cached_model.load(Path("models/embedded/main"), capacity=8192))
+    model = BatchModel(cached_model.load("models/embedded/main", capacity=8192))
     one, other = model.slot(longest=500), model.slot(longest=200)
     rows = model.logits([ScheduledTokens(one, tokens_of_one, last=3), ScheduledTokens(other, tokens_of_other, last=1)])
 
 As there, every call passes all tokens of each sequence, and the cached prefix is not computed again. The prefix may
-come from other sequences: `share` adds blocks to the prefix cache, `adopt` reuses them.
+come from other sequences: `cache_full_blocks` adds blocks to the prefix cache, `match_prefix` reuses them.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class Slot:
     To `DraftModelProposer` it acts as a model of one sequence whose logits are already computed.
     """
 
-    def __init__(self, lease: BlockTable, capacity: int, model: "BatchModel"):
+    def __init__(self, table: BlockTable, capacity: int, model: "BatchModel"):
         self.capacity = capacity  # longest sequence, in tokens
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: set by the caller from the output of `BatchModel.logits`
-        self._lease = lease
+        self._table = table
         self._model = model
         self._held = np.zeros(capacity, np.int64)
         self._length = 0
@@ -37,8 +37,8 @@ class Slot:
         self._pure = capacity  # leading tokens without traces of a rejected one
 
     @property
-    def width(self) -> int:
-        return self._model.width
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits [1, V] after `tokens`, which must be those of the last `BatchModel.logits`."""
@@ -46,11 +46,11 @@ class Slot:
 
     def blocks(self, tokens: int) -> np.ndarray:
         """The block numbers int32 for the first `tokens` tokens."""
-        return self._lease.blocks(tokens)
+        return self._table.blocks(tokens)
 
-    def give_back(self) -> None:
+    def free_blocks(self) -> None:
         """Free the blocks and all other memory of the sequence."""
-        self._lease.give_back()
+        self._table.free_blocks()
         self.rows = np.zeros((0, 0), np.float32)
         self._held = np.zeros(0, np.int64)
 
@@ -61,36 +61,36 @@ class Slot:
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
-    def adopt(self, tokens: np.ndarray) -> int:
+    def match_prefix(self, tokens: np.ndarray) -> int:
         """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.
         Returns the number of tokens saved."""
         held = self.common_prefix(tokens)
         if not self._model.shares or len(tokens) - held <= self._model.pool.block_size:
             return 0
-        found = self._lease.adopt(tokens[:-1])
+        found = self._table.match_prefix(tokens[:-1])
         if found <= held:
             return 0
-        self.hold(held, tokens[held:found])
+        self.commit(held, tokens[held:found])
         self._written = max(self._written, found)
         return found - held
 
-    def share(self, tokens: np.ndarray) -> None:
+    def cache_full_blocks(self, tokens: np.ndarray) -> None:
         """Share the cached blocks of `tokens`, which must be verified tokens, with other sequences."""
         if self._model.shares:
             certain = min(self._length, self._pure, len(tokens) - 1)
-            if certain >= self._lease.shared + self._model.pool.block_size:
-                self._lease.share(tokens[: min(certain, self.common_prefix(tokens))])
+            if certain >= self._table.shared + self._model.pool.block_size:
+                self._table.cache_full_blocks(tokens[: min(certain, self.common_prefix(tokens))])
 
-    def begin(self, start: int, end: int) -> None:
+    def start_write(self, start: int, end: int) -> None:
         """Prepare for a forward pass over the tokens from `start` to `end`; if it fails, they count as not cached."""
-        if start < self._lease.shared:
-            raise ValueError(f"{self._lease.shared} tokens are shared with other sequences and must not be overwritten")
+        if start < self._table.shared:
+            raise ValueError(f"{self._table.shared} tokens are shared with other sequences and must not be overwritten")
         if start < self._written and self._model.leaves_traces:
             self._pure = min(self._pure, start - start % self._model.pool.block_size)
         self._length = start
         self._written = max(self._written, end)
 
-    def hold(self, start: int, tokens: np.ndarray) -> None:
+    def commit(self, start: int, tokens: np.ndarray) -> None:
         """Record that the cache holds `tokens` from `start` on, and nothing after them."""
         self._length = start + len(tokens)
         self._held[start : self._length] = tokens
@@ -128,7 +128,7 @@ class BatchModel:
                 f"batching needs a paged cache, but this model has one of kind {model.backend.kind!r}: use a model and "
                 "a device (CPU, GPU) with paged attention, or one decoder per request"
             )
-        self.width = model.width
+        self.vocab_size = model.vocab_size
         self.context = min(context or model.capacity, model.capacity)
         self.cache_bytes = model.backend.cache_bytes
         self.pool = BlockPool(model.backend.blocks, model.backend.block_size)
@@ -143,25 +143,25 @@ class BatchModel:
     def slot(self, tokens: int, salt: bytes = b"") -> Slot:
         """A slot for a sequence of up to `tokens` tokens, at most the context length. Raises OutOfBlocks."""
         tokens = min(tokens, self.context)
-        return Slot(self.pool.promise(tokens, salt), tokens, self)
+        return Slot(self.pool.reserve(tokens, salt), tokens, self)
 
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
         """Logits float32 [last, V] of each part, as views that the next call overwrites."""
         runs = []
         for slot, tokens, last in parts:
             start = ScheduledTokens(slot, tokens, last).start
-            slot.begin(start, len(tokens))
+            slot.start_write(start, len(tokens))
             runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
         logits = self._backend.run_together(runs)
         for part, run in zip(parts, runs, strict=True):
-            part.slot.hold(run.start, run.tokens)
+            part.slot.commit(run.start, run.tokens)
         return np.split(logits, np.cumsum([part.last for part in parts])[:-1])
 
 
 def _leaves_traces(model: CachedModel) -> bool:
     """Whether a rolled-back token changes what is computed after it. It does in 8-bit or 4-bit caches whose keys share
     scales within a block: the largest key ever written there determines the scale."""
-    ids = (np.arange(TRIED, dtype=np.int64) * 7919 + 1) % model.width
+    ids = (np.arange(TRIED, dtype=np.int64) * 7919 + 1) % model.vocab_size
     run, text, rest, other = model.backend.run, *np.split(ids, 3)
     run(0, text, 1)
     expected = run(len(text), rest, len(rest)).copy()

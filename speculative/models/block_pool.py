@@ -24,9 +24,9 @@ class SharedBlock:
     """A full, immutable block: `tokens` (their bytes) after those of the block `before`."""
 
     block: int
-    before: "SharedBlock | bytes"  # for the first block: the salt of its sequence
+    parent: "SharedBlock | bytes"  # for the first block: the salt of its sequence
     tokens: bytes
-    holders: int = 0  # reference count: sequences that use it
+    ref_count: int = 0  # reference count: sequences that use it
 
 
 class BlockPool:
@@ -37,19 +37,19 @@ class BlockPool:
         self.block_size = block_size
         self._empty = list(range(blocks - 1, -1, -1))  # the lowest is taken first
         self._shared: dict[tuple[SharedBlock | bytes, bytes], SharedBlock] = {}  # by the block before and the tokens
-        self._idle: dict[SharedBlock, None] = {}  # unused shared blocks, least recently used first
-        self._owed = 0  # reserved and not taken yet
+        self._unused: dict[SharedBlock, None] = {}  # unused shared blocks, least recently used first
+        self._untaken = 0  # reserved and not taken yet
         self._lock = threading.Lock()
 
     @property
     def free(self) -> int:
         """Blocks that no sequence uses; some may be reserved, some may hold a cached prefix."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + len(self._unused)
 
     @property
-    def promised(self) -> int:
+    def reserved(self) -> int:
         """Blocks that sequences use or have reserved; a shared block counts once."""
-        return self.blocks - self.free + self._owed
+        return self.blocks - self.free + self._untaken
 
     def needed(self, tokens: int) -> int:
         """Number of blocks for a sequence of `tokens` tokens."""
@@ -57,33 +57,33 @@ class BlockPool:
 
     def has_room(self, tokens: int) -> bool:
         """Whether the blocks for a sequence of up to `tokens` tokens can be reserved now."""
-        return self.needed(tokens) <= self.blocks - self.promised
+        return self.needed(tokens) <= self.blocks - self.reserved
 
-    def promise(self, tokens: int, salt: bytes = b"") -> "BlockTable":
+    def reserve(self, tokens: int, salt: bytes = b"") -> "BlockTable":
         """Reserve blocks for a sequence of up to `tokens` tokens. It shares blocks only with sequences that have the
         same `salt`. Raises OutOfBlocks."""
         with self._lock:
             if not self.has_room(tokens):
                 raise OutOfBlocks(
                     f"a request of up to {tokens} tokens needs {self.needed(tokens)} cache blocks of {self.block_size} "
-                    f"tokens, but only {self.blocks - self.promised} of {self.blocks} are available: wait for other "
+                    f"tokens, but only {self.blocks - self.reserved} of {self.blocks} are available: wait for other "
                     "requests to end, request fewer tokens, or load the models with a larger cache"
                 )
-            self._owed += self.needed(tokens)
+            self._untaken += self.needed(tokens)
         return BlockTable(self, self.needed(tokens), salt)
 
     def _take(self) -> int:
         """Take an empty block, or evict the least recently used shared one."""
         if self._empty:
             return self._empty.pop()
-        oldest = next(iter(self._idle))
-        del self._idle[oldest], self._shared[oldest.before, oldest.tokens]
+        oldest = next(iter(self._unused))
+        del self._unused[oldest], self._shared[oldest.parent, oldest.tokens]
         return oldest.block
 
     def _release(self, shared: SharedBlock) -> None:
-        shared.holders -= 1
-        if not shared.holders:
-            self._idle[shared] = None
+        shared.ref_count -= 1
+        if not shared.ref_count:
+            self._unused[shared] = None
 
 
 class BlockTable:
@@ -112,7 +112,7 @@ class BlockTable:
                 self._append(self._pool._take())
         return self._blocks[:n]
 
-    def share(self, tokens: np.ndarray) -> None:
+    def cache_full_blocks(self, tokens: np.ndarray) -> None:
         """Share the blocks that `tokens` (int64 [n]) fill; their content must be final."""
         with self._pool._lock:
             while self.shared + self._pool.block_size <= len(tokens):
@@ -120,7 +120,7 @@ class BlockTable:
                 own = SharedBlock(int(self._blocks[len(self._shared)]), *key)
                 self._have(self._pool._shared.setdefault(key, own))
 
-    def adopt(self, tokens: np.ndarray) -> int:
+    def match_prefix(self, tokens: np.ndarray) -> int:
         """Use the shared blocks that match a prefix of `tokens` (int64 [n]) instead of this sequence's own blocks.
 
         Returns the number of tokens in shared blocks.
@@ -133,13 +133,13 @@ class BlockTable:
                 self._have(same)
         return self.shared
 
-    def give_back(self) -> None:
+    def free_blocks(self) -> None:
         """Free all blocks of the sequence."""
         with self._pool._lock:
             for shared in reversed(self._shared):  # so that a block is evicted before the one it follows
                 self._pool._release(shared)
             self._pool._empty += self._blocks[len(self._shared) : self._taken].tolist()
-            self._pool._owed -= self._most - self._taken
+            self._pool._untaken -= self._most - self._taken
             self._taken = self._most = 0
             self._shared = []
 
@@ -156,11 +156,11 @@ class BlockTable:
         elif self._blocks[place] != shared.block:
             self._pool._empty.append(int(self._blocks[place]))
             self._blocks[place] = shared.block
-        self._pool._idle.pop(shared, None)
-        shared.holders += 1
+        self._pool._unused.pop(shared, None)
+        shared.ref_count += 1
         self._shared.append(shared)
 
     def _append(self, block: int) -> None:
         self._blocks[self._taken] = block
         self._taken += 1
-        self._pool._owed -= 1
+        self._pool._untaken -= 1

@@ -1,6 +1,6 @@
 """Language model with a KV cache that can be rolled back: tokens in, next-token logits out.
 
-    model = cached_model.load(Path("models/embedded/main"), "CPU")
+    model = cached_model.load(ModelSpec("models/embedded/main", "CPU"))
     logits = model.logits(tokens, last=3)  # after each of the last 3 tokens
 
 Every call passes the whole sequence. The longest common prefix with the cache is not computed again: a chat turn costs
@@ -20,6 +20,7 @@ from speculative.models import kv_cache
 from speculative.models.config import context_length, read_config, sliding_window, text_config
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 
 CAPACITY = 16_384  # default longest sequence, in tokens: bounds the memory for the cache
@@ -65,7 +66,7 @@ class CachedModel:
         self.capacity = backend.capacity
         self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0
-        self.width = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
+        self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
         self.note = note
         if not note:
             self._check_rollback(text)
@@ -94,7 +95,7 @@ class CachedModel:
         first = int(differ.argmax()) if n else 0
         return first if n and differ[first] else n
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clear the cache."""
         self._length = 0
 
@@ -113,24 +114,24 @@ class CachedModel:
         """
         step = max(1, min(STEP, (self.capacity - 1) // 3))
         if text is None:
-            text = (np.arange(4 * step, dtype=np.int64) * 7919 + 1) % self.width
+            text = (np.arange(4 * step, dtype=np.int64) * 7919 + 1) % self.vocab_size
         other = text[3 * step : 4 * step]
         rolled_back, noise = [], []
         for start in (step, 2 * step):
             piece = text[: start + step]
-            self.forget()
+            self.reset()
             if start > step:
                 self.logits(text[: start - step])
             otherwise = _probabilities(self.logits(piece, last=step))
             self.logits(np.concatenate([text[:start], other]))
             self.logits(np.concatenate([text[:start], other, text[:1]]))  # one more token, as in decoding
             again = _probabilities(self.logits(piece, last=step))
-            self.forget()
+            self.reset()
             self.logits(text[:start])
             fresh = _probabilities(self.logits(piece, last=step))
             rolled_back.append(_total_variation(again, fresh))
             noise.append(_total_variation(otherwise, fresh))
-        self.forget()
+        self.reset()
         difference, natural = (float(np.median(np.concatenate(rows))) for rows in (rolled_back, noise))
         if not (difference < max(EXACT, BEYOND_NOISE * natural) and natural < NATURAL):
             raise CannotRollBack(self.backend.kind, difference, natural)
@@ -147,14 +148,8 @@ def _total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.abs(p - q).sum(axis=1) / 2
 
 
-def load(
-    folder: Path,
-    device: str = "CPU",
-    properties: dict | None = None,
-    capacity: int | None = None,
-    stateful: bool | None = None,
-) -> CachedModel:
-    """Compile the IR in `folder` for `device` with OpenVINO `properties`.
+def load(model: ModelSpec | str | Path, *, capacity: int | None = None, stateful: bool | None = None) -> CachedModel:
+    """Compile a model; a path stands for a ModelSpec with the CPU and no properties.
 
     CACHE_DIR keeps the compiled model on disk, except for paged attention on a CPU, where OpenVINO cannot read it back.
     `capacity` is the longest sequence in tokens, by default the model's context length, at most 16,384. `stateful`
@@ -164,40 +159,55 @@ def load(
     tokens beyond the model's own noise, keys are quantised by token and the model's `note` says so. Raises ValueError
     for a model that cannot be rolled back, RuntimeError if OpenVINO cannot compile it.
     """
-    folder = Path(folder)
+    spec = ModelSpec.of(model)
+    folder, device, properties = spec.folder, spec.device, spec.properties
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
-    model_type = text_config(known).get("model_type", known.get("model_type"))
     kind = device.partition(".")[0]
-    model = ov.Core().read_model(folder / "openvino_model.xml")
-    properties = properties or {}
+    graph = ov.Core().read_model(folder / "openvino_model.xml")
     text = _check_text(folder)
     try:
-        kv_cache.read(model)  # rejects states that cannot be rolled back
+        kv_cache.read(graph)  # rejects states that cannot be rolled back
         if kind == "NPU":
-            return CachedModel(NpuModel(model, device, properties, capacity, context, window), text)
+            return CachedModel(NpuModel(graph, device, properties, capacity, context, window), text)
         capacity = capacity or min(context, CAPACITY)
 
         def paged(properties: dict) -> Backend:
-            return PagedModel(model.clone(), device, properties, capacity)
+            return PagedModel(graph.clone(), device, properties, capacity)
 
         def with_states(properties: dict) -> Backend:
-            return StatefulModel(model.clone(), device, properties, capacity, window)
+            return StatefulModel(graph.clone(), device, properties, capacity, window)
 
         if stateful is None:
-            stateful = kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
+            stateful = _is_stateful_by_default(kind, known)
         if kind == "CPU":
             return _rolled_back_on_cpu(with_states if stateful else paged, properties, text)
         if stateful:
             return CachedModel(with_states(properties), text)
-        try:
-            return CachedModel(paged(properties), text)
-        except (RuntimeError, ValueError) as error:
-            # A GPU driver may lack it. Any other failure is raised again below.
-            warnings.warn(f"no paged attention on {device} ({_line(error)}): using the stateful cache", stacklevel=2)
-            return CachedModel(with_states(properties), text)
+        return _paged_or_with_states(device, paged, with_states, properties, text)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+
+
+def _is_stateful_by_default(kind: str, config: dict) -> bool:
+    """Whether a model is decoded without paged attention, on this kind of device or because of its architecture."""
+    model_type = text_config(config).get("model_type", config.get("model_type"))
+    return kind not in ("CPU", "GPU") or model_type in WRONG_WHEN_PAGED
+
+
+def _paged_or_with_states(
+    device: str,
+    paged: Callable[[dict], Backend],
+    with_states: Callable[[dict], Backend],
+    properties: dict,
+    text: np.ndarray | None,
+) -> CachedModel:
+    """Load the model with paged attention, which a GPU driver may lack, else, with a warning, with states."""
+    try:
+        return CachedModel(paged(properties), text)
+    except (RuntimeError, ValueError) as error:  # another failure is raised again below
+        warnings.warn(f"no paged attention on {device} ({_line(error)}): using the stateful cache", stacklevel=3)
+        return CachedModel(with_states(properties), text)
 
 
 def _rolled_back_on_cpu(backend: Callable[[dict], Backend], properties: dict, text: np.ndarray | None) -> CachedModel:

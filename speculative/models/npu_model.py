@@ -52,17 +52,7 @@ class NpuModel:
             )
         self._step = int(properties.get("NPUW_LLM_MAX_GENERATION_TOKEN_LEN", STEP))
         self._step = self._step if self._step == 1 else -(-self._step // 8) * 8  # as NPUW rounds it
-        settings = {
-            **{f"NPUW_LLM_{name}" if name in RENAMED else name: value for name, value in properties.items()},
-            "NPU_USE_NPUW": "YES",
-            "NPUW_LLM": "YES",
-            "NPUW_LLM_BATCH_DIM": 0,
-            "NPUW_LLM_SEQ_LEN_DIM": 2,
-            "NPUW_LLM_MAX_PROMPT_LEN": self._prompt,
-            "NPUW_LLM_MIN_RESPONSE_LEN": response + self._step,  # a step needs extra room in the cache
-            "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": self._step,
-            "NPUW_LLM_GENERATE_PYRAMID": "NO",  # one mask for all lengths
-        }
+        settings = _npuw_settings(properties, self._prompt, response, self._step)
         self._request = ov.Core().compile_model(model, device, settings).create_infer_request()
         per_token = sum(
             variable.get_info().data_shape[1].get_length() * variable.get_info().data_shape[3].get_length() * 2  # f16
@@ -113,3 +103,18 @@ class NpuModel:
     def _set(self, name: str, array: np.ndarray) -> None:
         self._inputs[name] = tensor = ov.Tensor(array, shared_memory=True)
         self._request.set_tensor(name, tensor)
+
+
+def _npuw_settings(properties: dict, prompt: int, response: int, step: int) -> dict:
+    """The properties with which NPUW builds both networks; `prompt`, `response` and `step` are in tokens."""
+    return {
+        **{f"NPUW_LLM_{name}" if name in RENAMED else name: value for name, value in properties.items()},
+        "NPU_USE_NPUW": "YES",
+        "NPUW_LLM": "YES",
+        "NPUW_LLM_BATCH_DIM": 0,
+        "NPUW_LLM_SEQ_LEN_DIM": 2,
+        "NPUW_LLM_MAX_PROMPT_LEN": prompt,
+        "NPUW_LLM_MIN_RESPONSE_LEN": response + step,  # a step needs extra room in the cache
+        "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": step,
+        "NPUW_LLM_GENERATE_PYRAMID": "NO",  # one mask for all lengths
+    }

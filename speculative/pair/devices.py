@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,17 @@ def why_not(device: str, facts: list[DeviceFacts]) -> str:
     """Why `device`, looked up as `facts`, is unavailable; empty if it is available."""
     if not facts:
         return f"{device} excludes every device: name one"
-    return next((f"there is no {fact.name}: {fact.missing}" for fact in facts if fact.missing), "")
+    return next((f"there is no {fact.name or repr('')}: {fact.missing}" for fact in facts if fact.missing), "")
+
+
+def require(device: str, properties: Mapping[str, object]) -> None:
+    """Raise ValueError with the reason if `device` is unavailable. With NPUW_DEVICES in its OpenVINO `properties`, the
+    NPU code path runs on another device."""
+    facts = look_up(device)
+    if "NPUW_DEVICES" in properties:
+        facts = [fact._replace(missing="") if fact.name == "NPU" else fact for fact in facts]
+    if reason := why_not(device, facts):
+        raise ValueError(reason)
 
 
 def names(device: str, here: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
 from speculative.models.kv_cache import KvCache
 from speculative.models.npu_model import PROMPT, RESPONSE
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
 from speculative.pair import weights
 from speculative.pair.check import Finding
@@ -72,7 +73,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
     """Compile both models as `speculative.decoder` does, seconds each, and check the rollback of rejected tokens."""
     for role, folder, name in (("main", main, device), ("draft", draft, draft_device)):
         try:
-            note = cached_model.load(folder, name, capacity=ROLLBACK_TOKENS).note
+            note = cached_model.load(ModelSpec(folder, name), capacity=ROLLBACK_TOKENS).note
         except (ValueError, RuntimeError) as error:
             yield Finding("error", "rollback", f"{role}: {' '.join(str(error).split())}")
         else:

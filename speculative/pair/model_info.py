@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import openvino as ov
 import openvino_genai
@@ -33,6 +34,10 @@ HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # opt
 
 class UnusableFolder(ValueError):
     """A folder lacks something; the message is one sentence that says what, where, and what to do."""
+
+
+class DamagedFolder(UnusableFolder):
+    """A file of the folder is missing, truncated or corrupt: no mistake of whoever named the folder."""
 
 
 @dataclass
@@ -67,27 +72,32 @@ def is_checkpoint(folder: Path) -> bool:
 def ir_facts(folder: Path) -> ModelFacts:
     """Read an OpenVINO IR folder. Raises UnusableFolder if a part is missing, truncated or corrupt."""
     require_ir(folder)
-    for name in ("openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"):
-        if (folder / name).is_file() and not _is_whole_xml(folder / name):
-            raise UnusableFolder(f"{folder / name} is corrupt or truncated; export or copy it again")
     try:
         model = ov.Core().read_model(folder / "openvino_model.xml")
     except RuntimeError as error:
-        raise UnusableFolder(
+        raise DamagedFolder(
             f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_reason(error)}); export or copy it again"
         ) from error
     if "logits" not in {name for output in model.outputs for name in output.names}:
         raise UnusableFolder(f"{folder}/openvino_model.xml has no output 'logits', so it is not a language model")
+    facts = tokenizer_facts(folder)
+    width = model.output("logits").partial_shape[-1]
+    facts.logits_width = width.get_length() if width.is_static else None
+    if (folder / "tokenizer.json").is_file():
+        facts.rules = _tokenizer_rules(_read_json(folder / "tokenizer.json"))
+    _read_config(facts)
+    return facts
+
+
+def tokenizer_facts(folder: Path) -> ModelFacts:
+    """Read the tokenizer of a folder that `require_ir` accepts, and the size of its weights. Raises UnusableFolder."""
     try:
         tokenizer = openvino_genai.Tokenizer(str(folder))
     except RuntimeError as error:
-        raise UnusableFolder(
+        raise DamagedFolder(
             f"the tokenizer IR in {folder} cannot be loaded ({_reason(error)}); export or copy it again"
         ) from error
-
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
-    width = model.output("logits").partial_shape[-1]
-    facts.logits_width = width.get_length() if width.is_static else None
     if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
         facts.tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     facts.special_ids = {
@@ -97,9 +107,6 @@ def ir_facts(folder: Path) -> ModelFacts:
     }
     facts.encode = partial(_encode_all, tokenizer)
     facts.chat_template = tokenizer.chat_template
-    if (folder / "tokenizer.json").is_file():
-        facts.rules = _tokenizer_rules(_read_json(folder / "tokenizer.json"))
-    _read_config(facts)
     return facts
 
 
@@ -132,8 +139,12 @@ def config_facts(folder: Path) -> ModelFacts:
     return facts
 
 
-def require_ir(folder: Path) -> None:
-    """Raise UnusableFolder unless the folder holds every file of a language model's IR."""
+def require_ir(folder: Path, *, standalone: bool = True) -> None:
+    """Raise UnusableFolder unless the folder holds every file of a language model's IR, complete, and is `standalone`,
+    not a draft that needs the main model's hidden states.
+
+    Raises DamagedFolder, a subclass, if a file is truncated or corrupt. Reads the .xml files, not the weights.
+    """
     if not folder.is_dir():
         raise UnusableFolder(f"there is no folder {folder}")
     if not is_ir(folder):
@@ -145,14 +156,52 @@ def require_ir(folder: Path) -> None:
                 "python convert/export_pair.py MAIN DRAFT OUT_DIR"
             )
         raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
-    if kind := _hidden_state_draft(folder / "openvino_model.xml"):
+    if standalone and (kind := _hidden_state_draft(folder / "openvino_model.xml")):
         raise UnusableFolder(
             f"{folder} is made for {kind}: it drafts from the main model's hidden states and is not a standalone "
             "model; use a standalone language model as draft"
         )
-    for name in ("openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin"):
-        if not (folder / name).is_file():
-            raise UnusableFolder(f"{folder} has no {name}; export the model again, without --disable-convert-tokenizer")
+    for part in ("model", "tokenizer", "detokenizer"):
+        if part != "detokenizer" or (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
+            _require_part(folder, part)
+
+
+def require_runnable(folder: Path, *, writes_text: bool) -> None:
+    """Raise UnusableFolder unless a pipeline can load the folder. A model that `writes_text` needs a detokenizer, which
+    a draft does not."""
+    require_ir(folder, standalone=False)
+    if writes_text:
+        _require_part(folder, "detokenizer")
+    for file in folder.glob("*config.json"):
+        _read_json(file)
+
+
+def _require_part(folder: Path, part: str) -> None:
+    """Raise UnusableFolder unless `openvino_PART.xml` is complete and its .bin holds all constants that it names."""
+    xml, weights = folder / f"openvino_{part}.xml", folder / f"openvino_{part}.bin"
+    if not xml.is_file():
+        raise UnusableFolder(
+            f"{folder} has no {xml.name}; export the model again, without --disable-convert-tokenizer, or create it "
+            f"with `convert_tokenizer HUB_ID_OR_CHECKPOINT --with-detokenizer -o {folder}`"
+        )
+    if not weights.is_file():
+        raise DamagedFolder(f"{folder} has no {weights.name}; export or copy it again")
+    try:
+        needed = _weight_bytes(xml)
+    except ElementTree.ParseError as error:
+        raise DamagedFolder(f"{xml} is corrupt or truncated ({error}); export or copy it again") from error
+    if (found := weights.stat().st_size) < needed:
+        raise DamagedFolder(f"{weights} is truncated ({found} of {needed} bytes); export or copy it again")
+
+
+def _weight_bytes(xml: Path) -> int:
+    """The size of the .bin file that an IR's .xml describes: where its last constant ends."""
+    nodes = ElementTree.iterparse(xml)
+    constants = (node.attrib for _, node in nodes if node.tag == "data" and {"offset", "size"} <= node.attrib.keys())
+    needed = max((int(constant["offset"]) + int(constant["size"]) for constant in constants), default=0)
+    if nodes.root.tag != "net":
+        raise ElementTree.ParseError(f"<{nodes.root.tag}> is not <net>")
+    return needed
 
 
 def _read_config(facts: ModelFacts) -> None:
@@ -171,9 +220,9 @@ def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UnusableFolder(f"{path} cannot be read ({error}); copy or download it again") from error
+        raise DamagedFolder(f"{path} cannot be read ({error}); copy or download it again") from error
     if not isinstance(content, dict):
-        raise UnusableFolder(f"{path} does not hold a JSON object; copy or download it again")
+        raise DamagedFolder(f"{path} does not hold a JSON object; copy or download it again")
     return content
 
 
@@ -203,13 +252,6 @@ def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[l
         rows = zip(encoded.input_ids.data, encoded.attention_mask.data, strict=True)
         encodings += [ids[mask.astype(bool)].tolist() for ids, mask in rows]
     return encodings
-
-
-def _is_whole_xml(path: Path) -> bool:
-    """Whether the file ends as an IR does. If not, OpenVINO would try every other format and print many errors."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 64))
-        return file.read().rstrip().endswith(b"</net>")
 
 
 def _hidden_state_draft(xml: Path) -> str:

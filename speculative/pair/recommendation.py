@@ -1,13 +1,14 @@
 """Recommended settings of a pair, stored next to it as `recommended.json`, and a check that they still apply.
 
     recommendation = read(place(main, [draft]))
-    settings = recommendation["settings"]["GenAI"]  # device, properties, num_assistant_tokens, ...
+    settings = recommendation["settings"]["genai"]  # device, properties, num_assistant_tokens, ...
     for note in check(recommendation, main, draft): ...
 
 Written by scripts/tune.py, read by the samples with --recommended. The file holds:
 
 - `use_draft`, `reason`: whether the draft gives a speedup, and why, in one sentence; `sentences`: all findings;
-- `best`: the fastest of `settings`: "alone" (the main model), "GenAI" (its pipeline), "ours" (this project's engine).
+- `format`: 2. Format 1 named the engines "GenAI" and "ours"; it is converted when read;
+- `best`: the fastest of `settings`: "alone" (the main model), "genai" (its pipeline), "native" (this project's engine).
   "alone" is GenAI's pipeline, which the samples use, even if `sentences` names a faster method. Each has `device`,
   `properties`, `throughput`; those with a worthwhile draft also `draft_device`, `draft_properties`,
   `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler` (of GenAI's
@@ -21,9 +22,15 @@ import os
 from pathlib import Path
 
 from speculative.atomic_write import atomic_write
+from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 FILE = "recommended.json"
-FORMAT = 1
+FORMAT = 2
+SAMPLE_OF = {  # the sample that runs with an engine's settings
+    "alone": "greedy_causal_lm.py",
+    GENAI: "speculative_greedy_lm.py",
+    NATIVE: "speculative_sampling_lm.py",
+}
 PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
 
 
@@ -58,9 +65,22 @@ def read(file: Path) -> dict:
         raise ValueError(f"there is no {file}: create it with `python scripts/tune.py MAIN DRAFT`") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON: recreate it with `python scripts/tune.py MAIN DRAFT`") from None
+    content = upgraded(content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{file} is not in format {FORMAT}: recreate it with `python scripts/tune.py MAIN DRAFT`")
     return content
+
+
+def upgraded(content: object) -> object:
+    """The content of a file of format 1 in format 2; any other content unchanged."""
+    if not isinstance(content, dict) or content.get("format") != 1:
+        return content
+    renamed = {**content, "format": 2}
+    if isinstance(content.get("settings"), dict):
+        renamed["settings"] = {engine_id(name): settings for name, settings in content["settings"].items()}
+    if isinstance(content.get("best"), str):
+        renamed["best"] = engine_id(content["best"])
+    return renamed
 
 
 def check(recommendation: dict, main: Path, draft: Path | None, measured_on: dict | None = None) -> list[str]:

@@ -15,78 +15,26 @@ of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply 
 Main and draft use the same transform, so speculative decoding is lossless for the transformed main model.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
-from openvino_genai import GenerationConfig
 
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot
-
-NEUTRAL = GenerationConfig()
-GREEDY_TEMPERATURE = 1e-6  # decoding is greedy at and below it
-
-
-def check_supported(config: GenerationConfig) -> None:
-    """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
-    invalid."""
-    for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
-        value, neutral = getattr(config, name), getattr(NEUTRAL, name)
-        if value != neutral:
-            raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
-    for name in ("structured_output_config", "adapters", "parsers"):
-        if getattr(config, name):
-            raise ValueError(f"{name} is not supported here: leave it empty")
-    if config.max_new_tokens < 1:
-        raise ValueError("max_new_tokens is 0, but must be at least 1")
-    if config.min_new_tokens > config.max_new_tokens:
-        raise ValueError(f"min_new_tokens {config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}")
-    if config.num_assistant_tokens and config.assistant_confidence_threshold:
-        raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set only one")
-    if not 0 <= config.assistant_confidence_threshold <= 1:
-        raise ValueError(
-            f"assistant_confidence_threshold is {config.assistant_confidence_threshold:g}, but must be from 0 to 1"
-        )
-    if min(config.stop_token_ids, default=0) < 0:
-        raise ValueError(f"stop_token_ids has {min(config.stop_token_ids)}, but token ids start at 0")
 
 
 class Distribution:
-    """Maps logits to probabilities according to `config`; `greedy` is True if one token has probability 1.
+    """Maps logits to probabilities according to `params`; `greedy` is True if one token has probability 1."""
 
-    `stop_token_ids` are the model's own; `min_new_tokens` applies to them if `config` sets none. With
-    `subtract_penalties`, presence and frequency penalties have OpenAI's meaning instead of GenAI's. Raises ValueError
-    for a value out of range.
-    """
-
-    def __init__(self, config: GenerationConfig, stop_token_ids: Iterable[int] = (), subtract_penalties: bool = False):
-        for name, valid, range_ in (
-            ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
-            ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
-            ("min_p", 0 <= config.min_p < 1, "from 0 (off) to below 1"),
-            ("repetition_penalty", config.repetition_penalty > 0, "above 0 (1 means off)"),
-            ("presence_penalty", -2 <= config.presence_penalty <= 2, "from -2 to 2 (0 means off)"),
-            ("frequency_penalty", -2 <= config.frequency_penalty <= 2, "from -2 to 2 (0 means off)"),
-        ):
-            if not valid:
-                raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
-        self.greedy = not config.do_sample or config.temperature <= GREEDY_TEMPERATURE
-        self.temperature = config.temperature
-        self.top_k = config.top_k
-        self.top_p = config.top_p
-        self.min_p = config.min_p
-        self.repetition_penalty = config.repetition_penalty
-        self.presence_penalty = config.presence_penalty
-        self.frequency_penalty = config.frequency_penalty
-        self.subtract_penalties = subtract_penalties
-        self.min_new_tokens = config.min_new_tokens
-        named = {*config.stop_token_ids, config.eos_token_id}
-        self.stop_token_ids = sorted({token for token in named if token >= 0} or stop_token_ids)
+    def __init__(self, params: SamplingParams):
+        self.greedy = params.greedy
+        self._params = params
+        self._stop_token_ids = sorted(params.all_stop_token_ids)
 
     def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | OneHot:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
         `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite.
         """
+        params = self._params
         logits = self._penalised(logits, prompt, generated)
         best = logits.argmax()
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
@@ -96,36 +44,37 @@ class Distribution:
         if self.greedy:
             return OneHot(best, len(logits))
 
-        kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else slice(None)
+        kept = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
         weights = logits[kept] - logits[best]
-        if self.temperature != 1:
-            weights *= np.float32(1 / self.temperature)
+        if params.temperature != 1:
+            weights *= np.float32(1 / params.temperature)
         np.exp(weights, out=weights)  # unnormalised softmax; the largest is 1
         total = weights.sum()
-        if self.min_p > 0:
-            weights *= weights >= self.min_p
-        if self.top_p < 1:
-            weights *= nucleus(weights, self.top_p * total)
+        if params.min_p > 0:
+            weights *= weights >= params.min_p
+        if params.top_p < 1:
+            weights *= nucleus(weights, params.top_p * total)
         weights /= weights.sum()
         return weights if isinstance(kept, slice) else _spread(weights, kept, len(logits))
 
     def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
-        too_short = len(generated) < self.min_new_tokens
-        counted = len(generated) and (self.presence_penalty != 0 or self.frequency_penalty != 0)
-        if not too_short and not counted and self.repetition_penalty == 1:
+        params = self._params
+        too_short = len(generated) < params.min_new_tokens
+        counted = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
+        if not too_short and not counted and params.repetition_penalty == 1:
             return logits
         logits = logits.copy()
         if too_short:
-            logits[[token for token in self.stop_token_ids if token < len(logits)]] = -np.inf
-        if self.repetition_penalty != 1:
+            logits[[token for token in self._stop_token_ids if token < len(logits)]] = -np.inf
+        if params.repetition_penalty != 1:
             seen = np.concatenate((prompt, generated))
             values = logits[seen]
-            logits[seen] = np.where(values < 0, values * self.repetition_penalty, values / self.repetition_penalty)
+            logits[seen] = np.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
         if counted:
             tokens, times = np.unique(generated, return_counts=True)
             values = logits[tokens]
-            for penalty in (self.presence_penalty, self.frequency_penalty * times):
-                values -= np.where((values < 0) & (not self.subtract_penalties), -penalty, penalty)
+            for penalty in (params.presence_penalty, params.frequency_penalty * times):
+                values -= np.where((values < 0) & (not params.subtract_penalties), -penalty, penalty)
             logits[tokens] = values
         return logits
 

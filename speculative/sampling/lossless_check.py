@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from openvino_genai import GenerationConfig
 
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
@@ -41,20 +41,20 @@ class Comparison(NamedTuple):
 
 
 class Model(Protocol):
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clear the KV cache."""
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits float32 [1, V] after `tokens` (int64 [n])."""
 
 
-def main_alone(main: Model, prompt: np.ndarray, config: GenerationConfig) -> Callable[[tuple[int, ...]], np.ndarray]:
+def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> Callable[[tuple[int, ...]], np.ndarray]:
     """Return the `next_token` for `exact_joint`: the main model's distribution after `prompt` (token ids int64 [n]) and
-    the tokens generated so far, processed as `config` says and computed without a cache."""
-    transform = Distribution(config)
+    the tokens generated so far, processed as `params` say and computed without a cache."""
+    transform = Distribution(params)
 
     def next_token(generated: tuple[int, ...]) -> np.ndarray:
-        main.forget()
+        main.reset()
         generated = np.array(generated, np.int64)
         logits = main.logits(np.concatenate([prompt, generated]))[0]
         return transform(logits, prompt, generated)

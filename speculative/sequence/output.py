@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable
 
-from openvino_genai import GenerationConfig
-
+from speculative.sampling.params import SamplingParams
 from speculative.sequence.detokenizer import IncrementalDetokenizer
 from speculative.sequence.result import GenerationResult, Step
 
@@ -13,24 +12,24 @@ class OutputProcessor:
     """Collects steps: `result` grows with each `take` and is complete after `end`.
 
     `decode` turns token ids into text; None without a tokenizer, and then there is no text. With `piecewise`, `take`
-    returns text to stream.
+    returns text to stream. Times are measured from `begin` (a time.perf_counter() value, by default now).
     """
 
     def __init__(
         self,
-        config: GenerationConfig,
-        stops: frozenset[int],
+        params: SamplingParams,
         decode: Callable[[list[int]], str] | None,
         piecewise: bool = False,
+        begin: float | None = None,
     ):
-        if config.stop_strings and not decode:
+        if params.stop_strings and not decode:
             raise ValueError("stop_strings need text, but this decoder has no tokenizer: pass one")
         self.result = GenerationResult()
-        self._stops = stops
+        self._stop_token_ids = params.stop_token_ids
         self._decode = decode
-        self._watched = bool(config.stop_strings) or (piecewise and decode is not None)
-        self._text = IncrementalDetokenizer(decode, config.stop_strings, config.include_stop_str_in_output)
-        self._begin = time.perf_counter()
+        self._watched = bool(params.stop_strings) or (piecewise and decode is not None)
+        self._text = IncrementalDetokenizer(decode, params.stop_strings, params.include_stop_str_in_output)
+        self._begin = time.perf_counter() if begin is None else begin
 
     def take(self, step: Step) -> tuple[list[int], str]:
         """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
@@ -46,7 +45,7 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        if self._text.stopped or gained[-1] in self._stops:
+        if self._text.stopped or gained[-1] in self._stop_token_ids:
             result.finish_reason = "stop"
         return gained, piece
 

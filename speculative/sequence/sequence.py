@@ -8,62 +8,35 @@
 The caller chooses the models, the batch and the draft length.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
-from openvino_genai import GenerationConfig, Tokenizer
 
-from speculative.sampling.distribution import Distribution, check_supported
+from speculative.sampling.distribution import Distribution
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 
-UNSET = GenerationConfig().max_new_tokens
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """Limits and defaults shared by all sequences of a model."""
-
-    width: int  # vocabulary size: number of logits
-    capacity: int  # longest sequence, in tokens
-    stop_token_ids: frozenset[int] = frozenset()  # used if a GenerationConfig sets none
-    subtract_penalties: bool = False  # see `Distribution`
-
 
 class Sequence:
-    """A prompt (token ids int64 [n]) and its continuation according to `config`, with its own random generator.
+    """A prompt (token ids int64 [n]) and its continuation according to `params`, with its own random generator.
 
-    Raises ValueError for an empty or too long prompt and for config options that are not supported.
+    Raises ValueError for an empty prompt, and for token ids that the model's vocabulary of `vocab_size` does not have.
     """
 
-    def __init__(self, prompt: np.ndarray, config: GenerationConfig, limits: ModelLimits, random: np.random.Generator):
-        check_supported(config)
+    def __init__(self, prompt: np.ndarray, params: SamplingParams, vocab_size: int, random: np.random.Generator):
         if not len(prompt):
             raise ValueError("the prompt has no tokens: it needs at least one")
-        if prompt.min() < 0 or prompt.max() >= limits.width:
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
             raise ValueError(
                 f"the prompt's token ids range from {prompt.min()} to {prompt.max()}, the model's from 0 to "
-                f"{limits.width - 1}: encode it with the model's tokenizer"
+                f"{vocab_size - 1}: encode it with the model's tokenizer"
             )
-        room = limits.capacity - len(prompt)
-        if room < 1:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, but the context only fits {limits.capacity - 1}")
-        asked = config.max_new_tokens  # takes precedence over max_length, as in GenAI
-        if asked == UNSET:
-            asked = config.max_length - len(prompt)
-        if asked < 1:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens and max_length is {config.max_length}, which leaves no room for "
-                "new tokens: raise it, or set max_new_tokens"
-            )
+        self.params = params
         self.random = random
-        self.stops = stop_ids(config, limits.stop_token_ids)
         self.num_prompt_tokens = self.n = len(prompt)  # n: prompt and generated tokens, without draft tokens
-        self._tokens = np.empty(self.n + min(asked, room), np.int64)  # prompt, generated, draft
+        self._tokens = np.empty(self.n + params.max_new_tokens, np.int64)  # prompt, generated, draft
         self._tokens[: self.n] = prompt
-        self._transform = Distribution(config, limits.stop_token_ids, limits.subtract_penalties)
+        self._transform = Distribution(params)
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
         self.is_finished = False
 
@@ -97,7 +70,7 @@ class Sequence:
         """Whether another draft token can be useful: not if only one token may follow, nor after a stop token."""
         if self.is_prefill or len(self.token_ids) >= self.max_length - 1:
             return False
-        return not (self._q and int(self.token_ids[-1]) in self.stops)
+        return not (self._q and int(self.token_ids[-1]) in self.params.stop_token_ids)
 
     def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | OneHot:
         """The next-token distribution after `tokens`, a prefix of this sequence, from `logits` float32 [V]."""
@@ -120,25 +93,10 @@ class Sequence:
         )
         self._q.clear()
         gained = [*drafted[:accepted], token]
-        end = next((i for i, token in enumerate(gained) if token in self.stops), None)
+        end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output
             gained = gained[: end + 1]
         self._tokens[self.n : self.n + len(gained)] = gained
         self.n += len(gained)
         self.is_finished = end is not None or self.n == self.max_length
         return Step(gained, accepted, len(drafted))
-
-
-def stop_ids(config: GenerationConfig, usual: frozenset[int]) -> frozenset[int]:
-    """The stop tokens: those that `config` sets, else the `usual` ones."""
-    if config.ignore_eos:
-        return frozenset()
-    named = {*config.stop_token_ids, *({config.eos_token_id} if config.eos_token_id >= 0 else ())}
-    return frozenset(named) or usual
-
-
-def stop_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The stop tokens of the model in `folder`, from its generation_config.json or its tokenizer."""
-    file = Path(folder, "generation_config.json")
-    named = GenerationConfig(file).stop_token_ids if file.exists() else set()
-    return frozenset(named or {tokenizer.get_eos_token_id()})

@@ -21,27 +21,27 @@ ATTEMPTS = 3  # to load the models
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
-class Failed(Exception):
+class ServeFailed(Exception):
     """The application did not start; the message says why."""
 
 
 def start(args: argparse.Namespace) -> DeploymentHandle:
-    """Start the application; returns when every replica is ready. Raises Failed."""
+    """Start the application; returns when every replica is ready. Raises ServeFailed."""
     try:
         serve.start(
             proxy_location="EveryNode" if args.address else "HeadOnly",
             http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + MARGIN},
         )
     except RayTaskError as error:
-        raise Failed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
+        raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
     app = Replica.options(**options(args)).bind(args.pair, args.limits, args.keys)
     try:
         handle = serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
-        raise Failed(_reason() or str(error)) from error
+        raise ServeFailed(_reason() or str(error)) from error
     url = f"http://{in_url(args.host)}:{args.port}/health"
     if not _answers(url):
-        raise Failed(f"{url} does not answer: is Ray Serve already running with another host or port?")
+        raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
 

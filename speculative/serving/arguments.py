@@ -1,13 +1,24 @@
 """Command-line arguments of serve_pair.py; all checks are made before Ray is started."""
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import socket
 from pathlib import Path
 
 from speculative.cli import console, former_options
+from speculative.cli.pipeline_arguments import (
+    ARGUMENTS,
+    DRAFT_LENGTH,
+    check_models,
+    decimal,
+    take_recommendation,
+    whole_number,
+)
 from speculative.models.cached_model import CAPACITY
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 from speculative.serving import resources
 from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
@@ -16,78 +27,16 @@ from speculative.serving.pair import Pair
 KEY = "SPECULATIVE_API_KEY"
 MAX = 1_000_000
 FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
+_above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
 def parse(description: str) -> argparse.Namespace:
     """Parse the arguments and derive `pair`, `limits`, `keys` (digests or None) and `resources` (per replica)."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: console.fail(f"{message} (see --help)")
-    number = console.whole_number
-    for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
-        flags = console.DRAFT_LENGTH if name == "-k" else (name,)
-        parser.add_argument(*flags, **console.ARGUMENTS[name])
-    draft = {**console.ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
-    parser.add_argument("draft", **draft)  # optional: without it, the main model alone
-
-    http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    http.add_argument("--port", type=number(1, 65535), default=8000, help="port (default: %(default)s)")
-    http.add_argument("--model-name", metavar="NAME", help="model name in the API (default: the folder's name)")
-    http.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"require one of the API keys in FILE, one per line (default: the one in {KEY}, if set)",
-    )
-    http.add_argument("--insecure", action="store_true", help="listen on a network address without an API key")
-
-    limits = parser.add_argument_group("limits per replica")
-    for name, default, meaning in (
-        ("--max-prompt-tokens", None, "maximum prompt length (default: limited by the context)"),
-        ("--max-output-tokens", 1024, "maximum answer length, and its default in a request (default: %(default)s)"),
-        ("--max-num-seqs", 16, "maximum batch size (default: %(default)s)"),
-        ("--max-queue", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
-        ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
-    ):
-        limit = limits.add_argument(name, type=number(1, MAX), default=default, metavar="N", help=meaning)
-        former_options.accept(limits, limit, *FORMER.get(name, ()))
-    limits.add_argument(
-        "--no-prefix-cache", dest="prefix_cache", action="store_false",
-        help="do not cache prompt prefixes (default: shared between requests of the same API key and "
-        "prompt_cache_key)",
-    )  # fmt: skip
-    seconds = console.decimal(lambda value: 0 < value < 1e6, "above 0")
-    limits.add_argument(
-        "--timeout",
-        type=seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="time limit per request (default: %(default)g)",
-    )
-    limits.add_argument(
-        "--drain", type=seconds, default=30.0, metavar="SECONDS",
-        help="time for finishing running requests when the server is stopped (default: %(default)g)",
-    )  # fmt: skip
-
-    ray = parser.add_argument_group("Ray")
-    ray.add_argument("--address", help="connect to this Ray cluster, HOST:PORT (default: start Ray on this machine)")
-    ray.add_argument("--replicas", type=number(1, 1000), default=1, metavar="N", help="replicas (default: %(default)s)")
-    ray.add_argument("--max-replicas", type=number(1, 1000), metavar="N", help="scale up to N replicas under load")
-    ray.add_argument("--num-cpus", type=number(1, 4096), metavar="N", help="cores per replica (default: Ray counts 1)")
-    ray.add_argument(
-        "--resource", type=resource, action="append", default=[], metavar="NAME=AMOUNT",
-        help="Ray resource required per replica (repeatable; default: intel_gpu=1 or intel_npu=1 for those devices)",
-    )  # fmt: skip
-    ray.add_argument(
-        "--metrics-port", type=number(1, 65535), default=8001, metavar="PORT",
-        help="Prometheus port of the local Ray (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--debug", **console.ARGUMENTS["--debug"])
-
+    parser = build_parser(description)
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = console.take_recommendation(parser, args, "ours" if "draft" in args else "alone")
+        args = take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
@@ -101,31 +50,121 @@ def parse(description: str) -> argparse.Namespace:
         args.max_prompt_tokens or MAX, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout
     )
     args.keys = _keys(args.api_key_file)
-    if not args.keys and not is_loopback(args.host):
-        open_to_all = f"anyone who can reach {args.host} can use this server, as there is no API key"
-        if not args.insecure:
-            console.fail(f"{open_to_all}: use --api-key-file, or --insecure if this is intended.")
-        console.say(f"warning: {open_to_all}.")
+    _check_access(args)
     args.resources = dict(args.resource) or resources.taken_by(args.device, args.draft_device if args.draft else "")
     return args
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: console.fail(f"{message} (see --help)")
+    for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
+        flags = DRAFT_LENGTH if name == "-k" else (name,)
+        parser.add_argument(*flags, **ARGUMENTS[name])
+    draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
+    parser.add_argument("draft", **draft)  # optional: without it, the main model alone
+    _add_http_arguments(parser.add_argument_group("HTTP"))
+    _add_limits(parser.add_argument_group("limits per replica"))
+    _add_ray_arguments(parser.add_argument_group("Ray"))
+    parser.add_argument("--debug", **ARGUMENTS["--debug"])
+    return parser
+
+
+def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    http.add_argument("--port", type=whole_number(1, 65535), default=8000, help="port (default: %(default)s)")
+    http.add_argument("--model-name", metavar="NAME", help="model name in the API (default: the folder's name)")
+    http.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"require one of the API keys in FILE, one per line (default: the one in {KEY}, if set)",
+    )
+    http.add_argument("--insecure", action="store_true", help="listen on a network address without an API key")
+
+
+def _add_limits(limits: argparse._ArgumentGroup) -> None:
+    for name, default, meaning in (
+        ("--max-prompt-tokens", None, "maximum prompt length (default: limited by the context)"),
+        ("--max-output-tokens", 1024, "maximum answer length, and its default in a request (default: %(default)s)"),
+        ("--max-num-seqs", 16, "maximum batch size (default: %(default)s)"),
+        ("--max-queue", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
+        ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
+    ):
+        limit = limits.add_argument(name, type=whole_number(1, MAX), default=default, metavar="N", help=meaning)
+        former_options.accept(limits, limit, *FORMER.get(name, ()))
+    limits.add_argument(
+        "--no-prefix-cache", dest="prefix_cache", action="store_false",
+        help="do not cache prompt prefixes (default: shared between requests of the same API key and "
+        "prompt_cache_key)",
+    )  # fmt: skip
+    limits.add_argument(
+        "--timeout",
+        type=_above_zero,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit per request (default: %(default)g)",
+    )
+    limits.add_argument(
+        "--drain", type=_above_zero, default=30.0, metavar="SECONDS",
+        help="time for finishing running requests when the server is stopped (default: %(default)g)",
+    )  # fmt: skip
+
+
+def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
+    ray.add_argument("--address", help="connect to this Ray cluster, HOST:PORT (default: start Ray on this machine)")
+    ray.add_argument(
+        "--replicas",
+        type=whole_number(1, 1000),
+        default=1,
+        metavar="N",
+        help="replicas (default: %(default)s)",
+    )
+    ray.add_argument(
+        "--max-replicas",
+        type=whole_number(1, 1000),
+        metavar="N",
+        help="scale up to N replicas under load",
+    )
+    ray.add_argument(
+        "--num-cpus",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="cores per replica (default: Ray counts 1)",
+    )
+    ray.add_argument(
+        "--resource", type=resource, action="append", default=[], metavar="NAME=AMOUNT",
+        help="Ray resource required per replica (repeatable; default: intel_gpu=1 or intel_npu=1 for those devices)",
+    )  # fmt: skip
+    ray.add_argument(
+        "--metrics-port", type=whole_number(1, 65535), default=8001, metavar="PORT",
+        help="Prometheus port of the local Ray (default: %(default)s)",
+    )  # fmt: skip
 
 
 def resource(text: str) -> tuple[str, float]:
     """An argparse type: a Ray resource and the amount required per replica."""
     name, _, amount = text.partition("=")
-    try:
-        return name, console.decimal(lambda value: 0 < value < 1e6, "above 0")(amount) if name else 1 / 0
-    except (argparse.ArgumentTypeError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=AMOUNT, like intel_gpu=1") from None
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if name:
+            return name, _above_zero(amount)
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=AMOUNT, like intel_gpu=1")
 
 
 def _check_models(args: argparse.Namespace) -> None:
-    console.check_model("main", args.main)
-    console.check_device(args.device, args.property)
+    models = {"main": (args.main, args.device, args.property)}
     if args.draft:
-        console.check_model("draft", args.draft)
-        console.check_device(args.draft_device, args.draft_property)
-        console.check_pair(args.main, args.draft)
+        models["draft"] = (args.draft, args.draft_device, args.draft_property)
+    check_models(models)
+
+
+def _check_access(args: argparse.Namespace) -> None:
+    """Refuse to serve a network without an API key unless --insecure says so."""
+    if not args.keys and not is_loopback(args.host):
+        open_to_all = f"anyone who can reach {args.host} can use this server, as there is no API key"
+        if not args.insecure:
+            console.fail(f"{open_to_all}: use --api-key-file, or --insecure if this is intended.")
+        console.say(f"warning: {open_to_all}.")
 
 
 def _pair(args: argparse.Namespace) -> Pair:
@@ -133,12 +172,8 @@ def _pair(args: argparse.Namespace) -> Pair:
     threads = {"INFERENCE_NUM_THREADS": args.num_cpus} if args.num_cpus else {}
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),
-        main=folder,
-        draft=args.draft and args.draft.resolve(),
-        device=args.device,
-        draft_device=args.draft_device,
-        properties={**threads, **args.property},
-        draft_properties={**threads, **args.draft_property},
+        main=ModelSpec(folder, args.device, {**threads, **args.property}),
+        draft=args.draft and ModelSpec(args.draft.resolve(), args.draft_device, {**threads, **args.draft_property}),
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,

@@ -19,9 +19,8 @@ class Replica:
     async def __init__(self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None):
         """`keys`: digests of the API keys (`middleware.digest`), or None."""
         decoder = await asyncio.to_thread(
-            batch_decoder.load, pair.main, pair.device, pair.draft, pair.draft_device, pair.properties,
-            pair.draft_properties, cache_tokens=pair.cache_tokens, use_huge_pages=True, subtract_penalties=True,
-            prefix_cache=pair.prefix_cache,
+            batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,
+            prefix_cache=pair.prefix_cache, subtract_penalties=True,
         )  # fmt: skip
         self._engine = Engine(decoder, limits.max_num_seqs, limits.max_queue)
         metrics = Metrics(self._engine, pair.name)

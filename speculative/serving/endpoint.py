@@ -19,16 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, openapi, request_body
-from speculative.serving.engine_thread import Engine, EngineFailed, Expired, Job, QueueFull
+from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull
 from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
-    Answer,
     ApiError,
     BaseRequest,
     ChatCompletionRequest,
     CompletionRequest,
+    ResponseBuilder,
     described,
     model_card,
     shown,
@@ -55,7 +55,7 @@ class Endpoint:
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
         self._coming = 0  # requests being encoded or waiting for it
-        self._jobs: set[Job] = set()
+        self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
         """Reject new requests and wait up to `seconds` for running ones; cancel the rest and return their number."""
@@ -139,14 +139,14 @@ class Endpoint:
         except BaseException:
             self.asking -= 1
             raise
-        answer = Answer(asked, self.name)
+        answer = ResponseBuilder(asked, self.name)
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the job
             return EventStream(self._until_over(job), lambda: self._events(job, answer))
         with self._until_over(job):
             generation = await job.end()
             return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
 
-    async def _submit(self, asked: BaseRequest, salt: bytes) -> Job:
+    async def _submit(self, asked: BaseRequest, salt: bytes) -> GenerationHandle:
         """Encode the prompt and submit a job. If the queue is full, nothing is encoded."""
         try:
             self.engine.check_queue(self._coming)
@@ -166,27 +166,25 @@ class Endpoint:
         finally:
             self._coming -= 1
 
-    async def _events(self, job: Job, answer: Answer) -> AsyncIterator[bytes]:
+    async def _events(self, job: GenerationHandle, answer: ResponseBuilder) -> AsyncIterator[bytes]:
         if head := answer.begin():
             yield head
         try:
             async for text in job.pieces():
                 yield answer.piece(text)
-            yield answer.end(
-                job.generation.finish_reason, usage(len(job.prompt), job.generation, job.request.cached_tokens)
-            )
+            yield answer.end(job.result.finish_reason, usage(len(job.prompt), job.result, job.request.cached_tokens))
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _Said from error
 
     @contextmanager
-    def _until_over(self, job: Job) -> Iterator[None]:
+    def _until_over(self, job: GenerationHandle) -> Iterator[None]:
         """Context of a running job: however it ends, its slot in the batch is freed and its outcome counted."""
         self._jobs.add(job)
         outcome = "disconnected"
         try:
             yield
-            outcome = job.generation.finish_reason
+            outcome = job.result.finish_reason
         except Exception as error:
             answer = self._as_answer(error.__cause__ if isinstance(error, _Said) else error)
             outcome = answer.body["error"]["code"]

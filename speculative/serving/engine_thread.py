@@ -3,7 +3,7 @@
     engine = Engine(decoder, max_num_seqs=16, max_queue=64)
     job = engine.submit(tokens, config, seed, seconds=600)  # in the event loop; raises QueueFull
     async for text in job.pieces(): ...
-    job.generation
+    job.result
 
 Jobs wait, first come first served, for a slot in the batch and room in the KV cache. The results of a step reach the
 event loop in one call, however many jobs there are; the text of a job with a slow reader is buffered and delays nobody.
@@ -44,7 +44,7 @@ class EngineFailed(RuntimeError):
         self.__cause__ = cause
 
 
-class Job:
+class GenerationHandle:
     """A request: waiting, then in the batch, then finished. Created and read in the event loop."""
 
     def __init__(self, prompt: np.ndarray, config: GenerationConfig, seed: int | None):
@@ -63,8 +63,8 @@ class Job:
         self._told: asyncio.TimerHandle | None = None  # pending notification of the reader
 
     @property
-    def generation(self) -> GenerationResult:
-        return self.request.generation
+    def result(self) -> GenerationResult:
+        return self.request.result
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it is generated. Raises the error that ended the job early."""
@@ -84,7 +84,7 @@ class Job:
         await self._end.wait()
         if self.error:
             raise self.error
-        return self.generation
+        return self.result
 
     def gain(self, text: str, at: float) -> None:
         self.first_at, self.last_at = self.first_at or at, at
@@ -103,7 +103,7 @@ class Job:
         return text
 
 
-News = tuple[Job, str, bool, Exception | None]  # new text, whether the job is finished, error
+News = tuple[GenerationHandle, str, bool, Exception | None]  # new text, whether the job is finished, error
 
 
 class Engine:
@@ -116,9 +116,10 @@ class Engine:
         self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # start of the current step; 0: none
         self.generated = 0  # tokens so far
-        self.decoded = self.iterations = self.proposed = self.accepted = 0  # after the prompts' forward passes
-        self._waiting: deque[Job] = deque()
-        self._running: dict[Request, Job] = {}
+        self.decoded = self.iterations = 0  # after the prompts' forward passes
+        self.drafts = self.proposed = self.accepted = 0
+        self._waiting: deque[GenerationHandle] = deque()
+        self._running: dict[Request, GenerationHandle] = {}
         self._usual_seconds = 1.0  # recent average duration of a job
         self._changed = threading.Condition()
         self._closed = False
@@ -145,13 +146,13 @@ class Engine:
 
     def submit(
         self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float, salt: bytes = b""
-    ) -> Job:
+    ) -> GenerationHandle:
         """Submit a job with a time limit of `seconds`; it shares cached prompts with jobs of the same `salt`.
         Raises QueueFull, or EngineFailed if the engine has failed."""
         if self.error:
             raise self.error
         self.check_queue()
-        job = Job(prompt, config, seed)
+        job = GenerationHandle(prompt, config, seed)
         job.salt = salt
         job.expiry = self._loop.call_later(seconds, self._expire, job)
         with self._changed:
@@ -159,7 +160,7 @@ class Engine:
             self._changed.notify()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: GenerationHandle) -> None:
         """Cancel a job that is no longer wanted. A finished job is not changed."""
         job.expiry.cancel()  # otherwise the loop keeps a reference until then
         with self._changed:
@@ -169,7 +170,7 @@ class Engine:
                 self.decoder.cancel(job.request)
             self._changed.notify()
 
-    def _expire(self, job: Job) -> None:
+    def _expire(self, job: GenerationHandle) -> None:
         if not job.finished:
             self.cancel(job)
             job.finish(Expired())
@@ -223,7 +224,7 @@ class Engine:
                 break
             self._waiting.popleft()
             try:
-                job.request = self.decoder.add(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
+                job.request = self.decoder.add_request(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
                 self._running[job.request] = job
             except Exception as error:  # caused by this job
                 refused.append((job, "", True, error))
@@ -232,9 +233,10 @@ class Engine:
     def _count(self, gain: RequestOutput) -> None:
         tokens, accepted, proposed = gain.step
         self.generated += len(tokens)
-        if tokens and gain.request.generation.gained:  # not the prompt's forward pass
+        if tokens and gain.request.result.gained:  # not the prompt's forward pass
             self.decoded += len(tokens)
             self.iterations += 1
+            self.drafts += proposed > 0
             self.accepted += accepted
             self.proposed += proposed
 

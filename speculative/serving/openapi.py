@@ -28,11 +28,11 @@ SECONDS = {"type": "integer", "minimum": 1}
 RETRY_AFTER = {"retry-after": {"description": "Seconds", "required": True, "schema": SECONDS}}
 
 
-class Shape(BaseModel):
+class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorObject(Shape):
+class ErrorObject(Schema):
     message: str
     type: Literal[
         "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
@@ -41,41 +41,41 @@ class ErrorObject(Shape):
     code: str | None
 
 
-class Error(Shape):
+class Error(Schema):
     error: ErrorObject
 
 
-class Health(Shape):
+class Health(Schema):
     status: Literal["ok"]
     running: int = Field(ge=0)
     waiting: int = Field(ge=0)
 
 
-class Model(Shape):
+class ModelCard(Schema):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
 
 
-class ModelList(Shape):
+class ModelList(Schema):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class PromptTokens(Shape):
+class PromptTokens(Schema):
     cached_tokens: int = Field(ge=0)
     audio_tokens: Literal[0]
 
 
-class CompletionTokens(Shape):
+class CompletionTokens(Schema):
     accepted_prediction_tokens: int = Field(ge=0)
     rejected_prediction_tokens: int = Field(ge=0)
     reasoning_tokens: Literal[0]
     audio_tokens: Literal[0]
 
 
-class Usage(Shape):
+class Usage(Schema):
     prompt_tokens: int = Field(ge=1)
     completion_tokens: int = Field(ge=0)
     total_tokens: int = Field(ge=1)
@@ -83,13 +83,13 @@ class Usage(Shape):
     completion_tokens_details: CompletionTokens
 
 
-class Choice(Shape):
+class Choice(Schema):
     index: Literal[0]
     logprobs: None
     finish_reason: Literal["stop", "length"]
 
 
-class AssistantMessage(Shape):
+class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str
     refusal: None
@@ -103,7 +103,7 @@ class TextChoice(Choice):
     text: str
 
 
-class Head(Shape):
+class Head(Schema):
     id: str
     created: int
     model: str
@@ -125,7 +125,7 @@ class ChunkChoice(Choice):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Delta(Shape):
+class Delta(Schema):
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
@@ -155,7 +155,7 @@ READ = (400, 404, 408, *LOOKED_AT, 503, 504)  # and of paths that read a body
 ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, errors
     "/health": (Health, None, (500, 503)),
     "/v1/models": (ModelList, None, LOOKED_AT),
-    "/v1/models/{name:path}": (Model, None, (404, *LOOKED_AT)),
+    "/v1/models/{name:path}": (ModelCard, None, (404, *LOOKED_AT)),
     "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, READ),
     "/v1/completions": (Completion, CompletionChunk, READ),
 }
@@ -178,7 +178,7 @@ def error(status: int) -> dict[str, Any]:
     return {"model": Error, "description": ERRORS[status], **headers}
 
 
-def event(chunk: type[Shape]) -> dict:
+def event(chunk: type[Schema]) -> dict:
     """Schema of a server-sent event with a chunk or an error, in the form of OpenAPI 3.2 and FastAPI."""
     shapes = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in (chunk, Error)]
     content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": shapes}}

@@ -325,7 +325,7 @@ def _not_served(name: str, off: dict[str, tuple]) -> str:
     return f"only {' or '.join(json.dumps(value) for value in off[name])} is supported: omit it"
 
 
-class Answer:
+class ResponseBuilder:
     """Builds the response to one request, as a whole or in chunks."""
 
     def __init__(self, asked: BaseRequest, model: str):

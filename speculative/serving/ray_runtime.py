@@ -46,7 +46,7 @@ OWN = {
 }
 
 
-class Lost(Exception):
+class HeadLost(Exception):
     """Ray's head is lost."""
 
 
@@ -54,8 +54,8 @@ class Lost(Exception):
 def joined(address: str | None, metrics_port: int) -> Iterator[None]:
     """Connect to or start Ray for the block, and clean up afterwards. Raises ConnectionError.
 
-    If Lost is raised in the block, this program restarts. Ray must not be imported earlier, as it reads its settings on
-    import.
+    If HeadLost is raised in the block, this program restarts. Ray must not be imported earlier: it reads its settings
+    on import.
     """
     os.environ.update(ALWAYS if address else {**ALWAYS, **OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
@@ -68,7 +68,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
         else:
             _start(metrics_port, folder)
         yield
-    except Lost:
+    except HeadLost:
         _begin_anew(folder, {ANEW: "1", STARTS: "0"})
     finally:
         ray.shutdown()
@@ -77,7 +77,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
 
 
 def wait_until_lost() -> NoReturn:
-    """Raise Lost once Ray's head has been unreachable for some seconds or has been replaced by another."""
+    """Raise HeadLost once Ray's head has been unreachable for some seconds or has been replaced by another."""
     import ray
     from ray._raylet import GcsClient  # no public API distinguishes a restarted head from the previous one
     from ray.exceptions import AuthenticationError, RayError
@@ -97,7 +97,7 @@ def wait_until_lost() -> NoReturn:
         except (OSError, RayError):
             pass  # slow or remote
         time.sleep(EVERY)
-    raise Lost
+    raise HeadLost
 
 
 def _join(address: str) -> None:

@@ -8,6 +8,7 @@ import openvino
 import pytest
 
 from speculative.bench import genai
+from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -32,7 +33,7 @@ def parameters(folder):
 @pytest.fixture(scope="module")
 def runs():
     """The 20 held-out prompts, 100 tokens each at K = 4, in the engine's default precision."""
-    pipe = genai.load(MAIN, "CPU", DRAFT, "CPU", {}, {})
+    pipe = genai.load(ModelSpec(MAIN), ModelSpec(DRAFT))
     return [genai.generate(pipe, genai.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in PROMPTS]
 
 

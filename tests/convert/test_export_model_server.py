@@ -90,7 +90,7 @@ def everything_in(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def recommend(pair, best="GenAI", **settings):
+def recommend(pair, best="genai", **settings):
     """Write a recommended.json for the pair, as scripts/tune.py does; return its settings."""
     alone = {"device": "CPU", "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 64}, "throughput": 300.0}
     drafting = {
@@ -104,7 +104,7 @@ def recommend(pair, best="GenAI", **settings):
         "throughput": 700.0,
         "speedup": 2.3333,
     }
-    every = {"alone": alone, "GenAI": {**drafting, **settings}}
+    every = {"alone": alone, "genai": {**drafting, **settings}}
     content = {
         "use_draft": best != "alone",
         "best": best,
@@ -297,7 +297,7 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
 
 
 def test_what_the_server_cannot_do_of_a_recommendation_is_said(pair, out, export):
-    recommend(pair, best="ours", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
+    recommend(pair, best="native", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
     said = export(pair, out)
     assert "this project's own engine, which this server does not run" in said
     assert "instead of INFERENCE_PRECISION_HINT=f32" in said
@@ -312,9 +312,9 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
         ({"main": {}}, "'fingerprint' is missing"),
         ({"settings": {}}, "'alone' is missing"),
         ({"settings": [1]}, "was not written by scripts/tune.py"),
-        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "device": None, "properties": 3}}}, "tune.py"),
-        ({"settings": {"GenAI": {**good["settings"]["GenAI"], "num_assistant_tokens": "many"}}}, "'many'"),
-        ({"format": 99}, "not in format 1"),
+        ({"settings": {"genai": {**good["settings"]["genai"], "device": None, "properties": 3}}}, "tune.py"),
+        ({"settings": {"genai": {**good["settings"]["genai"], "num_assistant_tokens": "many"}}}, "'many'"),
+        ({"format": 99}, "not in format 2"),
     ):
         file.write_text(json.dumps({**good, **change}), encoding="utf-8")
         assert words in refuses(1, pair, out), change

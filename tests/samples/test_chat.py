@@ -13,6 +13,7 @@ import openvino_genai
 import pytest
 
 from speculative import decoder
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE
 
@@ -78,7 +79,7 @@ def answers(main):
 
 @pytest.fixture(scope="module")
 def engine(main):
-    return decoder.load(main, draft=DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"})
+    return decoder.load(ModelSpec(main, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
 
 
 def drawn(temperature):

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.paths import DRAFT, MAIN, ROOT
 
-SPECULATIVE = "samples/speculative_decoding_lm.py"
+SPECULATIVE = "samples/speculative_greedy_lm.py"
+STAND_ALONE = "samples/speculative_decoding_lm.py"
 PROMPT = "def read_file(path):"
 
 
@@ -37,7 +38,7 @@ def assert_one_sentence(done, status, *parts):
 
 def test_a_missing_folder(run, tmp_path):
     done = run(SPECULATIVE, tmp_path / "nowhere", DRAFT, PROMPT)
-    assert_one_sentence(done, 2, tmp_path / "nowhere", "not a folder")
+    assert_one_sentence(done, 2, "main", f"no folder {tmp_path / 'nowhere'}")
 
 
 def test_a_folder_without_a_model(run_here, tmp_path):
@@ -70,7 +71,7 @@ def test_truncated_weights(run_here, broken, part, size):
 
 def test_missing_weights(run_here, broken):
     (broken / "openvino_model.bin").unlink()
-    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / "openvino_model.bin", "(0 of")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken, "no openvino_model.bin", "again")
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
@@ -91,14 +92,15 @@ def test_an_xml_that_is_no_model(run_here, broken):
 def test_a_swapped_pair_is_a_warning(run_here):
     done = run_here(SPECULATIVE, DRAFT, MAIN, PROMPT, "--max-new-tokens", 4)
     assert done.returncode == 0, done.stderr
-    assert f"warning: the draft {MAIN} is larger than the main model {DRAFT}: are they swapped?" in done.stderr
+    warning = next(line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert warning.startswith(f"warning: {MAIN} as a draft of {DRAFT}: main weighs ") and "swapped?" in warning
 
 
 def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_differ(run_here, broken, other_tokenizer):
     for file in other_tokenizer.iterdir():
         shutil.copy(file, broken)
     done = run_here(SPECULATIVE, MAIN, broken, PROMPT)
-    assert_one_sentence(done, 2, MAIN, broken, "differ", "' = ", "same tokenizer")
+    assert_one_sentence(done, 2, MAIN, broken, "token ids differ", "' in main and '", "same tokenizer")
 
 
 def test_a_draft_without_detokenizer_is_compared_by_encoding(run_here, broken, other_tokenizer):
@@ -107,15 +109,14 @@ def test_a_draft_without_detokenizer_is_compared_by_encoding(run_here, broken, o
     assert run_here(SPECULATIVE, MAIN, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
     for file in other_tokenizer.glob("openvino_tokenizer.*"):
         shutil.copy(file, broken)
-    assert_one_sentence(
-        run_here(SPECULATIVE, MAIN, broken, PROMPT), 2, MAIN, broken, "encode", "' = ", "same tokenizer"
-    )
+    done = run_here(SPECULATIVE, MAIN, broken, PROMPT)
+    assert_one_sentence(done, 2, MAIN, broken, "encoded differently", "for main and", "same tokenizer")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_corrupt_config(run_here, broken, name):
     (broken / name).write_text('{"eos_token_id": ', encoding="utf-8")
-    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / name, "corrupt")
+    assert_one_sentence(run_here(SPECULATIVE, broken, DRAFT, PROMPT), 1, broken / name, "cannot be read", "again")
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -165,8 +166,10 @@ def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run_here):
 @pytest.mark.parametrize("option", ["--device", "--draft-device"])
 @pytest.mark.parametrize("device", ["GPX", "cpu", "", "AUTO:GPX,CPU", "HETERO:GPX", "CPU,GPX"])
 def test_an_unknown_device(run_here, option, device):
-    bad = "GPX" if "GPX" in device else device
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device), 2, repr(bad), "CPU")
+    bad = "GPX" if ":" in device else device or "''"
+    role = "main" if option == "--device" else "draft"
+    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device)
+    assert_one_sentence(done, 2, f"{role}: there is no {bad}: ", "OpenVINO finds CPU")
 
 
 def test_a_device_without_driver(run_here):
@@ -176,8 +179,10 @@ def test_a_device_without_driver(run_here):
     missing = [device for device in ("GPU", "NPU") if device not in here]
     if not missing:
         pytest.skip("this machine has a GPU and an NPU, with their drivers")
+    remedy = {"GPU": "install the OpenCL runtime", "NPU": "install the Intel NPU driver"}
     for device in missing:
-        assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device), 2, device, "driver")
+        done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device)
+        assert_one_sentence(done, 2, f"there is no {device}: ", remedy[device])
 
 
 @pytest.mark.parametrize("value", ["INFERENCE_PRECISION_HINT", "=f32", "KEY="])
@@ -194,7 +199,7 @@ def test_debug_shows_the_stack_trace(run):
     done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1", "--debug")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert "speculative_decoding_lm.py" in done.stderr
+    assert "speculative_greedy_lm.py" in done.stderr
 
 
 def test_too_little_memory():
@@ -217,3 +222,72 @@ def test_a_missing_argument(run_here):
 
 def test_the_chat_checks_its_models_too(run_here, tmp_path):
     assert_one_sentence(run_here("samples/speculative_chat.py", MAIN, tmp_path), 2, tmp_path, "no openvino_model.xml")
+
+
+# ---- the sample that stands alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["main", "draft"])
+@pytest.mark.parametrize("kind", ["missing", "without a model", "checkpoint"])
+def test_a_folder_that_the_sample_that_stands_alone_cannot_use(run_here, tmp_path, role, kind):
+    if kind != "missing":
+        (tmp_path / "bad").mkdir()
+    if kind == "checkpoint":
+        (tmp_path / "bad/model.safetensors").touch()
+    folders = {"main": MAIN, "draft": DRAFT, role: tmp_path / "bad"}
+    done = run_here(STAND_ALONE, *folders.values(), PROMPT)
+    assert_one_sentence(done, 2, tmp_path / "bad", "no openvino_model.xml", "convert/export_pair.py")
+
+
+@pytest.mark.parametrize("option", ["--device", "--draft-device"])
+@pytest.mark.parametrize("device", ["GPX", "cpu", "AUTO:GPX,CPU", "HETERO:GPX"])
+def test_an_unknown_device_of_the_sample_that_stands_alone(run_here, option, device):
+    done = run_here(STAND_ALONE, MAIN, DRAFT, PROMPT, option, device)
+    assert_one_sentence(done, 2, "GPX" if "GPX" in device else device)
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["with detokenizer", "without detokenizer"])
+def test_another_tokenizer_of_the_sample_that_stands_alone(run_here, broken, other_tokenizer, listed):
+    for file in other_tokenizer.iterdir():
+        shutil.copy(file, broken)
+    if not listed:
+        for file in broken.glob("openvino_detokenizer.*"):
+            file.unlink()
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, broken, PROMPT), 2, MAIN, broken, "differ", "same tokenizer")
+
+
+def test_the_sample_that_stands_alone_needs_no_detokenizer_of_the_draft(run_here, broken):
+    for file in broken.glob("openvino_detokenizer.*"):
+        file.unlink()
+    done = run_here(STAND_ALONE, MAIN, broken, PROMPT, "--max-new-tokens", 4)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["-k", "0"], ["-k", "0"]),
+        (["-k", "65"], ["-k", "65"]),
+        (["-k", "four"], ["-k", "'four'"]),
+        (["--max-new-tokens", "many"], ["--max-new-tokens", "'many'"]),
+        (["--max-new-tokens=-5"], ["--max-new-tokens of 1 or more"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens of 1 or more"]),
+        (["--property", "INFERENCE_PRECISION_HINT"], ["--property", "'INFERENCE_PRECISION_HINT'"]),
+        (["--property", "NO_SUCH=1"], ["NO_SUCH"]),
+        (["--recommended"], ["--recommended"]),
+    ],
+)
+def test_a_bad_option_of_the_sample_that_stands_alone(run_here, options, parts):
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, PROMPT, *options), 2, *parts)
+
+
+@pytest.mark.parametrize("stdin", ["", "\n"])
+def test_an_empty_prompt_of_the_sample_that_stands_alone(run_here, stdin):
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt that is not empty")
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, ""), 2, "prompt that is not empty")
+    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT), 2, "prompt")
+
+
+def test_an_error_of_the_engine_is_one_sentence_where_the_sample_stands_alone(run, broken):
+    os.truncate(broken / "openvino_model.bin", 1000)
+    assert_one_sentence(run(STAND_ALONE, MAIN, broken, PROMPT), 2, "")

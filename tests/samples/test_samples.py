@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -15,14 +16,17 @@ from speculative.cli.processes import interrupt_group, own_group
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import PATIENCE
 
+STAND_ALONE = "speculative_decoding_lm.py"
 SAMPLES = {
+    STAND_ALONE: [MAIN, DRAFT],
     "greedy_causal_lm.py": [MAIN],
-    "speculative_decoding_lm.py": [MAIN, DRAFT],
+    "speculative_greedy_lm.py": [MAIN, DRAFT],
     "speculative_sampling_lm.py": [MAIN, DRAFT],
     "prompt_lookup_decoding_lm.py": [MAIN],
     "speculative_chat.py": [MAIN, DRAFT],
 }
 ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
+WITH_CONSOLE = [name for name in ONE_SHOT if name != STAND_ALONE]
 GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0]}  # the others know nothing else
 OUR_ENGINE = ("speculative_sampling_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
@@ -48,7 +52,7 @@ def figures(stderr):
     return dict(re.findall(r"^(\w[\w ]*?) {2,}(.+)$", stderr, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ONE_SHOT)
+@pytest.mark.parametrize("name", WITH_CONSOLE)
 def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy, name):
     text, tokens = greedy
     done = run_here(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT, *GREEDY.get(name, []))
@@ -64,6 +68,28 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy
     assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
 
 
+@pytest.mark.parametrize("options", [(), ("-k", 1), ("--max-new-tokens", 1)], ids=["all", "K = 1", "one token"])
+def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(run, greedy, options):
+    """Its figures are the engine's own, which leave out the last iteration; the other samples add it."""
+    options = ("--max-new-tokens", TOKENS, *EXACT, *options)
+    done = run(sample(STAND_ALONE), MAIN, DRAFT, PROMPT, *options)
+    assert done.returncode == 0, done.stderr
+    shown = figures(done.stderr)
+    assert list(shown) == ["new tokens", "acceptance rate", "devices"]
+    assert done.stderr.count("\n") == 2 + len(shown)
+    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
+    tokens, k = (1 if "--max-new-tokens" in options[4:] else TOKENS), (1 if "-k" in options else 5)
+    result = pipe.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
+    assert done.stdout == result.texts[0]
+    assert done.stdout == greedy[0] or tokens == 1
+    drafting = result.extended_perf_metrics
+    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
+    assert re.fullmatch(rf"{result.perf_metrics.get_num_generated_tokens()} \([\d.]+ tokens/s\)", shown["new tokens"])
+    assert shown["acceptance rate"] == f"{accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)"
+    assert shown["devices"] == "main on CPU, draft on CPU"
+
+
 @pytest.mark.parametrize("tokens", [20, TOKENS])
 @pytest.mark.parametrize("k", [1, 8])
 def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(run_here, k, tokens):
@@ -77,7 +103,7 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
     accepted = sum(counted[1:]) - len(counted[1:])
 
     done = run_here(
-        sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT
+        sample("speculative_greedy_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT
     )
     assert done.stdout == result.texts[0]
     shown = figures(done.stderr)
@@ -88,9 +114,7 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
 
 @pytest.mark.parametrize("k", [5, 16])
 def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run_here, k):
-    done = run_here(
-        sample("speculative_decoding_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT
-    )
+    done = run_here(sample("speculative_greedy_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT)
     shown = figures(done.stderr)
     assert int(shown["new tokens"]) < 300
     assert shown["acceptance rate"].startswith("1.00 (")
@@ -105,18 +129,22 @@ def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_
         ("NPU", "CPU", (*NPU_ON_CPU, "--draft-property", "EXECUTION_MODE_HINT=ACCURACY")),
     ],
 )
-def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, draft_device, properties):
+@pytest.mark.parametrize("name", [STAND_ALONE, "speculative_greedy_lm.py"])
+def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, draft_device, properties, name):
     done = run_here(
-        sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
+        sample(name), MAIN, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
         "--device", device, "--draft-device", draft_device, *properties,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == greedy[0]
     shown = figures(done.stderr)
-    assert f" on {device}, " in shown["main"]
-    assert f" on {draft_device}, " in shown["draft"]
     accepted, proposed = map(int, re.search(r"\((\d+) of (\d+) draft", shown["acceptance rate"]).groups())
     assert accepted <= proposed
+    if name == STAND_ALONE:
+        assert shown["devices"] == f"main on {device}, draft on {draft_device}"
+        return
+    assert f" on {device}, " in shown["main"]
+    assert f" on {draft_device}, " in shown["draft"]
     assert 0 < accepted <= greedy[1] - 1 - int(shown["forward passes"].split()[0])  # the last iteration may stay out
 
 
@@ -152,7 +180,7 @@ def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
     (main / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
     on_cpu = run(sample("greedy_causal_lm.py"), main, PROMPT, *EXACT)
     on_npu = run(
-        sample("speculative_decoding_lm.py"), main, main, PROMPT, "-k", 7, "--draft-device", "NPU", *EXACT,
+        sample("speculative_greedy_lm.py"), main, main, PROMPT, "-k", 7, "--draft-device", "NPU", *EXACT,
         "--draft-property", "NPUW_DEVICES=CPU", "--draft-property", "EXECUTION_MODE_HINT=ACCURACY",
     )  # fmt: skip
     assert figures(on_cpu.stderr)["new tokens"] == figures(on_npu.stderr)["new tokens"] == str(inside[-1] + 1)
@@ -160,7 +188,7 @@ def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
 
 
 def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run_here):
-    done = run_here(sample("speculative_decoding_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
+    done = run_here(sample("speculative_greedy_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
     assert done.returncode == 0, done.stderr
     assert figures(done.stderr)["new tokens"] == "1"
 
@@ -179,8 +207,9 @@ def test_a_dash_reads_the_prompt_from_standard_input(before, after):
     assert ast.literal_eval(done.stdout.decode()) == prompt
 
 
-def test_a_prompt_from_standard_input_gives_the_same_text(run_here, greedy):
-    done = run_here(sample("greedy_causal_lm.py"), MAIN, "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
+@pytest.mark.parametrize("name", ["greedy_causal_lm.py", STAND_ALONE])
+def test_a_prompt_from_standard_input_gives_the_same_text(run_here, greedy, name):
+    done = run_here(sample(name), *SAMPLES[name], "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
     assert done.stdout == greedy[0]
 
 
@@ -199,6 +228,10 @@ def test_output_is_utf_8_on_a_cp1252_console(run, tmp_path):
     done = run(sample("greedy_causal_lm.py"), folder, "naïve 你好 🙂", "--max-new-tokens", 8, env=console)
     assert done.returncode == 0, done.stderr
     assert figures(done.stderr)["main"].startswith(f"{folder} on CPU")
+    text = done.stdout
+    done = run(sample(STAND_ALONE), folder, folder, "naïve 你好 🙂", "--max-new-tokens", 8, env=console)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text
 
 
 def test_the_streamer_never_splits_a_character_and_loses_nothing():
@@ -213,7 +246,7 @@ def test_the_streamer_never_splits_a_character_and_loses_nothing():
     assert "\ufffd" not in "".join(pieces)
     half = tokenizer.encode("🙂", add_special_tokens=False).input_ids.data[0].tolist()[:1]
     assert streamer.text_of(half) == ""
-    assert streamer.text_of([], last=True) == "\ufffd"
+    assert streamer.detokenizer.end() == "\ufffd"
 
 
 def test_a_closed_pipe_ends_quietly():
@@ -258,7 +291,10 @@ def endless(tmp_path):
     return tmp_path / "endless"
 
 
-@pytest.mark.parametrize("name", ONE_SHOT)
+ended_by_signal = pytest.mark.posix("Windows has another status for a program that Ctrl-C ended")
+
+
+@pytest.mark.parametrize("name", [pytest.param(STAND_ALONE, marks=ended_by_signal), *WITH_CONSOLE])
 def test_ctrl_c_stops_the_text_with_status_130(endless, name):
     def text_streams(process):
         process.stdout.read(1)
@@ -266,12 +302,12 @@ def test_ctrl_c_stops_the_text_with_status_130(endless, name):
 
     models = [endless] * len(SAMPLES[name])
     status, shown = press_ctrl_c_when([sample(name), *models, PROMPT, "--max-new-tokens", 1900], text_streams)
-    assert status == 130
+    assert status == (-signal.SIGINT if name == STAND_ALONE else 130)  # a shell shows the former as 130, too
     assert "Traceback" not in shown
-    assert "throughput" not in shown
+    assert "throughput" not in shown and "new tokens" not in shown
 
 
-@pytest.mark.parametrize("name", ["speculative_decoding_lm.py", "speculative_sampling_lm.py"])
+@pytest.mark.parametrize("name", ["speculative_greedy_lm.py", "speculative_sampling_lm.py"])
 def test_ctrl_c_stops_the_loading_with_status_130(name):
     status, shown = press_ctrl_c_when([sample(name), MAIN, DRAFT, PROMPT], lambda process: process.stderr.readline())
     assert status == 130
@@ -310,10 +346,32 @@ def test_samples_import_the_engine_and_their_console_module_only(name):
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     engine = {"speculative", "speculative.drafting.policy"} if name in OUR_ENGINE else set()
-    assert {"console", "openvino_genai"} <= imports - sys.stdlib_module_names - {"readline"} - engine
-    assert imports - sys.stdlib_module_names - {"readline"} <= {"console", "openvino_genai"} | engine
+    expected = {"openvino_genai"} if name == STAND_ALONE else {"console", "openvino_genai"}
+    assert expected <= imports - sys.stdlib_module_names - {"readline"} - engine
+    assert imports - sys.stdlib_module_names - {"readline"} <= expected | engine
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_a_sample_is_one_screen(name):
-    assert len((ROOT / sample(name)).read_text(encoding="utf-8").splitlines()) <= 45
+    lines = (ROOT / sample(name)).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= (60 if name == STAND_ALONE else 45)
+
+
+def test_the_console_is_a_console():
+    assert len((ROOT / "speculative/cli/console.py").read_text(encoding="utf-8").splitlines()) <= 220
+
+
+def assigned(name):
+    """What the main function of a sample assigns, in order."""
+    tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    return [ast.unparse(node.targets[0]) for node in ast.walk(main) if isinstance(node, ast.Assign)]
+
+
+@pytest.mark.parametrize("name", WITH_CONSOLE)
+def test_samples_are_siblings_under_diff(name):
+    """The statements of the sample that stands alone are in the others too, in the same order, unless an option that
+    they lack, or our engine, takes their place."""
+    first, other = assigned(STAND_ALONE), assigned(name)
+    assert [target for target in first if target in other] == [target for target in other if target in first]
+    assert {"args", "config", "config.max_new_tokens", "result"} <= set(first) & set(other)

@@ -11,6 +11,7 @@ import openvino_genai
 import pytest
 
 from speculative import decoder
+from speculative.models.spec import ModelSpec
 from tests.samples.test_sample_errors import assert_one_sentence
 from tests.samples.test_samples import figures
 from tests.support.paths import DRAFT, MAIN
@@ -25,7 +26,7 @@ SHORT = ("--max-new-tokens", TOKENS, "--property", ACCURACY)
 
 @pytest.fixture(scope="module")
 def engine():
-    return decoder.load(MAIN, draft=DRAFT, properties=dict([ACCURACY.split("=")]))
+    return decoder.load(ModelSpec(MAIN, properties=dict([ACCURACY.split("=")])), DRAFT)
 
 
 def drawn(temperature):
@@ -115,7 +116,7 @@ def test_more_that_is_out_of_range(option, values):
 
 
 def test_models_and_prompts_that_cannot_be(run_here, tmp_path, other_tokenizer):
-    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, tmp_path / "nowhere", "not a folder")
+    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, f"no folder {tmp_path / 'nowhere'}")
     assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
     shutil.copytree(DRAFT, tmp_path / "other")
     for file in other_tokenizer.iterdir():

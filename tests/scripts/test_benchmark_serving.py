@@ -10,9 +10,12 @@ import threading
 
 import pytest
 
-from speculative.bench.load.clients import Endpoint, ask, closed_loop
-from speculative.bench.load.metrics import Answer, Load, Span, outcomes, row, stops_paying, table, take_turns
+from speculative.bench.load.clients import Target, ask, closed_loop
+from speculative.bench.load.metrics import Load, RequestRecord, Span, break_even, outcomes, row, table, take_turns
+from speculative.bench.result import BatchingResult, ServingResult
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
@@ -46,6 +49,7 @@ def measured(request, tmp_path_factory):
 def test_every_way_is_measured_with_every_number_of_clients(measured):
     program, printed, folder = measured
     result = json.loads(printed.splitlines()[-1])
+    assert problems(result, ServingResult if program == SERVING else BatchingResult) == []
     serving = ["main model alone", "with draft"]
     batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
     ways = serving if program == SERVING else batching
@@ -89,8 +93,8 @@ def test_genai_alone_has_its_default_scheduler(monkeypatch):
 
     made = []
     monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
-    batch_methods.genai_pipeline(MAIN, "CPU", {}, most_texts=16)
-    batch_methods.genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), most_texts=16)
     names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
     alone, draft = ([getattr(config, name) for name in names] for config in made)
     assert alone == [getattr(SchedulerConfig(), name) for name in names]
@@ -176,7 +180,7 @@ def test_what_became_of_a_request(name):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        endpoint = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m")
+        endpoint = Target(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m")
         got = ask(endpoint.connect(), endpoint, 7, "x", {})
         thread.join()
     assert (got.outcome, got.number) == (outcome, 7)
@@ -188,7 +192,7 @@ def test_what_became_of_a_request(name):
 
 def test_silence_is_lost_and_nobody_there_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "m")
+        endpoint = Target(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "m")
         assert ask(endpoint.connect(timeout=0.2), endpoint, 0, "x", {}).outcome == "lost"
     span = closed_loop(endpoint, 2, 0.15, ["x"], {})
     assert outcomes(span.answers)["cut off"] == len(span.answers) >= 2
@@ -198,7 +202,7 @@ def test_silence_is_lost_and_nobody_there_is_cut_off():
 
 
 def test_tokens_count_where_they_fall():
-    answer = Answer(0, sent=0.0, first=1.0, end=3.0, tokens=20)
+    answer = RequestRecord(0, sent=0.0, first=1.0, end=3.0, tokens=20)
     assert answer.tokens_between(0, 4) == 20 and answer.tokens_between(2, 9) == 10
     assert answer.tokens_between(0, 1) == answer.tokens_between(3, 4) == 0
     assert answer.ttft == 1 and answer.tpot == pytest.approx(2 / 19)
@@ -208,7 +212,7 @@ def test_tokens_count_where_they_fall():
 def spans(speed, drafted):
     """Two rounds of one answer: 1 + 5 tokens, of which two were drafted and accepted."""
     told = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
-    return [Span([Answer(0, 0, 0.1, 1, "t", 6 * speed, **told, finish_reason="length", whole=True)], 0, 1)] * 2
+    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **told, finish_reason="length", whole=True)], 0, 1)] * 2
 
 
 def test_where_speculation_stops_paying_is_said():
@@ -216,21 +220,19 @@ def test_where_speculation_stops_paying_is_said():
     alone.rounds = {n: spans(10, 0) for n in (1, 4, 16)}
     draft.rounds = {1: spans(20, 100), 4: spans(11, 20), 16: spans(9, 2)}
     rows = [row(draft, n, alone) for n in draft.rounds]
-    said = " ".join(stops_paying(rows))
+    said = " ".join(break_even(rows))
     assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
     assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in said
     slow_once = [rows[0], {**rows[2], "speedup": 1.17, "speedup_range": [0.56, 1.31]}]  # the median hides a round
-    assert "from there on it costs up to 44% of the throughput" in stops_paying(slow_once)[1]
+    assert "from there on it costs up to 44% of the throughput" in break_even(slow_once)[1]
     level = [rows[0], {**rows[2], "speedup": 1.05, "speedup_range": [0.998, 1.31]}]
-    assert "from there on it costs nothing" in stops_paying(level)[1]
+    assert "from there on it costs nothing" in break_even(level)[1]
     assert "draft length shrinks" in said
-    assert (
-        "does not reliably help with 16, 17 clients" in stops_paying([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
-    )
-    assert "does not reliably help with 1 client;" in stops_paying([{**rows[2], "clients": 1}, rows[1]])[1]
-    assert stops_paying(rows[:2])[1] == "The draft helps at every measured number of clients, up to 4."
-    assert "not reliably help at any" in stops_paying(rows[2:])[1]
-    assert stops_paying([row(alone, 1, None)]) == []
+    assert "does not reliably help with 16, 17 clients" in break_even([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
+    assert "does not reliably help with 1 client;" in break_even([{**rows[2], "clients": 1}, rows[1]])[1]
+    assert break_even(rows[:2])[1] == "The draft helps at every measured number of clients, up to 4."
+    assert "not reliably help at any" in break_even(rows[2:])[1]
+    assert break_even([row(alone, 1, None)]) == []
     assert len({len(line) for line in table(rows).splitlines()}) == 1
 
 

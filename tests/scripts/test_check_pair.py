@@ -11,13 +11,16 @@ import openvino as ov
 import pytest
 from openvino import opset13
 
+from speculative.bench.result import CheckResult
 from speculative.models import cached_model, kv_cache
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
 from speculative.pair.devices import DeviceFacts, Memory
 from speculative.pair.fit import check_fit, check_rollback
 from tests.speculative.models.test_cached_model import OneShort
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.tiny_llama import save_llama_with_outlier_keys
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE
 
 HERE = ov.Core().available_devices
@@ -25,7 +28,9 @@ PROGRAM = "scripts/check_pair.py"
 
 
 def result_of(process):
-    return json.loads(process.stdout.splitlines()[-1])
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, CheckResult) == []
+    return result
 
 
 def messages(findings, level, what):
@@ -197,9 +202,9 @@ def test_memory_is_compared_with_what_is_there(monkeypatch, memory, level):
 def test_the_cache_is_as_large_as_the_engine_makes_it():
     cache = kv_cache.read(ov.Core().read_model(DRAFT / "openvino_model.xml"))
     assert cache == (1, 2, 64, 2 * 2 * 64)
-    made = cached_model.load(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, capacity=512).backend
+    made = cached_model.load(ModelSpec(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=512).backend
     assert cache.bytes_per_token(ov.Type.f32) * (512 + 32) == made.cache_bytes
-    made = cached_model.load(DRAFT, "CPU", {"KV_CACHE_PRECISION": "u8"}, capacity=512).backend
+    made = cached_model.load(ModelSpec(DRAFT, "CPU", {"KV_CACHE_PRECISION": "u8"}), capacity=512).backend
     assert 0.9 < made.cache_bytes / (cache.bytes_per_token(ov.Type.u8) * (512 + 32)) <= 1
 
 

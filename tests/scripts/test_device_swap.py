@@ -21,7 +21,10 @@ from speculative.bench.devices import cell as device_cell
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
+from speculative.bench.result import SwapResult
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAM = "scripts/device_swap.py"
@@ -32,7 +35,9 @@ posix = pytest.mark.posix("POSIX signals")
 
 
 def result_of(stdout):
-    return json.loads(stdout.splitlines()[-1])
+    result = json.loads(stdout.splitlines()[-1])
+    assert problems(result, SwapResult) == []
+    return result
 
 
 def cells_of(result):
@@ -176,7 +181,8 @@ def test_near_ties_are_told_from_real_differences(margins, mark, words):
 
 def test_a_pair_with_an_npu_goes_on_past_the_end_of_the_text():
     """GenAI stops there in spite of ignore_eos, where the end is the last of the accepted tokens."""
-    pair = genai.load(MAIN, "CPU", DRAFT, "NPU", EXACT, {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
+    draft = ModelSpec(DRAFT, "NPU", {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
+    pair = genai.load(ModelSpec(MAIN, "CPU", EXACT), draft)
     prompt = json.loads((ROOT / "scripts/prompts/embedded_code.jsonl").open(encoding="utf-8").readline())["prompt"]
     ids = pair.get_tokenizer().encode(prompt).input_ids.data[0]
     config = GenerationConfig(max_new_tokens=60, ignore_eos=True, num_assistant_tokens=2)
@@ -224,11 +230,12 @@ def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
     ways = device_cell._genai_ways(JOB)
     assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
     assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
-    assert [draft for _, _, draft, *_ in given] == [None, str(DRAFT)]
-    for _, _, _, _, properties, draft_properties in given:
-        assert properties["scheduler_config"].enable_prefix_caching is False
-        assert properties["EXECUTION_MODE_HINT"] == "ACCURACY" and "scheduler_config" not in draft_properties
-    assert device_cell._without_prefix_cache(EXACT, "CPUNPU") == EXACT
+    assert [draft for _, draft in given] == [None, ModelSpec(DRAFT, "CPU", EXACT)]
+    for main, _ in given:
+        assert main.properties["scheduler_config"].enable_prefix_caching is False
+        assert main.properties["EXECUTION_MODE_HINT"] == "ACCURACY"
+    main = ModelSpec(MAIN, "CPU", EXACT)
+    assert device_cell._without_prefix_cache(main, "CPUNPU") == main
 
 
 @posix
@@ -358,7 +365,7 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
     [
         (["--devices", "CPU,GPX"], "'GPX'"),
         (["--devices", ""], "''"),
-        (["-k", "adaptive"], "--engine ours"),
+        (["-k", "adaptive"], "--engine native"),
         (["-k", "0"], "'0'"),
         (["--emulate-npu", "--devices", "CPU"], "requires NPU in --devices"),
         (["--timeout", "0"], "'0'"),
@@ -421,6 +428,11 @@ def cell(device, draft_device, alone, speedup, low, high):
     answer = {"rows": rows, "tokens": [[[1, 2]]] * len(rows), "other_load": 0.0}
     draft = Device(draft_device) if draft_device else None
     return Cell(Device(device), draft, status="ok", answer=answer)
+
+
+def test_results_files_keep_their_cells_though_the_engine_is_called_differently():
+    keys = [Cell(Device("CPU"), None, {"engine": engine, "rounds": 3}).key() for engine in ("ours", "native", "genai")]
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ import sys
 
 import pytest
 
+from speculative.bench.reporting import charts
+from speculative.bench.reporting.page import html_text
+from speculative.pair.engines import engine_id
 from tests.support.paths import DRAFT, MAIN, ROOT
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">"' & \ud800"""
@@ -288,6 +291,33 @@ def test_rows_of_a_benchmark_make_the_plots(draw, show):
     assert marked.count() == 4 + 5
     shapes = {one.get_attribute("d") for one in marked.all()}
     assert len(shapes) == 2  # not by colour alone
+
+
+def with_ids(rows):
+    """The rows with the ids that engines have since they are not recorded under the names shown."""
+    return [{**row, "engine": engine_id(row["engine"])} for row in rows]
+
+
+@pytest.mark.parametrize("parts", [("rows",), ("sweep",), ("rows", "sweep")], ids=str)
+def test_results_with_present_and_former_engine_ids_look_alike(parts):
+    assert {row["engine"] for row in with_ids(ROWS)} == {"genai", "native"}
+    former, present = (html_text({**MINIMAL, **{part: ids(PARTS[part]) for part in parts}}) for ids in (list, with_ids))
+    assert former == present and "GenAI, measured" in former
+
+
+def test_the_recommended_candidate_is_found_by_present_and_former_engine_ids():
+    candidates = [{"settings": {**one["settings"], "engine": "native"}} for one in CANDIDATES[:2]]
+    best = {"draft_length": 4, "speedup": 2.0}
+    present = {"best": "native", "settings": {"native": best}}
+    former = PARTS["recommendation"]
+    assert charts.chosen({"candidates": CANDIDATES, "recommendation": former}) is CANDIDATES[0]
+    assert charts.chosen({"candidates": candidates, "recommendation": present}) is candidates[0]
+    assert charts.chosen({"candidates": CANDIDATES, "recommendation": present}) is CANDIDATES[0]
+    alone = {"best": "alone", "settings": {"alone": {"device": "CPU"}}}
+    for engine in ("GenAI", "genai"):
+        candidate = {"settings": {"device": "CPU", "engine": engine}}
+        assert charts.chosen({"candidates": [*candidates, candidate], "recommendation": alone}) is candidate
+    assert charts.chosen({"candidates": candidates}) is None
 
 
 def test_an_iteration_is_split(draw, show):

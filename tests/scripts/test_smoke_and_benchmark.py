@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from speculative.bench.result import BenchmarkResult, CostsResult, SmokeFailure, SmokeResult
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
 
@@ -21,6 +24,7 @@ def last_line(process):
 def test_smoke_passes_on_the_embedded_pair(run):
     process = run("scripts/smoke.py")
     result = last_line(process)
+    assert problems(result, SmokeResult) == []
     assert (process.returncode, result["ok"], result["problems"]) == (0, True, [])
     assert process.stdout.count("\n") == 1 and process.stderr == ""
     assert 1 < result["block_efficiency"] <= 5 and result["streamed_pieces"] > 3
@@ -67,6 +71,7 @@ def test_smoke_fails_with_a_broken_engine_whatever_genai_does(plant, problem):
     process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
     result = last_line(process)
     assert process.returncode == 1 and not result["ok"], process.stderr
+    assert problems(result, SmokeResult | SmokeFailure) == []
     assert len(result["problems"]) == 1 and result["problems"][0].startswith(problem)
 
 
@@ -122,20 +127,21 @@ def measured(tmp_path_factory):
 
 def test_benchmark_measures_every_way(measured):
     result = last_line(measured[0])
+    assert problems(result, BenchmarkResult) == []
     rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in result["rows"][2:]}
     alone, draft_alone = result["rows"][:2]
     assert (alone["name"], draft_alone["name"]) == ("GenAI, main alone", "GenAI, draft alone")
     ours = [0, 2, 4, "adaptive"]
     assert set(rows) == {
-        *(("GenAI", False, k) for k in (2, 4, "lookup 5")),
-        *(("ours", False, k) for k in (*ours, "lookup 5")),
-        *(("ours", True, k) for k in ours),
+        *(("genai", False, k) for k in (2, 4, "lookup 5")),
+        *(("native", False, k) for k in (*ours, "lookup 5")),
+        *(("native", True, k) for k in ours),
     }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for (engine, sampled, k), row in rows.items():
         if k == "adaptive" and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
             assert row["block_efficiency"] == 1
-        elif k and (engine, k) != ("GenAI", "lookup 5"):  # which GenAI does not tell
+        elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not tell
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
             assert len(row["position_acceptance"]) >= 1 and all(0 <= x <= 1 for x in row["position_acceptance"])
         if k in (2, 4):
@@ -227,7 +233,7 @@ def test_no_prompt_is_answered_from_a_cache():
         assert read[0] == expected
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
-        one = genai_way("GenAI", genai_pipeline(MAIN, "CPU", {}, DRAFT, "CPU", keep_caches=keep), 4, 8)
+        one = genai_way("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
         seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 
@@ -276,6 +282,7 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
     result = json.loads(out.splitlines()[-1])
+    assert problems(result, BenchmarkResult) == []
     kept = result["environment"]["rounds"]
     assert 1 <= kept < 500 and all(len(row["throughputs"]) == kept for row in result["rows"])
     assert any(sentence.startswith(f"Interrupted: {kept} of 500 rounds") for sentence in result["summary"])
@@ -307,6 +314,7 @@ def test_benchmark_behind_other_text(run, tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     result = last_line(process)
+    assert problems(result, BenchmarkResult) == []
     assert result["environment"]["context"] == 300
     assert all(row["ttft"] is None for row in result["rows"])  # the caches are kept
     process = run("scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "--max-new-tokens", "1")
@@ -317,6 +325,7 @@ def test_benchmark_costs_prints_tables_and_one_json_line(run):
     process = run("scripts/benchmark_costs.py", MAIN, DRAFT, "--repeat", "1", "--max-new-tokens", "8")
     assert process.returncode == 0, process.stderr
     results = last_line(process)
+    assert problems(results, CostsResult) == []
     assert [row["context"] for row in results["inferences"]] == [256, 512]  # the pair's context is 1,024
     assert {row["vocabulary"] for row in results["sampling"]} == {4_096, 32_000, 151_936}
     assert [row["start"] for row in results["starts"]] == ["no cache", "first", "second"]

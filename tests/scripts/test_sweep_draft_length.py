@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from speculative.bench.result import SweepResult
 from speculative.sequence import metrics
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 PROGRAM = "scripts/sweep_draft_length.py"
@@ -34,6 +36,7 @@ def swept(tmp_path_factory):
 def test_every_temperature_has_its_points_and_one_best(swept):
     process, _ = swept
     result = last_line(process)
+    assert problems(result, SweepResult) == []
     points = result["sweep"]
     assert [(point["temperature"], point["k"]) for point in points] == [(t, k) for t in (0, 0.7) for k in (1, 2, 3)]
     for t in (0, 0.7):
@@ -95,7 +98,8 @@ def test_genais_pipeline(run_here):
     process = run_here(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
-    assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("GenAI", 2), ("GenAI", 4)]
+    assert problems(result, SweepResult) == []
+    assert [(point["engine"], point["k"]) for point in result["sweep"]] == [("genai", 2), ("genai", 4)]
     assert all(point["predicted"] > 0 and point["block_efficiency"] <= point["k"] + 1 for point in result["sweep"])
     assert result["iteration"] == []
 

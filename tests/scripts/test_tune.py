@@ -21,20 +21,28 @@ import pytest
 
 from scripts import tune
 from speculative.bench import quality as text_quality
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.cluster.ray_nodes import Machine
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
 from speculative.bench.quality import Quality, ReferenceText
+from speculative.bench.result import Recommendation, TuneResult
 from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.finals import Finals
+from speculative.bench.tuning.lengths import LengthStage
+from speculative.bench.tuning.properties import PropertyStage
+from speculative.bench.tuning.session import Candidate
 from speculative.bench.tuning.settings import SCHEDULERS, Setting
-from speculative.bench.tuning.stages import Candidate, Tuning
+from speculative.bench.tuning.stages import Tuning
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
+from speculative.pair.engines import GENAI, NATIVE
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 
 PROMPT = "def read_file(path):"
 SHORT = ("--max-new-tokens", 16, "--devices", "CPU")
@@ -42,7 +50,9 @@ NAME = recommendation.FILE
 
 
 def last_line(done):
-    return json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert problems(result, TuneResult) == []
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +180,7 @@ def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run):
     assert found["reason"].startswith("Do not use this draft: hardly any of its tokens are accepted (probability 0.")
 
     main, draft = useless.pair / "main", useless.pair / "draft"
-    done = run("samples/speculative_decoding_lm.py", main, draft, PROMPT, "--recommended")
+    done = run("samples/speculative_greedy_lm.py", main, draft, PROMPT, "--recommended")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "samples/greedy_causal_lm.py --recommended instead: Do not" in done.stderr
     done = run("samples/greedy_causal_lm.py", main, PROMPT, "--recommended", "--max-new-tokens", 4)
@@ -209,6 +219,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     assert "Traceback" not in said + rest
     assert not (pair / NAME).exists()
     result = json.loads(out.splitlines()[-1])
+    assert problems(result, TuneResult) == []
     assert "Interrupted" in result["summary"][-1]
     assert bool(result["recommendation"]) == decoded
     if decoded:
@@ -224,8 +235,12 @@ def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
     threads, group = (("INFERENCE_NUM_THREADS", 1),), (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 128),)
     sets = [tuning.default, tuning.default.with_draft_properties(threads), tuning.default.with_properties(group)]
     found = [Candidate(one, 1.0, alone) for one, alone in zip(sets, (1.0, 1.3, 1.1), strict=True)]
-    assert tuning.best_alone(found) == sets[2]
-    assert tuning.best_alone(found[:2]) == tuning.best_alone(found, above=1.2) == tuning.default
+    assert PropertyStage(tuning).best_alone(found) == sets[2]
+    assert (
+        PropertyStage(tuning).best_alone(found[:2])
+        == PropertyStage(tuning).best_alone(found, above=1.2)
+        == tuning.default
+    )
 
 
 # ---- the verdict, on made-up figures --------------------------------------------------------------------------------
@@ -234,8 +249,8 @@ GROUP = (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 256),)
 SCHEDULER = SCHEDULERS[0]
 
 
-def made_up(choosing, afresh=None, gained=4):
-    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured afresh.
+def made_up(choosing, remeasured=None, gained=4):
+    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured again.
     An inference of the main model yields `gained` tokens with the draft."""
     arguments = SimpleNamespace(
         main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
@@ -247,12 +262,12 @@ def made_up(choosing, afresh=None, gained=4):
     tuning.alpha[DRAFT] = 0.8
     for models in (tuning.default, tuning.default.with_properties(GROUP)):
         tuning.costs[models, DRAFT] = Costs(0.1, {1: 1.0, 2: 1.1, 6: 1.2})
-    for contest, found in ((tuning.choosing, choosing), (tuning.afresh, afresh or {})):
+    for contest, found in ((tuning.choosing, choosing), (tuning.remeasured, remeasured or {})):
         for (engine, k, *more), throughputs in found.items():
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
             setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
-            way = contest.ways[setting] = tuning.way(setting)
+            way = contest.ways[setting] = Finals(tuning).way(setting)
             way.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
         contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
     return tuning
@@ -263,8 +278,8 @@ def made_up_run(throughput, k, gained):
     return Run([1] * (n * gained + 1), [k] * n, [gained] * n, 1.0, 1.0 + n * gained / throughput)
 
 
-ALONE, OURS_ALONE, SCHEDULED_ALONE = ("GenAI", 0), ("ours", 0), ("GenAI", 0, (), SCHEDULER)
-USUAL, OURS = ("GenAI", 5), ("ours", 4)
+ALONE, OURS_ALONE, SCHEDULED_ALONE = (GENAI, 0), (NATIVE, 0), (GENAI, 0, (), SCHEDULER)
+USUAL, OURS = (GENAI, 5), (NATIVE, 4)
 WINS = {  # tokens/s by round; the draft has to be recommended, at what it gains over the fastest without one
     "over GenAI, the fastest alone": ({ALONE: [20, 21], OURS_ALONE: [19, 20], USUAL: [40, 40], OURS: [50, 51]}, 2.46),
     "over our engine, the fastest alone": (
@@ -291,7 +306,8 @@ LOSES = {
 def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
     verdict = tune_verdict.judge(made_up(figures, figures))
     found = verdict.as_dict()
-    assert found["use_draft"] and found["best"] == "ours" and found["settings"]["ours"]["num_assistant_tokens"] == 4
+    assert problems(found, Recommendation) == []
+    assert found["use_draft"] and found["best"] == NATIVE and found["settings"][NATIVE]["num_assistant_tokens"] == 4
     assert verdict.choice.draft == DRAFT and verdict.sentences[0].startswith("Use this draft: ours, K = 4,")
     said = next(
         (line for line in verdict.sentences if line.startswith("Speedup over the fastest method without")), None
@@ -324,7 +340,7 @@ def test_a_draft_without_accepted_tokens_gains_no_time_whatever_the_clock_says()
 
 def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does():
     figures = {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [22.5, 22.5], OURS: [40, 40]}
-    assert set(tune_verdict.judge(made_up(figures, figures)).settings) == {"alone", "ours"}
+    assert set(tune_verdict.judge(made_up(figures, figures)).settings) == {"alone", NATIVE}
 
 
 def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
@@ -338,7 +354,7 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     better = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [33, 35]}
     luckier = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [50, 50]}
     verdict = tune_verdict.judge(made_up(luckier, better))
-    kept = verdict.as_dict()["settings"]["ours"]
+    kept = verdict.as_dict()["settings"][NATIVE]
     assert [kept["throughput"], kept["speedup"], *kept["speedup_range"]] == pytest.approx([34, 1.7, 1.65, 1.75])
     assert "34.0 tokens/s" in verdict.sentences[0] and "measured after the choice" in verdict.sentences[0]
     unmeasured = tune_verdict.judge(made_up(luckier))
@@ -349,11 +365,11 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
 
 def test_what_is_reported_is_measured_afresh_and_no_more():
     figures = {
-        ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], ("GenAI", 8): [29, 29],
-        ("ours", 4, GROUP): [50, 50], ("GenAI", 5, GROUP): [40, 40], ("GenAI", 7, GROUP): [41, 41],
+        ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], (GENAI, 8): [29, 29],
+        (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],
     }  # fmt: skip
     tuning = made_up(figures)
-    wanted = {str(setting) for setting in tune_verdict.to_measure_afresh(tuning)}
+    wanted = {str(setting) for setting in tune_verdict.to_remeasure(tuning)}
     group = "DYNAMIC_QUANTIZATION_GROUP_SIZE=256"
     assert wanted == {
         "GenAI, main alone, default properties", "ours, main alone, default properties",
@@ -364,9 +380,9 @@ def test_what_is_reported_is_measured_afresh_and_no_more():
 
 
 def test_of_settings_as_fast_as_each_other_the_one_with_the_fewest_properties_is_taken():
-    figures = {ALONE: [20, 20], ("ours", 4, GROUP): [50.2, 50.2], OURS: [50, 50]}
+    figures = {ALONE: [20, 20], (NATIVE, 4, GROUP): [50.2, 50.2], OURS: [50, 50]}
     assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([50, 50])
-    figures[("ours", 4, GROUP)] = [51, 51]
+    figures[(NATIVE, 4, GROUP)] = [51, 51]
     assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([51, 51])
 
 
@@ -390,16 +406,17 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
     models = tuning.default.with_properties(GROUP)
     tuning.fastest, tuning.fastest_alone, tuning.k = [tuning.default], models, 4
     alone = {
-        Setting(models, "GenAI"),
-        Setting(models, "ours"),
-        *(Setting(models, "GenAI", scheduler=one) for one in SCHEDULERS),
+        Setting(models, GENAI),
+        Setting(models, NATIVE),
+        *(Setting(models, GENAI, scheduler=one) for one in SCHEDULERS),
     }
     tuning.clock.begin -= 3600  # no time is left for what may be left out
-    tuning.lengths = lambda *_: [4]
-    assert alone <= set(tuning.settings())
-    for setting in (*alone, Setting(tuning.default, "ours", DRAFT, 4)):
+    stage = LengthStage(tuning)
+    stage.lengths = lambda *_: [4]
+    assert alone <= set(stage.settings())
+    for setting in (*alone, Setting(tuning.default, NATIVE, DRAFT, 4)):
         tuning.candidates[setting] = Candidate(setting, 1.0, throughput=20.0)
-    assert {tuning.baseline, *alone} <= set(tuning.finalists())
+    assert {tuning.baseline, *alone} <= set(Finals(tuning).finalists())
 
 
 CRASHES = """
@@ -461,7 +478,7 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     assert worker.call("all") == ["a", "b", "c"]
     with pytest.raises(KeyError):
         worker.call("find", 0)
-    with pytest.raises(Failed, match="status 3"):
+    with pytest.raises(ChildFailed, match="status 3"):
         worker.call("end")
     assert worker.call("all") == ["a", "b"] and worker.started == 2
     child = psutil.Process().children()[-1]
@@ -495,7 +512,7 @@ def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
         with pytest.raises(ValueError, match="in the way"):
             worker.remember("keep", refused)
         assert worker.call("all") == [one, two]
-        with pytest.raises(Failed):
+        with pytest.raises(ChildFailed):
             worker.call("end")
         Path(one).touch()
         for _ in range(2):
@@ -552,12 +569,12 @@ def recommended(tmp_path):
     drafting = {**alone, "draft_device": "HETERO:CPU", "draft_properties": {}, "assistant_confidence_threshold": 0.0}
     content = {
         "use_draft": True,
-        "best": "ours",
+        "best": NATIVE,
         "reason": "Why: it was made up.",
         "settings": {
             "alone": alone,
-            "GenAI": {**drafting, "num_assistant_tokens": 2, "scheduler": {"cache_size": 1}},
-            "ours": {**drafting, "num_assistant_tokens": 0, "assistant_confidence_threshold": 0.25},
+            GENAI: {**drafting, "num_assistant_tokens": 2, "scheduler": {"cache_size": 1}},
+            NATIVE: {**drafting, "num_assistant_tokens": 0, "assistant_confidence_threshold": 0.25},
         },
         "main": {"folder": "main", "fingerprint": recommendation.fingerprint(pair / "main")},
         "draft": {"folder": "draft", "fingerprint": recommendation.fingerprint(pair / "draft")},
@@ -570,7 +587,7 @@ def recommended(tmp_path):
 
 def test_samples_start_from_the_recommendation_and_options_override_it(run_here, recommended):
     main, draft, short = recommended.main, recommended.draft, ("--recommended", "--max-new-tokens", 12)
-    done = run_here("samples/speculative_decoding_lm.py", main, draft, PROMPT, *short)
+    done = run_here("samples/speculative_greedy_lm.py", main, draft, PROMPT, *short)
     assert done.returncode == 0, done.stderr
     assert f"\nsettings             recommended by {recommended.file}\n" in done.stderr
     assert "on HETERO:CPU" in done.stderr and "inference in f32" in done.stderr
@@ -578,7 +595,7 @@ def test_samples_start_from_the_recommendation_and_options_override_it(run_here,
     inferences = int(re.search(r"(\d+) of the main model after the prompt", done.stderr)[1])
     assert inferences < drafted <= 2 * inferences  # K = 2
 
-    done = run_here("samples/speculative_decoding_lm.py", main, draft, PROMPT, *short, "-k", 1, "--draft-device", "CPU")
+    done = run_here("samples/speculative_greedy_lm.py", main, draft, PROMPT, *short, "-k", 1, "--draft-device", "CPU")
     assert "except --draft-device, --num-assistant-tokens" in done.stderr and "HETERO" not in done.stderr
     alone = run_here("samples/greedy_causal_lm.py", main, PROMPT, *short)
     assert alone.stdout == done.stdout and "recommended by" in alone.stderr
@@ -588,12 +605,33 @@ def test_samples_start_from_the_recommendation_and_options_override_it(run_here,
     assert "confidence falls below" not in ours.stderr and "except --num-assistant-tokens" in ours.stderr
 
 
+def test_samples_read_a_recommendation_of_format_1(run_here, recommended):
+    """Its engines are called GenAI and ours."""
+    main, draft, options = recommended.main, recommended.draft, (PROMPT, "--recommended", "--max-new-tokens", 12)
+    greedy, sampled = "samples/speculative_decoding_lm.py", "samples/speculative_sampling_lm.py"
+    commands = [(greedy, main, draft, *options), (sampled, main, draft, *options, "--temperature", 0)]
+    expected = [run_here(*command) for command in commands]
+    content = json.loads(recommended.file.read_text(encoding="utf-8"))
+    settings = content["settings"]
+    former = {"alone": settings["alone"], "GenAI": settings[GENAI], "ours": settings[NATIVE]}
+    content |= {"format": 1, "best": "ours", "settings": former}
+    recommended.file.write_text(json.dumps(content), encoding="utf-8")
+    for command, before in zip(commands, expected, strict=True):
+        done = run_here(*command)
+        assert done.returncode == before.returncode == 0 and done.stdout == before.stdout, done.stderr
+        assert "on HETERO:CPU" in done.stderr and f"recommended by {recommended.file}" in done.stderr
+    del former["GenAI"]
+    recommended.file.write_text(json.dumps(content), encoding="utf-8")
+    done = run_here(greedy, main, draft, *options)
+    assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
+
+
 def test_other_weights_are_refused_in_one_sentence(run_here, recommended):
     make_useless(recommended.draft)
-    sample = ("samples/speculative_decoding_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
+    sample = ("samples/speculative_greedy_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
     done = run_here(*sample)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert "measured with different weights" in done.stderr and str(recommended.draft) in done.stderr
+    assert "measured with other weights" in done.stderr and str(recommended.draft) in done.stderr
     with pytest.raises(ValueError, match="other weights than those of the draft model"):
         recommendation.check(recommendation.read(recommended.file), recommended.main, recommended.draft)
     done = run_here("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 2)
@@ -606,7 +644,7 @@ def test_another_version_is_a_note(run_here, recommended):
     done = run_here("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 2)
     assert done.returncode == 0
     notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 2 and "openvino_genai 1999.1, not 20" in " ".join(notes) and "Abacus" in " ".join(notes)
+    assert len(notes) == 2 and "openvino_genai 1999.1, this is 20" in " ".join(notes) and "Abacus" in " ".join(notes)
     notes = recommendation.check(recommended.content, recommended.main, None, {"openvino_genai": "2026.4"})
     assert notes == ["the recommendation was measured with openvino_genai 1999.1, this is 2026.4"]
 
@@ -624,18 +662,16 @@ def test_no_or_a_broken_recommendation_names_the_file_and_the_command(run_here, 
 
 
 def test_an_engine_that_gains_nothing_names_the_sample_that_does(run_here, recommended):
-    del recommended.content["settings"]["GenAI"]
+    del recommended.content["settings"][GENAI]
     recommended.write()
-    done = run_here("samples/speculative_decoding_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
+    done = run_here("samples/speculative_greedy_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
     assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
 
 
-def test_samples_and_library_know_weights_by_the_same_fingerprint():
-    from samples import console
-
-    assert console.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
-    assert console.RECOMMENDED == recommendation.FILE
-    for sample in console.SAMPLE_OF.values():
+def test_weights_have_a_fingerprint_and_engines_a_sample():
+    assert recommendation.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
+    assert set(recommendation.SAMPLE_OF) == {"alone", "GenAI", "ours"}
+    for sample in recommendation.SAMPLE_OF.values():
         assert (ROOT / "samples" / sample).exists()
 
 
@@ -645,7 +681,7 @@ def test_samples_and_library_know_weights_by_the_same_fingerprint():
 @pytest.fixture(scope="module")
 def exact():
     """The main model in f32 and one text of it."""
-    model = cached_model.load(MAIN, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, 128)
+    model = cached_model.load(ModelSpec(MAIN, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=128)
     return model, text_quality.reference_text(model, np.arange(40, 50), 24)
 
 
@@ -658,8 +694,8 @@ def test_the_reference_against_itself_is_exact(exact):
 
 
 def test_default_properties_fit_and_another_model_does_not(exact):
-    default = text_quality.judge(cached_model.load(MAIN, "CPU", {}, 128), [exact[1]])
-    other = text_quality.judge(cached_model.load(DRAFT, "CPU", {}, 128), [exact[1]])
+    default = text_quality.judge(cached_model.load(MAIN, capacity=128), [exact[1]])
+    other = text_quality.judge(cached_model.load(DRAFT, capacity=128), [exact[1]])
     assert default.fits() and 0 < default.mean_kl < text_quality.MOST_KL
     assert other.grade == "loss" and not other.fits(default) and other.mean_kl > 10 * default.mean_kl
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
+from speculative.bench.result import LosslessResult
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import NgramProposer
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
 from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_joint
+from speculative.sampling.params import SamplingParams
 from speculative.sequence.sequence import Sequence
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until_loaded
 
 SCRIPT = "scripts/verify_lossless.py"
@@ -184,6 +188,7 @@ def test_without_draws_given_a_small_difference_of_the_engine_is_found(kept_sign
 
 def by_path(process):
     document = json.loads(process.stdout.splitlines()[-1])
+    assert problems(document, LosslessResult) == []
     return document, *({row["path"]: row for row in document[mode]} for mode in ("greedy", "sampled"))
 
 
@@ -234,7 +239,7 @@ CRASH = (
 
 NO_GENAI = (
     "import speculative.bench.genai as g; load = g.load; "
-    "g.load = lambda *a: load(*a) if a[2] is None else (_ for _ in ()).throw(RuntimeError('a planted failure'))"
+    "g.load = lambda *a: load(*a) if a[1] is None else (_ for _ in ()).throw(RuntimeError('a planted failure'))"
 )
 
 
@@ -262,13 +267,13 @@ def draws_of(decoder, prompt, config, number, seed):
 def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_found(monkeypatch):
     """One first token comes too often: all others, and what follows them, by the same share too seldom. A quarter more
     than what is found nine times in ten is found nearly always."""
-    main = cached_model.load(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}, 64)
+    main = cached_model.load(ModelSpec(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=64)
     prompt, draws, alpha = np.arange(40, 50), 400, 1e-4
     config = GenerationConfig(do_sample=True, top_k=4, max_new_tokens=5, ignore_eos=True, num_assistant_tokens=2)
-    next_token = lossless_check.main_alone(main, prompt, config)
+    next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
     cells, first = exact_joint(next_token, 2), next_token(())
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
-    decoder = Decoder(main, NgramProposer(main.width, 3))
+    decoder = Decoder(main, NgramProposer(main.vocab_size, 3))
     assert compare(draws_of(decoder, prompt, config, draws, 1), cells).p_value > alpha
 
     often = int(np.flatnonzero(first == first[first <= 0.5].max())[0])
@@ -290,7 +295,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
 
 NO_REFERENCE = (
     "import speculative.bench.genai as g; load = g.load; "
-    "g.load = lambda *a: load(*a) if a[2] else (_ for _ in ()).throw(RuntimeError('no reference'))"
+    "g.load = lambda *a: load(*a) if a[1] else (_ for _ in ()).throw(RuntimeError('no reference'))"
 )
 NO_OWN_REFERENCE = (
     "import speculative.decoder as d; steps = d.Decoder._steps; "

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
+from speculative.models.spec import ModelSpec
 from speculative.serving.engine_thread import Engine, EngineFailed
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
@@ -23,7 +25,9 @@ PATIENCE = 60  # seconds, for what takes milliseconds
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    return cached_model.load(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY, 256)
+    return cached_model.load(
+        ModelSpec(save_tiny_llama(tmp_path_factory.mktemp("tiny") / "main", seed=1), "CPU", TINY), capacity=256
+    )
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
             raise OverflowError("seven")
         return add(prompt, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "add", choosy)
+    monkeypatch.setattr(decoder, "add_request", choosy)
     prompts = [(1, 2), (), (7, 7), (9999,), (3, 4)]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None
@@ -103,7 +107,7 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
 
 def test_a_job_that_never_has_room_is_refused(main):
     small = BatchModel(main, 128)
-    small.pool.promise(200)
+    small.pool.reserve(200)
     decoder = BatchDecoder(small, None, BatchDraftLength(*(LatencyCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
     found, error = outcomes(decoder, lambda engine: [submit(engine, 100), submit(engine)])
     assert isinstance(found[0], OutOfBlocks) and len(found[1].tokens) == 5 and error is None
@@ -125,11 +129,21 @@ def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decode
             broken.append(request)
         return request
 
-    monkeypatch.setattr(decoder, "add", add_one_that_fails)
+    monkeypatch.setattr(decoder, "add_request", add_one_that_fails)
     prompts = [(7, 1), *[(i, 2) for i in range(others)]]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None and isinstance(found[0], OverflowError) and broken[0].error is found[0]
     assert [len(one.tokens) for one in found[1:]] == [5] * others
+
+
+def test_drafts_are_the_iterations_with_draft_tokens():
+    """As in vLLM: the adaptive length often drafts nothing. A prompt's forward pass is no iteration."""
+    counts = SimpleNamespace(generated=0, decoded=0, iterations=0, drafts=0, proposed=0, accepted=0)
+    steps = [([5], 0, 0), ([6], 0, 0), ([7, 8, 9], 2, 4), ([10], 0, 3), ([], 0, 2)]
+    for number, step in enumerate(steps):
+        generation = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
+        Engine._count(counts, SimpleNamespace(step=step, request=SimpleNamespace(generation=generation)))
+    assert vars(counts) == dict(generated=6, decoded=5, iterations=3, drafts=2, proposed=7, accepted=2)
 
 
 def test_the_thread_ends_with_the_engine(decoder):

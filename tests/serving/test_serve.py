@@ -361,8 +361,8 @@ def test_metrics_count_what_was_served(server, client):
     def sums():
         totals = Counter()
         for line in httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text.splitlines():
-            if line.startswith("ray_speculative_"):
-                totals[line.partition("{")[0].removeprefix("ray_speculative_")] += float(line.rsplit(" ", 1)[1])
+            if line.startswith(("ray_speculative_", "ray_spec_decode_")):
+                totals[line.partition("{")[0].removeprefix("ray_")] += float(line.rsplit(" ", 1)[1])
         return totals
 
     def settled():
@@ -370,18 +370,23 @@ def test_metrics_count_what_was_served(server, client):
         time.sleep(4)
         return before if before == sums() else None
 
-    wait_until(lambda: sums()["ttft_seconds_count"])
+    wait_until(lambda: sums()["speculative_ttft_seconds_count"])
     wait_until(settled)
     before, usage = sums(), complete(client).usage
+    details = usage.completion_tokens_details
     wanted = {
-        "generated_tokens_total": usage.completion_tokens,
-        "accepted_tokens_total": usage.completion_tokens_details.accepted_prediction_tokens,
-        "requests_total": 1,
-        "ttft_seconds_count": 1,
-        "tpot_seconds_count": 1,
-        "prompt_tokens_total": usage.prompt_tokens,
+        "speculative_generated_tokens_total": usage.completion_tokens,
+        "spec_decode_num_accepted_tokens_total": details.accepted_prediction_tokens,
+        "spec_decode_num_draft_tokens_total": details.accepted_prediction_tokens + details.rejected_prediction_tokens,
+        "speculative_requests_total": 1,
+        "speculative_ttft_seconds_count": 1,
+        "speculative_tpot_seconds_count": 1,
+        "speculative_prompt_tokens_total": usage.prompt_tokens,
     }
     wait_until(lambda: {name: sums()[name] - before[name] for name in wanted} == wanted)
+    new = sums() - before
+    drafts, tokens = new["spec_decode_num_drafts_total"], new["spec_decode_num_draft_tokens_total"]
+    assert drafts <= min(tokens, new["speculative_iterations_total"]) and bool(drafts) == bool(tokens)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
+from speculative.models.spec import ModelSpec
 from speculative.serving import application, arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
 from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
-from speculative.serving.protocol import Answer, ApiError, ChatCompletionRequest, CompletionRequest, Message
+from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message, ResponseBuilder
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -40,7 +41,7 @@ LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
 
 @pytest.fixture(scope="module")
 def decoder():
-    return batch_decoder.load(MAIN, draft=DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"})
+    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_a_prompts_error_names_the_prompt(api):
 def test_streams_have_no_line_ends_of_unicode():
     """Clients that split lines as Unicode does would split one event into several."""
     ends = "a\u2028b\u2029c\u0085d"
-    answer = Answer(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
+    answer = ResponseBuilder(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
     (line,) = filter(None, answer.piece(ends).decode().splitlines())
     assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == ends
 
@@ -639,7 +640,7 @@ def test_a_broken_engine_is_no_clients_fault(decoder, monkeypatch, pool):
         asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
         wait_until(lambda: api.engine.running + api.engine.waiting == 3)
         monkeypatch.setattr(decoder.main, "logits", planted)
-        monkeypatch.setattr(decoder, "_leave", planted)
+        monkeypatch.setattr(decoder, "_finalize", planted)
         step.open.set()
         whole, other, streamed = (answer.result() for answer in asked)
         for answer in (whole, other, post(api, ONE), get_health(api)):
@@ -711,7 +712,7 @@ def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder
     monkeypatch.setattr(api.endpoint, "draft_length", 4)  # on a busy machine it may not be worth its time
     body = {**ONE, "prompt": [5, 100, 5], "max_tokens": 20, "ignore_eos": True}
     usual = post(api, body).json()
-    monkeypatch.setattr(decoder.draft, "width", 100)
+    monkeypatch.setattr(decoder.draft, "vocab_size", 100)
     narrow = post(api, body).json()
     assert narrow["choices"] == usual["choices"]
     details = [answer["usage"]["completion_tokens_details"] for answer in (usual, narrow)]
@@ -719,8 +720,8 @@ def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder
         True,
         False,
     ]
-    draft = DraftModelProposer(cached_model.load(DRAFT, "CPU"), decoder.main.width + 9)
-    assert draft.propose(np.array([5, draft.model.width]), None, None) is None
+    draft = DraftModelProposer(cached_model.load(DRAFT), decoder.main.vocab_size + 9)
+    assert draft.propose(np.array([5, draft.model.vocab_size]), None, None) is None
 
 
 # ---- the command's arguments ----------------------------------------------------------------------------------------

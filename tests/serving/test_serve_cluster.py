@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
 from speculative.bench.load.server import free_port
 from tests.support.serving import Server, ray_cluster
@@ -52,7 +52,7 @@ class Load:
         self._threads = [threading.Thread(target=self._ask, args=(server, i)) for i in range(CLIENTS)]
 
     def _ask(self, server, number):
-        endpoint = Endpoint(server.url, server.model)
+        endpoint = Target(server.url, server.model)
         while not self._stop.is_set():
             number += CLIENTS
             connection = endpoint.connect()  # a new one each time: at either node

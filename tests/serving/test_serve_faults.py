@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
 from tests.support import waiting
 from tests.support.serving import Server
@@ -32,7 +32,7 @@ RUNNING, WAITING = 2, 2  # of a replica
 
 
 def endpoint(server):
-    return Endpoint(server.url, server.model)
+    return Target(server.url, server.model)
 
 
 def one(server, settings=SHORT, number=0, piece=lambda text: None):

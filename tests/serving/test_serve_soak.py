@@ -25,7 +25,7 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative import batch_decoder
-from speculative.bench.load.clients import Endpoint, ask
+from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
 from speculative.serving.engine_thread import Engine
 from tests.support.paths import DRAFT
@@ -53,7 +53,7 @@ def memory(server):
 def client(server, number, stop, answers, vanished):
     """A client that sends requests of all kinds and sometimes disconnects before the response."""
     chance = random.Random(number)
-    completions, chats = (Endpoint(server.url, server.model, chat=chat) for chat in (False, True))
+    completions, chats = (Target(server.url, server.model, chat=chat) for chat in (False, True))
     connection = completions.connect()
     while not stop.is_set():
         asked = {"max_tokens": chance.choice([1, 5, 40, 200]), "temperature": chance.choice([0, 0, 0.7, 1.3])}
@@ -144,7 +144,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free(request):
         assert ended["answered"] > len(answers) / 3 and vanished
 
         wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
-        endpoint = Endpoint(server.url, server.model)
+        endpoint = Target(server.url, server.model)
         whole = {"max_tokens": CONTEXT - 20, "ignore_eos": True, "temperature": 0}  # half of the cache
         last = []
         halves = [

@@ -28,7 +28,9 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
+from speculative.models.spec import ModelSpec
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
+from speculative.sampling.params import SamplingParams
 from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -59,8 +61,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def models():
     """The embedded pair, with room for four or five texts of 100 tokens."""
-    main = cached_model.load(MAIN, "CPU", EXACT, capacity=640)
-    return main, cached_model.load(DRAFT, "CPU", EXACT, capacity=640)
+    main = cached_model.load(ModelSpec(MAIN, "CPU", EXACT), capacity=640)
+    return main, cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=640)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def make(models, tokenizer):
     def make(source="model", context=None):
         chosen = {
             "model": lambda: BatchModel(draft, context),
-            "lookup": lambda: NgramProposer(main.width),
+            "lookup": lambda: NgramProposer(main.vocab_size),
             None: lambda: None,
         }
         return BatchDecoder(BatchModel(main, context), chosen[source](), costs(), tokenizer, frozenset({0}))
@@ -82,7 +84,7 @@ def make(models, tokenizer):
 def alone(tokenizer):
     """Generations of the main model alone, by the single-request decoder."""
     decoder, known = (
-        Decoder(cached_model.load(MAIN, "CPU", EXACT), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
+        Decoder(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
         {},
     )
 
@@ -101,7 +103,7 @@ def greedy(tokens, **options):
 
 def blocks_are_back(decoder):
     pools = [model.pool for model in (decoder.main, decoder.draft) if isinstance(model, BatchModel)]
-    return all(pool.free == pool.blocks and pool.promised == 0 for pool in pools)
+    return all(pool.free == pool.blocks and pool.reserved == 0 for pool in pools)
 
 
 @pytest.mark.parametrize("source", ["model", "lookup", None])
@@ -112,11 +114,11 @@ def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeyp
     decoder = make(source)
     wanted = [(prompt, int(random.integers(1, 60)), RULES[i % 4]) for i, prompt in enumerate(PROMPTS[:12])]
     texts, together = [], 0
-    while wanted or decoder.busy:
+    while wanted or decoder.has_unfinished_requests:
         if wanted and random.random() < 0.4:
             prompt, tokens, rule = wanted[0]
             if decoder.has_room(len(decoder.encode(prompt)) + tokens):
-                texts.append((decoder.add(prompt, greedy(tokens, **rule)), prompt, tokens))
+                texts.append((decoder.add_request(prompt, greedy(tokens, **rule)), prompt, tokens))
                 wanted.pop(0)
         gains = decoder.step()
         together = max(together, len(gains))
@@ -125,27 +127,30 @@ def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeyp
             decoder.cancel(going[0])
     assert together >= 3 and len(texts) == 12
     for request, prompt, tokens in texts:
-        got = request.generation.tokens
+        got = request.result.tokens
         assert request.error is None and request.finished
         assert got == alone(prompt, 60)[: len(got)]
-        assert len(got) == tokens or request.generation.finish_reason == "cancelled"
-    assert sum(request.generation.finish_reason == "cancelled" for request, *_ in texts) < 6
+        assert len(got) == tokens or request.result.finish_reason == "cancelled"
+    assert sum(request.result.finish_reason == "cancelled" for request, *_ in texts) < 6
     assert blocks_are_back(decoder)
-    drafted = sum(sum(request.generation.proposed) for request, *_ in texts)
+    drafted = sum(sum(request.result.proposed) for request, *_ in texts)
     assert (drafted > 50) == (source is not None)
 
 
 def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, tokenizer):
     config = greedy(40, num_assistant_tokens=3)
     one = Decoder(
-        cached_model.load(MAIN, "CPU", EXACT), DraftModelProposer(models[1], models[0].width), None, tokenizer
+        cached_model.load(ModelSpec(MAIN, "CPU", EXACT)),
+        DraftModelProposer(models[1], models[0].vocab_size),
+        None,
+        tokenizer,
     )
     expected = one.generate(PROMPTS[0], config)
-    models[1].forget()
+    models[1].reset()
     decoder = make()
-    requests = [decoder.add(prompt, config) for prompt in PROMPTS[:3]]
+    requests = [decoder.add_request(prompt, config) for prompt in PROMPTS[:3]]
     gains = [gain for gain in finish(decoder) if gain.request is requests[0]]
-    got = requests[0].generation
+    got = requests[0].result
     for name in ("tokens", "from_draft", "text", "finish_reason", "proposed", "accepted", "gained", "draft_length"):
         assert getattr(got, name) == getattr(expected, name)
     assert list(itertools.chain(*(gain.step.tokens for gain in gains))) == expected.tokens
@@ -155,9 +160,9 @@ def test_a_generation_is_recorded_as_by_the_decoder_of_one_text(make, models, to
 def test_texts_end_where_they_would_alone(make, models, tokenizer):
     """Stop tokens, stop strings, max_length and the context's end, all in one batch; streamed text is the text."""
     decoder = make(context=200)
-    whole = decoder.add(PROMPTS[0], greedy(60))
+    whole = decoder.add_request(PROMPTS[0], greedy(60))
     finish(decoder)
-    text, tokens = whole.generation.text, whole.generation.tokens
+    text, tokens = whole.result.text, whole.result.tokens
     num_prompt_tokens = len(decoder.encode(PROMPTS[0]))
     configs = {
         "token": GenerationConfig(max_new_tokens=60, stop_token_ids={tokens[9]}),
@@ -166,12 +171,12 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
         "length": GenerationConfig(max_length=num_prompt_tokens + 20, ignore_eos=True),
         "whole": greedy(60),
     }
-    requests = {name: decoder.add(PROMPTS[0], config, stream=True) for name, config in configs.items()}
+    requests = {name: decoder.add_request(PROMPTS[0], config, stream=True) for name, config in configs.items()}
     said = dict.fromkeys(requests, "")
     for gain in finish(decoder):
         name = next(name for name, request in requests.items() if request is gain.request)
         said[name] += gain.text
-    got = {name: request.generation for name, request in requests.items()}
+    got = {name: request.result for name, request in requests.items()}
     assert {name: one.text for name, one in got.items()} == said
     assert got["token"].tokens == tokens[: tokens.index(tokens[9]) + 1]
     assert said["string"] == text[: text.index(text[33:40])]
@@ -181,44 +186,47 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
     assert ends == {"token": "stop", "string": "stop", "inside": "stop", "length": "length", "whole": "length"}
 
     prompt = (np.arange(190) * 7 + 3) % 4096
-    longest = [decoder.add(prompt, greedy(100)), decoder.add(prompt, greedy(100, num_assistant_tokens=16))]
+    longest = [
+        decoder.add_request(prompt, greedy(100)),
+        decoder.add_request(prompt, greedy(100, num_assistant_tokens=16)),
+    ]
     finish(decoder)
-    assert [len(request.generation.tokens) for request in longest] == [10, 10]
+    assert [len(request.result.tokens) for request in longest] == [10, 10]
     assert blocks_are_back(decoder)
 
 
 def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alone, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
-    running = decoder.add(PROMPTS[0], greedy(100, num_assistant_tokens=1))
-    while not running.generation.tokens:
+    running = decoder.add_request(PROMPTS[0], greedy(100, num_assistant_tokens=1))
+    while not running.result.tokens:
         decoder.step()
-    long = decoder.add((np.arange(300) * 7 + 3) % 4096, greedy(5))
+    long = decoder.add_request((np.arange(300) * 7 + 3) % 4096, greedy(5))
     iterations = 0
-    while not long.generation.tokens:
+    while not long.result.tokens:
         assert running in [gain.request for gain in decoder.step()]
         iterations += 1
     assert iterations == -(-300 // 32)
     finish(decoder)
-    assert running.generation.tokens[:60] == alone(PROMPTS[0], 60)
+    assert running.result.tokens[:60] == alone(PROMPTS[0], 60)
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(make):
     config = greedy(40, do_sample=True, temperature=1.1, num_assistant_tokens=3)
     decoder = make()
-    quiet = decoder.add(PROMPTS[0], config, seed=7)
+    quiet = decoder.add_request(PROMPTS[0], config, seed=7)
     finish(decoder)
-    others = [decoder.add(prompt, greedy(30, do_sample=True), seed=i) for i, prompt in enumerate(PROMPTS[1:3])]
+    others = [decoder.add_request(prompt, greedy(30, do_sample=True), seed=i) for i, prompt in enumerate(PROMPTS[1:3])]
     decoder.step()
     decoder.step()
-    crowded = decoder.add(PROMPTS[0], config, seed=7)
-    other_seed = decoder.add(PROMPTS[0], config, seed=8)
+    crowded = decoder.add_request(PROMPTS[0], config, seed=7)
+    other_seed = decoder.add_request(PROMPTS[0], config, seed=8)
     for _ in range(5):
         decoder.step()
     decoder.cancel(others[0])
     finish(decoder)
-    assert crowded.generation.tokens == quiet.generation.tokens != other_seed.generation.tokens
-    assert crowded.generation.proposed == quiet.generation.proposed
+    assert crowded.result.tokens == quiet.result.tokens != other_seed.result.tokens
+    assert crowded.result.proposed == quiet.result.proposed
 
 
 def test_a_full_cache_is_told_before_a_request_starts(make):
@@ -226,18 +234,18 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
     room = decoder.main.pool.blocks * 32
     assert decoder.has_room(room)
     config = greedy(room - 40)
-    first = decoder.add(list(range(1, 41)), config)
+    first = decoder.add_request(list(range(1, 41)), config)
     assert not decoder.has_room(1)
     with pytest.raises(
         OutOfBlocks, match=r"^a request of up to 6 tokens needs 1 cache blocks of 32 tokens, but only 0 of 20 "
     ):
-        decoder.add([5], greedy(5))
+        decoder.add_request([5], greedy(5))
     decoder.step()
     decoder.cancel(first)
     (last,) = decoder.step()
-    assert last.request is first and last.step.tokens == [] and first.generation.finish_reason == "cancelled"
-    assert blocks_are_back(decoder) and not decoder.busy
-    decoder.add([5], greedy(5))
+    assert last.request is first and last.step.tokens == [] and first.result.finish_reason == "cancelled"
+    assert blocks_are_back(decoder) and not decoder.has_unfinished_requests
+    decoder.add_request([5], greedy(5))
     finish(decoder)
 
 
@@ -254,23 +262,23 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
 def test_what_cannot_be_done_is_refused_in_one_sentence(make, prompt, config, word):
     decoder = make()
     with pytest.raises(ValueError, match=word) as error:
-        decoder.add(prompt, config)
-    assert "\n" not in str(error.value) and not decoder.busy and blocks_are_back(decoder)
+        decoder.add_request(prompt, config)
+    assert "\n" not in str(error.value) and not decoder.has_unfinished_requests and blocks_are_back(decoder)
 
 
 def test_a_model_without_a_paged_cache_is_refused():
     with pytest.raises(ValueError, match="batching needs a paged cache, but this model has one of kind 'stateful'"):
-        BatchModel(cached_model.load(DRAFT, "CPU", EXACT, stateful=True))
+        BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True))
 
 
 def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
     """NaN logits end one request; a failed forward pass affects all and can be retried."""
     decoder = make()
-    good, bad = decoder.add(PROMPTS[0], greedy(30)), decoder.add(PROMPTS[1], greedy(30))
+    good, bad = decoder.add_request(PROMPTS[0], greedy(30)), decoder.add_request(PROMPTS[1], greedy(30))
     for _ in range(3):
         decoder.step()
-    transform = bad.text._transform
-    monkeypatch.setattr(bad.text, "_transform", lambda logits, *text: transform(logits * np.nan, *text))
+    transform = bad.sequence._transform
+    monkeypatch.setattr(bad.sequence, "_transform", lambda logits, *text: transform(logits * np.nan, *text))
     (last,) = (gain for gain in decoder.step() if gain.request is bad)
     assert bad.finished and last.step.tokens == [] and "highest logit is nan" in str(bad.error)
 
@@ -280,28 +288,28 @@ def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
         decoder.step()
     monkeypatch.setattr(PagedModel, "run_together", run_together)
     finish(decoder)
-    assert good.generation.tokens == alone(PROMPTS[0], 60)[:30] and blocks_are_back(decoder)
+    assert good.result.tokens == alone(PROMPTS[0], 60)[:30] and blocks_are_back(decoder)
 
 
 def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, alone):
     main, draft = models
     decoder = BatchDecoder(BatchModel(main), BatchModel(draft, 60), costs(), tokenizer)
-    requests = [decoder.add(prompt, greedy(60, num_assistant_tokens=4)) for prompt in PROMPTS[:2]]
+    requests = [decoder.add_request(prompt, greedy(60, num_assistant_tokens=4)) for prompt in PROMPTS[:2]]
     finish(decoder)
     for request, prompt in zip(requests, PROMPTS, strict=False):
-        assert request.generation.tokens == alone(prompt, 60)
-        assert request.generation.proposed[0] == 4 and request.generation.proposed[-2] == 0
+        assert request.result.tokens == alone(prompt, 60)
+        assert request.result.proposed[0] == 4 and request.result.proposed[-2] == 0
     assert blocks_are_back(decoder)
 
 
 def test_load_measures_and_serves():
-    decoder = batch_decoder.load(MAIN, "CPU", DRAFT, cache_tokens=2048)
+    decoder = batch_decoder.load(MAIN, DRAFT, cache_tokens=2048)
     assert decoder.main.context == 1024 and decoder.cache_bytes > 0
-    requests = [decoder.add(prompt, greedy(20)) for prompt in PROMPTS[:4]]
+    requests = [decoder.add_request(prompt, greedy(20)) for prompt in PROMPTS[:4]]
     finish(decoder)
-    assert [len(request.generation.tokens) for request in requests] == [20] * 4
+    assert [len(request.result.tokens) for request in requests] == [20] * 4
     assert not any(request.draft_slot.rows.size for request in requests)  # logits that nobody needs
-    assert "adaptive draft length for the batch" in requests[0].generation.draft_length and blocks_are_back(decoder)
+    assert "adaptive draft length for the batch" in requests[0].result.draft_length and blocks_are_back(decoder)
 
 
 def test_blocks_are_taken_as_texts_grow_and_never_twice():
@@ -309,11 +317,11 @@ def test_blocks_are_taken_as_texts_grow_and_never_twice():
     leases = {}
     for _ in range(2000):
         if random.random() < 0.3 and pool.has_room(tokens := int(random.integers(1, 60))):
-            leases[pool.promise(tokens)] = tokens
+            leases[pool.reserve(tokens)] = tokens
         elif leases:
             lease = list(leases)[random.integers(len(leases))]
             if random.random() < 0.1:
-                lease.give_back()
+                lease.free_blocks()
                 del leases[lease]
             else:
                 before = lease.blocks(1).copy()
@@ -321,9 +329,9 @@ def test_blocks_are_taken_as_texts_grow_and_never_twice():
                     lease.blocks(int(random.integers(1, leases[lease] + 1)))[: len(before)].tolist() == before.tolist()
                 )
         taken = [block for lease in leases for block in lease._blocks[: lease._taken].tolist()]
-        assert len(set(taken)) == len(taken) == pool.blocks - pool.free <= pool.promised <= pool.blocks
+        assert len(set(taken)) == len(taken) == pool.blocks - pool.free <= pool.reserved <= pool.blocks
     with pytest.raises(OutOfBlocks):
-        pool.promise(4 * 50 + 1)
+        pool.reserve(4 * 50 + 1)
 
 
 # ---- many texts at a time, exactly, and planted bugs ----------------------------------------------------------------
@@ -349,13 +357,16 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny(folders):
     rooms = MAIN_ROOM, DRAFT_ROOM
-    return [cached_model.load(folder, "CPU", TINY, room) for folder, room in zip(folders, rooms, strict=True)]
+    return [
+        cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=room)
+        for folder, room in zip(folders, rooms, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def cells(folders):
     """The exact distribution of the first tokens of each text, by the main model alone."""
-    main, exact = cached_model.load(folders[0], "CPU", TINY, capacity=64), {}
+    main, exact = cached_model.load(ModelSpec(folders[0], "CPU", TINY), capacity=64), {}
     for prompt, options in TEXTS.items():
         exact[prompt] = exact_cells(main, prompt, options)
     return exact
@@ -364,10 +375,10 @@ def cells(folders):
 def exact_cells(main, prompt, options, later=None):
     """With `later`, a temperature: as if the tokens after the first one were sampled at it."""
     config = GenerationConfig(do_sample=True, max_new_tokens=9, **options)
-    first = main_alone(main, np.array(prompt), config)
+    first = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     if later:
         config.temperature = later
-    others = main_alone(main, np.array(prompt), config)
+    others = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     return exact_joint(
         lambda tokens: (others if tokens else first)(tokens), LENGTH, stop_token_ids=config.stop_token_ids
     )
@@ -382,16 +393,16 @@ def crowd(tiny, requests):
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
     waiting, going, most = list(reversed(requests)), 0, 0
     added = []
-    while waiting or decoder.busy:
+    while waiting or decoder.has_unfinished_requests:
         while waiting and going < 24 and random.random() < 0.9:
             prompt, config, seed = waiting.pop()
-            added.append(decoder.add(list(prompt), config))
-            added[-1].text.random = np.random.default_rng(seed)  # with a seed, the batch's rule would not serve
+            added.append(decoder.add_request(list(prompt), config))
+            added[-1].sequence.random = np.random.default_rng(seed)  # with a seed, the batch's rule would not serve
             going += 1
         going -= sum(gain.request.finished for gain in decoder.step())
         most = max(most, going)
     assert most > 12 and blocks_are_back(decoder)
-    return [None if request.error else request.generation for request in added]
+    return [None if request.error else request.result for request in added]
 
 
 def p_values(tiny, cells, rule, draws):
@@ -430,7 +441,7 @@ def test_all_concurrent_draws_together_have_the_exact_joint_distribution(drawn):
 
 def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_cold(folders, cells):
     """With a power of 0.9: a temperature of 0.9 for 1.0, a total variation of 0.04 to 0.11."""
-    main = cached_model.load(folders[0], "CPU", TINY, capacity=64)
+    main = cached_model.load(ModelSpec(folders[0], "CPU", TINY), capacity=64)
     right = [cells[prompt] for prompt in TEXTS]
     wrong = [exact_cells(main, prompt, options, later=0.9) for prompt, options in TEXTS.items()]
     assert 0.03 < np.mean([distance(*pair) for pair in zip(right, wrong, strict=True)]) < 0.08
@@ -441,8 +452,8 @@ def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_c
 @pytest.fixture(scope="module")
 def one_at_a_time(folders):
     """Requests of all kinds, each with the output of the single-request decoder."""
-    main, draft = (cached_model.load(folder, "CPU", TINY, capacity=64) for folder in folders)
-    decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(2)
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=64) for folder in folders)
+    decoder, random = Decoder(main, DraftModelProposer(draft, main.vocab_size)), np.random.default_rng(2)
     requests = []
     for seed in range(60):
         rule = RULES[seed % 3]  # what the batch's own rule drafts depends on the batch
@@ -470,7 +481,7 @@ def blocks_of_another_text(patch):
 
     def wrong(self, tokens):
         own = blocks(self, tokens)
-        key = self._lease._pool, len(own)
+        key = self._table._pool, len(own)
         other = last.get(key, own)
         last[key] = own
         return other
@@ -591,7 +602,7 @@ def test_inferences_have_few_sizes():
 def test_padding_changes_nothing(models, tokens):
     """Each row equals that of its sequence alone, and the caches of other sequences are unchanged."""
     backend = models[1].backend
-    text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].width
+    text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].vocab_size
     last = backend.blocks - 1
     ends = [np.arange(first, first + 4, dtype=np.int32) for first in (0, last - 3)]
     one, other = (SequenceInput(blocks, 0, text, tokens) for blocks in ends)
@@ -643,9 +654,9 @@ def fail(*arguments):
 
 def fails_while_drafting(request, patch):
     """The draft's logits become NaN as soon as there is a token to draft."""
-    propose = request.source.propose
+    propose = request.proposer.propose
     patch.setattr(
-        request.source,
+        request.proposer,
         "propose",
         lambda tokens, transform, random: propose(
             tokens, lambda logits, text: transform(logits * np.float32(np.inf), text), random
@@ -654,20 +665,20 @@ def fails_while_drafting(request, patch):
 
 
 def fails_while_choosing(request, patch):
-    patch.setattr(request, "rule", FixedDraftLength(3))
-    patch.setattr(request.rule, "more", fail)
+    patch.setattr(request, "policy", FixedDraftLength(3))
+    patch.setattr(request.policy, "should_draft", fail)
 
 
 def fails_while_verifying(request, patch):
-    patch.setattr(request.text, "verify", fail)
+    patch.setattr(request.sequence, "verify", fail)
 
 
 def fails_while_decoding_text(request, patch):
-    patch.setattr(request.recording._text, "_decode", fail)
+    patch.setattr(request.output._text, "_decode", fail)
 
 
 def fails_while_finishing(request, patch):
-    patch.setattr(request.recording, "end", fail)
+    patch.setattr(request.output, "end", fail)
 
 
 FAILURES = (
@@ -684,12 +695,12 @@ FAILURES = (
 def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, crowd, make, alone, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
-    bad = decoder.add(PROMPTS[1], greedy(8, num_assistant_tokens=3), stream=True)
-    others = [decoder.add(PROMPTS[i], greedy(20)) for i in (0, 2)] if crowd == "with others" else []
-    while bad.text.is_prefill:
+    bad = decoder.add_request(PROMPTS[1], greedy(8, num_assistant_tokens=3), stream=True)
+    others = [decoder.add_request(PROMPTS[i], greedy(20)) for i in (0, 2)] if crowd == "with others" else []
+    while bad.sequence.is_prefill:
         decoder.step()
     if crowd == "with a prompt being read":
-        others = [decoder.add((np.arange(100) * 7 + 3) % 4096, greedy(5))]
+        others = [decoder.add_request((np.arange(100) * 7 + 3) % 4096, greedy(5))]
     failure(bad, monkeypatch)
     gains = finish(decoder)
     (last,) = [gain for gain in gains if gain.request is bad and not gain.step.tokens]
@@ -702,43 +713,43 @@ def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, 
     for request, prompt in zip(others, PROMPTS[0:3:2], strict=False):
         assert request.finished and not request.error
         if crowd == "with others":
-            assert request.generation.tokens == alone(prompt, 60)[:20]
+            assert request.result.tokens == alone(prompt, 60)[:20]
     assert blocks_are_back(decoder)
-    again = decoder.add(PROMPTS[1], greedy(8))
+    again = decoder.add_request(PROMPTS[1], greedy(8))
     finish(decoder)
-    assert again.generation.tokens == alone(PROMPTS[1], 60)[:8]
+    assert again.result.tokens == alone(PROMPTS[1], 60)[:8]
 
 
 def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(tiny, tmp_path):
     """A client can cause this: the main model's logits are valid, the draft's are not."""
     folder = save_tiny_llama(tmp_path / "large", seed=1, bias=np.full(8, 50, np.float32))
-    draft = cached_model.load(folder, "CPU", TINY, DRAFT_ROOM)
+    draft = cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=DRAFT_ROOM)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(draft, 64), costs())
     config = greedy(30, do_sample=True, num_assistant_tokens=4, repetition_penalty=1e-38)
     for _ in range(2):  # not only the first time
-        request = decoder.add([1, 5, 2, 7, 3, 0], config, 1)
+        request = decoder.add_request([1, 5, 2, 7, 3, 0], config, 1)
         decoder.step()
-        assert len(request.generation.tokens) == 1
+        assert len(request.result.tokens) == 1
         with np.errstate(over="ignore"):
             (gain,) = decoder.step()
         assert gain.request is request and request.finished and "highest logit is inf" in str(request.error)
-    assert not decoder.busy and blocks_are_back(decoder)
+    assert not decoder.has_unfinished_requests and blocks_are_back(decoder)
 
 
 def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(make, alone, monkeypatch):
     decoder = make()
-    good, bad = (decoder.add(prompt, greedy(20, num_assistant_tokens=2)) for prompt in PROMPTS[:2])
-    while good.text.is_prefill or bad.text.is_prefill:
+    good, bad = (decoder.add_request(prompt, greedy(20, num_assistant_tokens=2)) for prompt in PROMPTS[:2])
+    while good.sequence.is_prefill or bad.sequence.is_prefill:
         decoder.step()
     fails_while_drafting(bad, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(decoder.main, "logits", fail)
         with pytest.raises(Broken):
             decoder.step()
-    before = len(bad.generation.tokens)
+    before = len(bad.result.tokens)
     finish(decoder)
-    assert bad.error and len(bad.generation.tokens) == before
-    assert good.generation.tokens == alone(PROMPTS[0], 60)[:20] and blocks_are_back(decoder)
+    assert bad.error and len(bad.result.tokens) == before
+    assert good.result.tokens == alone(PROMPTS[0], 60)[:20] and blocks_are_back(decoder)
 
 
 @pytest.mark.parametrize("named", ["seed", "rng_seed"])
@@ -751,11 +762,11 @@ def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
         config = greedy(40, do_sample=True)
         if named == "rng_seed":
             config.rng_seed = 7
-        request = decoder.add([1, 5, 2, 7, 3, 0], config, 7 if named == "seed" else None)
+        request = decoder.add_request([1, 5, 2, 7, 3, 0], config, 7 if named == "seed" else None)
         for i in range(others):
-            decoder.add([2, 3, 1, 7], greedy(40, do_sample=True), i)
+            decoder.add_request([2, 3, 1, 7], greedy(40, do_sample=True), i)
         finish(decoder)
-        return request.generation.tokens
+        return request.result.tokens
 
     assert text(0.0, 0) == text(50.0, 0) == text(0.5, 8)
 
@@ -763,8 +774,8 @@ def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
 def test_without_a_seed_the_batchs_rule_decides(tiny):
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
     config = greedy(40, do_sample=True)
-    requests = [decoder.add([1, 5], config), decoder.add([1, 5], greedy(40), 7)]
-    requests += [decoder.add([1, 5], config, seed) for seed in (7, 0)]
+    requests = [decoder.add_request([1, 5], config), decoder.add_request([1, 5], greedy(40), 7)]
+    requests += [decoder.add_request([1, 5], config, seed) for seed in (7, 0)]
     assert [request.follows_batch for request in requests] == [True, True, False, False]
     finish(decoder)
 
@@ -773,9 +784,9 @@ def test_without_a_seed_the_batchs_rule_decides(tiny):
 def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
-    request = decoder.add(np.arange(tokens) % 8, greedy(1))
+    request = decoder.add_request(np.arange(tokens) % 8, greedy(1))
     finish(decoder, most=-(-tokens // 24))
-    assert len(request.generation.tokens) == 1
+    assert len(request.result.tokens) == 1
 
 
 @pytest.mark.parametrize(
@@ -786,12 +797,12 @@ def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, 
 def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, piece, tiny, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     rule = BatchDraftLength(LatencyCurve(seconds), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
-    monkeypatch.setattr(rule.main, "learn", lambda *told: None)  # not from this machine's clock
+    monkeypatch.setattr(rule.main, "update", lambda *told: None)  # not from this machine's clock
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, rule)
-    decoder.add([1, 5], greedy(30))
+    decoder.add_request([1, 5], greedy(30))
     decoder.step()
     prompt = np.arange(50) % 8
-    long = decoder.add(prompt, greedy(2))
+    long = decoder.add_request(prompt, greedy(2))
     decoder.step()
     assert long.slot.common_prefix(prompt) == piece
     finish(decoder)
@@ -808,13 +819,13 @@ class Told(BatchDraftLength):
         self.asked.append((len(histories), tokens, anyway))
         return super().choose(histories, tokens, anyway)
 
-    def learn_draft(self, tokens, seconds):
+    def update_draft(self, tokens, seconds):
         self.read.append(tokens)
-        super().learn_draft(tokens, seconds)
+        super().update_draft(tokens, seconds)
 
-    def learn_main(self, verified, prompts, gained, seconds):
+    def update_main(self, verified, prompts, gained, seconds):
         self.verified = verified, prompts, gained
-        super().learn_main(verified, prompts, gained, seconds)
+        super().update_main(verified, prompts, gained, seconds)
 
 
 def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
@@ -822,9 +833,9 @@ def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
     dear = LatencyCurve({1: 1.0, 64: 64.0})
     rule = Told(LatencyCurve({1: 1.0, 64: 640.0}), dear, dear)  # no draft pays
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
-    requests = [decoder.add([1, 5, 2], greedy(n, **own)) for n, own in ((9, RULES[1]), (9, {}), (2, {}))]
+    requests = [decoder.add_request([1, 5, 2], greedy(n, **own)) for n, own in ((9, RULES[1]), (9, {}), (2, {}))]
     decoder.step()
-    decoder.add([2, 3, 1, 7, 4], greedy(2))
+    decoder.add_request([2, 3, 1, 7, 4], greedy(2))
     gained = sum(len(gain.step.tokens) for gain in decoder.step() if gain.request in requests)
     assert rule.begun == (1, 3)
     assert rule.asked == [(1, 5 + 3 + i, 1) for i in range(7)] + [(1, 5 + 3 + 7, 0)]
@@ -836,11 +847,11 @@ def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
 def test_the_first_error_of_a_request_is_its_error(tiny, monkeypatch):
     """Ending its text fails, too."""
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, costs())
-    request = decoder.add([1, 5], greedy(3))
-    monkeypatch.setattr(request.text, "verify", fail)
-    monkeypatch.setattr(request.recording, "end", lambda: 1 / 0)
+    request = decoder.add_request([1, 5], greedy(3))
+    monkeypatch.setattr(request.sequence, "verify", fail)
+    monkeypatch.setattr(request.output, "end", lambda: 1 / 0)
     finish(decoder)
-    assert isinstance(request.error, Broken) and request.generation.finish_reason == "cancelled"
+    assert isinstance(request.error, Broken) and request.result.finish_reason == "cancelled"
 
 
 @pytest.fixture(scope="module")
@@ -854,18 +865,20 @@ def narrow(tmp_path_factory):
     )
     file = tmp_path_factory.mktemp("narrow") / "openvino_model.xml"
     openvino.save_model(llama_ir.build(llama), file, compress_to_fp16=False)
-    return cached_model.load(file.parent, "CPU", TINY, DRAFT_ROOM)
+    return cached_model.load(ModelSpec(file.parent, "CPU", TINY), capacity=DRAFT_ROOM)
 
 
 def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):
     """Its embedding ends before them: what it would read there is not its own."""
-    assert narrow.width == 6
+    assert narrow.vocab_size == 6
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(narrow, 64), costs())
     prompts = {True: [1, 5, 2], False: [1, 6, 2]}
-    requests = {known: decoder.add(prompt, greedy(4, num_assistant_tokens=3)) for known, prompt in prompts.items()}
+    requests = {
+        known: decoder.add_request(prompt, greedy(4, num_assistant_tokens=3)) for known, prompt in prompts.items()
+    }
     finish(decoder)
-    assert [bool(sum(requests[known].generation.proposed)) for known in (True, False)] == [True, False]
-    one = DraftModelProposer(narrow, tiny[0].width)
+    assert [bool(sum(requests[known].result.proposed)) for known in (True, False)] == [True, False]
+    one = DraftModelProposer(narrow, tiny[0].vocab_size)
     proposals = [one.propose(np.array(prompts[known]), lambda logits, _: softmax(logits), np.random.default_rng(0))
                  for known in (True, False)]  # fmt: skip
     assert proposals[0].q[6:].tolist() == [0, 0] and proposals[1] is None

@@ -24,6 +24,7 @@ from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLeng
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -42,7 +43,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def models():
-    return cached_model.load(MAIN, "CPU", EXACT), cached_model.load(DRAFT, "CPU", EXACT)
+    return cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), cached_model.load(ModelSpec(DRAFT, "CPU", EXACT))
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,8 @@ def make(models, tokenizer):
 def maker_of(main, draft, tokenizer):
     def make(rule=None, source="model"):
         draft_source = {
-            "model": lambda: DraftModelProposer(draft, main.width),
-            "lookup": lambda: NgramProposer(main.width),
+            "model": lambda: DraftModelProposer(draft, main.vocab_size),
+            "lookup": lambda: NgramProposer(main.vocab_size),
             None: lambda: None,
         }[source]()
         return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
@@ -74,7 +75,7 @@ def plain(tokenizer):
 
 def plain_of(folder, tokenizer):
     """A function from a prompt to this model's own output in GenAI."""
-    pipe = genai.load(folder, "CPU", None, "", EXACT, {})
+    pipe = genai.load(ModelSpec(folder, "CPU", EXACT))
 
     def plain(prompt, tokens):
         return genai.generate(pipe, genai.encode(tokenizer, prompt), tokens).tokens
@@ -137,7 +138,7 @@ def test_long_greedy_text_is_that_of_the_main_model_alone(make_small, plain_smal
 
 
 def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
-    pipe = genai.load(MAIN, "CPU", DRAFT, "CPU", EXACT, EXACT)
+    pipe = genai.load(ModelSpec(MAIN, "CPU", EXACT), ModelSpec(DRAFT, "CPU", EXACT))
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
         theirs = genai.generate(pipe, genai.encode(tokenizer, prompt), 80, k)
         ours = make().generate(prompt, greedy(80, num_assistant_tokens=k))
@@ -146,7 +147,9 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
 
 def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     one = Decoder(
-        models[0], DraftModelProposer(cached_model.load(MAIN, "CPU", EXACT), models[0].width), FixedDraftLength(3)
+        models[0],
+        DraftModelProposer(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), models[0].vocab_size),
+        FixedDraftLength(3),
     )
     result = one.generate(list(range(100, 120)), greedy(17))
     assert result.from_draft == [False] + [True, True, True, False] * 4
@@ -356,24 +359,24 @@ def test_the_context_ends_the_text(make):
 
 
 def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, tokenizer, plain):
-    short = cached_model.load(DRAFT, "CPU", EXACT, capacity=60)
-    one = Decoder(models[0], DraftModelProposer(short, models[0].width), FixedDraftLength(4), tokenizer)
+    short = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=60)
+    one = Decoder(models[0], DraftModelProposer(short, models[0].vocab_size), FixedDraftLength(4), tokenizer)
     result = one.generate(PROMPTS[0], greedy(100))
     assert result.tokens == plain(PROMPTS[0], 100)
     assert result.proposed[0] == 4 and result.proposed[-2] == 0
 
 
 def test_load_measures_costs_once_and_keeps_them(tmp_path):
-    properties = {"CACHE_DIR": str(tmp_path)}
-    decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    main = ModelSpec(MAIN, "CPU", {"CACHE_DIR": str(tmp_path)})
+    decoder.load(main, DRAFT)
     kept = list(tmp_path.glob("costs-*.json"))
     assert len(kept) == 1
     other = json.loads(kept[0].read_text(encoding="utf-8"))
     other["main"]["1"] *= 1000  # measured on a busy machine: it stands, or a seed would not repeat its text
     kept[0].write_text(json.dumps(other), encoding="utf-8")
-    assert decoder.load(MAIN, "CPU", DRAFT, properties=properties).draft_length.costs.main[1] == other["main"]["1"]
+    assert decoder.load(main, DRAFT).draft_length.costs.main[1] == other["main"]["1"]
     kept[0].write_text("{", encoding="utf-8")  # cut off
-    decoder.load(MAIN, "CPU", DRAFT, properties=properties)
+    decoder.load(main, DRAFT)
     assert 0 < json.loads(kept[0].read_text(encoding="utf-8"))["main"]["1"] < other["main"]["1"]
     assert list(tmp_path.glob("costs-*")) == kept
 
@@ -412,13 +415,13 @@ def test_soak_random_rollbacks_leave_the_cache_as_if_fresh(models):
     """Edits at random places, some far back; in the end every position's logits equal a fresh computation."""
     random = np.random.default_rng(0)
     for model in models:
-        text = random.integers(1, model.width, 40)
+        text = random.integers(1, model.vocab_size, 40)
         for _ in range(150):
             keep = int(random.integers(max(1, len(text) - 30), len(text) + 1))
-            text = np.concatenate([text[:keep], random.integers(1, model.width, int(random.integers(1, 18)))])
+            text = np.concatenate([text[:keep], random.integers(1, model.vocab_size, int(random.integers(1, 18)))])
             text = text[-900:] if len(text) < 900 else text[:60]
             model.logits(text, last=int(random.integers(1, min(len(text), 9))))
         used = model.logits(text, last=8).copy()
-        model.forget()
+        model.reset()
         fresh = model.logits(text, last=8)
         assert np.abs(used - fresh).max() < 1e-3

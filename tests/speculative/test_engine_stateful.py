@@ -22,6 +22,7 @@ from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
+from speculative.models.spec import ModelSpec
 from tests.support.tiny_llama import tiny_llama
 
 BLOCKS, BLOCK = 12, 4  # of the pool alone
@@ -56,16 +57,16 @@ class Pool(RuleBasedStateMachine):
         self.texts[lease] = text, end
 
     @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=5), most=st.integers(1, 60))
-    def promise(self, text, most):
+    def reserve(self, text, most):
         text = np.repeat(np.array(text), BLOCK)[:most]
         room = self.pool.has_room(len(text))
-        assert room == (self.pool.needed(len(text)) <= self.pool.blocks - self.pool.promised)
+        assert room == (self.pool.needed(len(text)) <= self.pool.blocks - self.pool.reserved)
         if not room:
             with pytest.raises(OutOfBlocks):
-                self.pool.promise(len(text))
+                self.pool.reserve(len(text))
             return
-        lease = self.pool.promise(len(text))
-        self.texts[lease] = text, lease.adopt(text[:-1])
+        lease = self.pool.reserve(len(text))
+        self.texts[lease] = text, lease.match_prefix(text[:-1])
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -86,25 +87,25 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def share(self, data):
+    def cache_full_blocks(self, data):
         lease = self.one(data)
         text, held = self.texts[lease]
-        lease.share(text[:held])
+        lease.cache_full_blocks(text[:held])
         assert lease.shared == held // BLOCK * BLOCK
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def adopt(self, data):
+    def match_prefix(self, data):
         lease = self.one(data)
         text, held = self.texts[lease]
-        self.texts[lease] = text, max(held, lease.adopt(text[:-1]))
+        self.texts[lease] = text, max(held, lease.match_prefix(text[:-1]))
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def give_back(self, data):
+    def free_blocks(self, data):
         lease = self.one(data)
         del self.texts[lease]
-        lease.give_back()
+        lease.free_blocks()
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
@@ -124,14 +125,14 @@ class Pool(RuleBasedStateMachine):
     def blocks_are_counted(self):
         taken = {block for lease in self.texts for block in lease._blocks[: lease._taken].tolist()}
         assert self.pool.free == BLOCKS - len(taken)
-        assert len(taken) <= self.pool.promised <= BLOCKS
+        assert len(taken) <= self.pool.reserved <= BLOCKS
         may_take = sum(self.pool.needed(len(text)) - lease._taken for lease, (text, _) in self.texts.items())
-        assert self.pool.promised == len(taken) + may_take
+        assert self.pool.reserved == len(taken) + may_take
 
     def teardown(self):
         for lease in self.texts:
-            lease.give_back()
-        assert self.pool.free == BLOCKS and self.pool.promised == 0
+            lease.free_blocks()
+        assert self.pool.free == BLOCKS and self.pool.reserved == 0
 
 
 class Engine(RuleBasedStateMachine):
@@ -163,7 +164,7 @@ class Engine(RuleBasedStateMachine):
         prompt = [*(i * i % 7 for i in range(beginning)), *end]
         config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=sampled, **length)
         try:
-            request = self.decoder.add(prompt, config, seed=len(self.requests))
+            request = self.decoder.add_request(prompt, config, seed=len(self.requests))
         except OutOfBlocks:
             assert not self.decoder.has_room(len(prompt) + tokens)
         else:
@@ -186,7 +187,7 @@ class Engine(RuleBasedStateMachine):
     def fail(self, data, place):
         """From now on, one request fails while it drafts, is verified, is recorded or ends."""
         request = self.one(data)
-        setattr(request.text if place in ("draft", "verify") else request.recording, place, broken)
+        setattr(request.sequence if place in ("draft", "verify") else request.output, place, broken)
         self.failing.add(request)
 
     @precondition(lambda self: self.going)
@@ -207,8 +208,8 @@ class Engine(RuleBasedStateMachine):
     def compare_with_a_fresh_computation(self, data):
         """The cache entries of one request, in the main and the draft model."""
         request = data.draw(st.sampled_from(self.decoder._requests))
-        request.text.drop_draft()
-        text = request.text.token_ids
+        request.sequence.drop_draft()
+        text = request.sequence.token_ids
         for model, slot in ((self.decoder.main, request.slot), (self.decoder.draft, request.draft_slot)):
             fresh = model.slot(len(text)) if model.has_room(len(text)) else None
             if fresh:
@@ -216,21 +217,21 @@ class Engine(RuleBasedStateMachine):
                 rows = rows.copy()
                 (expected,) = model.logits([ScheduledTokens(fresh, text, 1)])
                 np.testing.assert_allclose(rows, expected, rtol=1e-3, atol=1e-3)
-                fresh.give_back()
+                fresh.free_blocks()
 
     @invariant()
     def nobody_has_more_than_was_promised(self):
         for model in (self.decoder.main, self.decoder.draft):
-            assert 0 <= model.pool.blocks - model.pool.free <= model.pool.promised <= model.pool.blocks
+            assert 0 <= model.pool.blocks - model.pool.free <= model.pool.reserved <= model.pool.blocks
 
     def teardown(self):
         for _ in range(1000):
-            if not self.decoder.busy:
+            if not self.decoder.has_unfinished_requests:
                 break
             self.step(1)
         assert not self.going
         for request, (prompt, tokens, greedy) in self.requests.items():
-            got = request.generation
+            got = request.result
             whole = not request.cancelled and request not in self.failing
             assert request.error is None or request in self.failing
             assert len(got.tokens) == tokens if whole else len(got.tokens) <= tokens
@@ -239,7 +240,7 @@ class Engine(RuleBasedStateMachine):
                 assert got.tokens == self.alone(tuple(prompt))[: len(got.tokens)]
         assert set(self.last) == set(self.requests) and all(self.last.values())
         for model in (self.decoder.main, self.decoder.draft):
-            assert model.pool.free == model.pool.blocks and model.pool.promised == 0
+            assert model.pool.free == model.pool.blocks and model.pool.reserved == 0
 
 
 class Broken(Exception):
@@ -259,8 +260,8 @@ def engine(tmp_path_factory):
         llama = dataclasses.replace(llama, layers=[*llama.layers, *tiny_llama(2, noise).layers])
         (base / name).mkdir()
         openvino.save_model(llama_ir.build(llama), base / name / "openvino_model.xml", compress_to_fp16=False)
-        models.append(cached_model.load(base / name, "CPU", EXACT, ROOM))
-    one = Decoder(cached_model.load(base / "main", "CPU", EXACT, CONTEXT))
+        models.append(cached_model.load(ModelSpec(base / name, "CPU", EXACT), capacity=ROOM))
+    one = Decoder(cached_model.load(ModelSpec(base / "main", "CPU", EXACT), capacity=CONTEXT))
 
     @functools.cache
     def alone(prompt):
@@ -296,20 +297,20 @@ def test_the_engine_of_many_texts(engine, request):
 
 
 def what_is_promised_and_not_taken_is_kept(patch):
-    give_back = BlockTable.give_back
+    give_back = BlockTable.free_blocks
 
     def wrong(self):
-        self._pool._owed += self._most > self._taken
+        self._pool._untaken += self._most > self._taken
         give_back(self)
 
-    patch.setattr(BlockTable, "give_back", wrong)
+    patch.setattr(BlockTable, "free_blocks", wrong)
 
 
 def shared_blocks_are_taken_while_one_has_them(patch):
     def wrong(self, shared):
-        shared.holders -= 1
-        if shared.holders <= 1:
-            self._idle[shared] = None
+        shared.ref_count -= 1
+        if shared.ref_count <= 1:
+            self._unused[shared] = None
 
     patch.setattr(BlockPool, "_release", wrong)
 
@@ -320,15 +321,15 @@ def tokens_alone_name_a_block(patch):
 
 
 def failed_requests_keep_their_blocks(patch):
-    leave = BatchDecoder._leave
+    leave = BatchDecoder._finalize
 
     def wrong(self):
         for request in self._requests:
             if request.error:
-                request.draft_slot._lease.give_back = lambda: None
+                request.draft_slot._table.free_blocks = lambda: None
         return leave(self)
 
-    patch.setattr(BatchDecoder, "_leave", wrong)
+    patch.setattr(BatchDecoder, "_finalize", wrong)
 
 
 def blocks_in_the_wrong_order(patch):

@@ -7,6 +7,7 @@ import pytest
 from speculative import decoder
 from speculative.models import cached_model
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from tests.speculative.models.test_cached_model import OneShort, OneTooFar
 from tests.support.real_model import smollm2
 
@@ -22,22 +23,23 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
 @pytest.mark.parametrize("properties", [{}, {"INFERENCE_PRECISION_HINT": "f32"}], ids=str)
 def test_default_caches_are_not_refused(folder, properties, stateful):
-    assert cached_model.load(folder, "CPU", properties, capacity=256, stateful=stateful).note == ""
+    assert cached_model.load(ModelSpec(folder, "CPU", properties), capacity=256, stateful=stateful).note == ""
 
 
 @pytest.mark.parametrize("wrong", [OneTooFar, OneShort])
 def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypatch):
     monkeypatch.setattr(cached_model, "PagedModel", wrong)
     with pytest.raises(ValueError, match="this model cannot be rolled back"):
-        cached_model.load(folder, "CPU", capacity=256)
+        cached_model.load(folder, capacity=256)
     assert issubclass(wrong, PagedModel)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
     config = openvino_genai.GenerationConfig(max_new_tokens=80)
-    plain = decoder.load(folder, properties=EXACT, capacity=512).generate(prompt, config)
-    looked_up = decoder.load(folder, properties=EXACT, capacity=512, max_ngram_size=3)
+    main = ModelSpec(folder, properties=EXACT)
+    plain = decoder.load(main, capacity=512).generate(prompt, config)
+    looked_up = decoder.load(main, capacity=512, max_ngram_size=3)
     config.num_assistant_tokens = 4
     drafted = looked_up.generate(prompt, config)
     assert drafted.tokens == plain.tokens and sum(drafted.proposed) > 0
@@ -45,8 +47,9 @@ def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
 
 def test_greedy_text_with_itself_as_the_draft(folder):
     config = openvino_genai.GenerationConfig(max_new_tokens=60, num_assistant_tokens=4)
-    both = decoder.load(folder, draft=folder, properties=EXACT, capacity=512)
+    main = ModelSpec(folder, properties=EXACT)
+    both = decoder.load(main, draft=folder, capacity=512)
     drafted = both.generate(PROMPTS[1], config)
-    plain = decoder.load(folder, properties=EXACT, capacity=512).generate(PROMPTS[1], config)
+    plain = decoder.load(main, capacity=512).generate(PROMPTS[1], config)
     assert drafted.tokens == plain.tokens
     assert np.mean(drafted.from_draft) > 0.7

@@ -15,6 +15,7 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
 
 GROWTH = 8_000_000  # bytes, when the same texts are generated once more
@@ -31,15 +32,15 @@ def resident_bytes() -> int:
 
 def load(stateful: bool) -> Decoder:
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
-    main, draft = (cached_model.load(folder, "CPU", exact, stateful=stateful) for folder in (MAIN, DRAFT))
-    return Decoder(main, DraftModelProposer(draft, main.width))
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", exact), stateful=stateful) for folder in (MAIN, DRAFT))
+    return Decoder(main, DraftModelProposer(draft, main.vocab_size))
 
 
 def generate(one: Decoder, wanted: int) -> np.ndarray:
     """Return the last of the texts of `wanted` tokens in all, each with a part of the one before; the same in every
     call."""
     one.reset(seed=0)
-    random, width = np.random.default_rng(1), one.main.width
+    random, width = np.random.default_rng(1), one.main.vocab_size
     done, rejections, text = 0, 0, random.integers(1, width, 20)
     while done < wanted:
         prompt = text[: int(random.integers(1, len(text) + 1))]  # goes back somewhere in the last text
@@ -81,7 +82,7 @@ def check(stateful: bool, wanted: int) -> None:
     for model in (one.main, one.draft.model):
         model.logits(text[:-1])
         used = model.logits(text, last=4).copy()
-        model.forget()
+        model.reset()
         assert np.abs(used - model.logits(text, last=4)).max() < 1e-3
 
 

@@ -29,6 +29,7 @@ def run_here(program, *arguments, stdin="", env=None) -> subprocess.CompletedPro
         for name, value in (env or {}).items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "excepthook", sys.excepthook)
         patch.setattr(sys, "path", [str((ROOT / program).parent), *sys.path])
         stack.enter_context(_kept_signals())
         stack.enter_context(_standard_input(stdin))
@@ -48,7 +49,10 @@ def _status_of(program):
             return 1
         return int(stop.code or 0)
     except Exception:
-        sys.excepthook(*sys.exc_info())
+        try:
+            sys.excepthook(*sys.exc_info())
+        except SystemExit as stop:  # by a hook of the program
+            return int(stop.code)
         return 1
     return 0
 

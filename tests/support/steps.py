@@ -8,6 +8,6 @@ def finish(decoder, most=MOST):
     gains = []
     for _ in range(most):
         gains += decoder.step()
-        if not decoder.busy:
+        if not decoder.has_unfinished_requests:
             return gains
     raise AssertionError(f"the decoder is still busy after {most} steps")

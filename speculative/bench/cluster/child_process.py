@@ -22,16 +22,16 @@ LOOK = 0.05  # seconds between polls of the child
 SHOWN = 200  # characters shown of its last message
 
 
-class Failed(Exception):
+class ChildFailed(Exception):
     """The child gave no answer; the message says why."""
 
 
-class OutOfTime(Failed):
+class OutOfTime(ChildFailed):
     """The child was killed at its time limit."""
 
 
 def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], None] = lambda: None) -> dict | list:
-    """The child's answer. `waiting` is called about every second. Raises Failed, also for {"failed": reason}."""
+    """The child's answer. `waiting` is called about every second. Raises ChildFailed, also for {"failed": reason}."""
     quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         child = None
@@ -73,9 +73,9 @@ def _answer(status: int, answered: str, said: str) -> dict | list:
     except ValueError:
         answer = None
     if status != 0 or answer is None:
-        raise Failed(f"{how_it_ended(status)}{f'; its last message: {said[:SHOWN]}' if said else ''}")
+        raise ChildFailed(f"{how_it_ended(status)}{f'; its last message: {said[:SHOWN]}' if said else ''}")
     if "failed" in answer:
-        raise Failed(answer["failed"])
+        raise ChildFailed(answer["failed"])
     return answer
 
 

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from speculative.bench.cluster.child_process import Failed
-from speculative.bench.cluster.ray_nodes import Lost, Machine
+from speculative.bench.cluster.child_process import ChildFailed
+from speculative.bench.cluster.ray_nodes import Machine, NodeLost
 from speculative.bench.devices.matrix import Cell, Device
 
 LOOK_UP_SECONDS = 60
@@ -43,7 +43,7 @@ class Place:
 
 
 def of(machine: Machine | None, run: Callable, names: list[str] | None, emulate_npu: bool) -> Place:
-    """Look up the devices, in a separate process because even that may crash a driver. Raises Failed."""
+    """Look up the devices, in a separate process because even that may crash a driver. Raises ChildFailed."""
     found = run({"look_up": names}, LOOK_UP_SECONDS)
     devices = [_device(facts, machine) for facts in found["devices"]]
     if emulate_npu:
@@ -89,7 +89,7 @@ def in_cluster(
 
         try:
             places.append(of(machine, run, names, emulate_npu))
-        except (Failed, Lost) as error:
+        except (ChildFailed, NodeLost) as error:
             note(f"machine {machine.name} is skipped: {error}")
     if (
         names is None and len({tuple(place.devices) for place in places}) > 1

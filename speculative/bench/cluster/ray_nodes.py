@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from speculative.bench.cluster import child_process, worker_process
-from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
 
@@ -34,7 +34,7 @@ WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 
 
-class Lost(Exception):
+class NodeLost(Exception):
     """A machine no longer answers; the message names it and gives Ray's error."""
 
 
@@ -57,7 +57,7 @@ class Host:
     def run(self, program: str, job: dict, timeout: float) -> tuple[str, object]:
         try:
             return "ok", child_process.run([sys.executable, "-m", program], job, timeout)
-        except Failed as error:
+        except ChildFailed as error:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
     def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
@@ -66,7 +66,7 @@ class Host:
         self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, "-m", program])
         try:
             return "", getattr(self._worker, what)(*arguments)
-        except (Failed, *RAISED.values()) as error:
+        except (ChildFailed, *RAISED.values()) as error:
             return type(error).__name__, str(error)
 
 
@@ -82,10 +82,10 @@ class Machine:
     alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
     def run(self, program: str, job: dict, timeout: float) -> dict | list:
-        """Like child_process.run, on that machine. Raises Failed, or Lost if the machine is lost."""
+        """Like child_process.run, on that machine. Raises ChildFailed, or NodeLost if the machine is lost."""
         state, answer = self.ask(self.actor.run.remote, program, job, timeout, timeout=timeout)
         if state != "ok":
-            raise (OutOfTime if state == "timeout" else Failed)(answer)
+            raise (OutOfTime if state == "timeout" else ChildFailed)(answer)
         return answer
 
     def worker(self, what: str, program: str, *arguments) -> object:
@@ -93,7 +93,7 @@ class Machine:
         asked = self.actor.worker.remote
         error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
         if error:
-            raise RAISED.get(error, Failed)(answer)
+            raise RAISED.get(error, ChildFailed)(answer)
         return answer
 
     def ask(self, method: Callable, *arguments, timeout: float) -> object:
@@ -104,7 +104,7 @@ class Machine:
             try:
                 return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise Lost(f"machine {self.name} was lost ({_sentence(error)})") from None
+                raise NodeLost(f"machine {self.name} was lost ({_sentence(error)})") from None
 
 
 def ray_address(text: str) -> str:
@@ -222,7 +222,7 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
     for machine in machines:
         try:
             prints = machine.ask(machine.actor.facts.remote, folders, timeout=WAIT)["prints"]
-        except Lost as error:
+        except NodeLost as error:
             raise ValueError(f"{error}: try again, or remove that machine") from None
         for folder in folders:
             found = prints.get(folder)
@@ -239,6 +239,59 @@ def _sentence(error: BaseException) -> str:
 # ---- distributing jobs ----------------------------------------------------------------------------------------------
 
 
+class WorkQueue:
+    """Jobs for machines that each have a thread. `can` and `done` are those of `spread`."""
+
+    def __init__(self, jobs: list, can: Callable, done: Callable):
+        self.waiting = list(jobs)
+        self.reasons: dict[int, str] = {}  # by the id of a job: how its last machine was lost
+        self.lost: set[int] = set()  # ids of lost machines
+        self._can, self._done = can, done
+        self._running: list = []
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def take(self, machine) -> object | None:
+        """The next job for a machine. Waits while another machine runs one that it could do, as that may be lost.
+
+        None if there is nothing left to do.
+        """
+        with self._changed:
+            while not self._stopped:
+                job = next((one for one in self.waiting if self._can(one, machine)), None)
+                if job is not None:
+                    self.waiting.remove(job)
+                    self._running.append(job)
+                    return job
+                if not any(self._can(one, machine) for one in self._running):
+                    break
+                self._changed.wait()
+        return None
+
+    def finish(self, job, machine, answer) -> None:
+        """End a job with its result. After `stop` the result is dropped."""
+        with self._changed:
+            self._running.remove(job)
+            self._changed.notify_all()
+            if not self._stopped:
+                self._done(job, machine, answer)
+
+    def lose(self, job, machine, reason: str) -> None:
+        """Return the job of a lost machine to the queue, as the next one."""
+        with self._changed:
+            self._running.remove(job)
+            self._changed.notify_all()
+            self.waiting.insert(0, job)
+            self.reasons[id(job)] = reason
+            self.lost.add(id(machine))
+
+    def stop(self) -> None:
+        """Give out no more jobs."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError), self._changed:
+            self._changed.notify_all()
+
+
 def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, done: Callable) -> list[tuple]:
     """Give each free machine the next job it can do, one at a time.
 
@@ -246,44 +299,22 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
     `done(job, machine, answer)`, of which only one call runs at a time. If a machine is lost, its job goes to another.
     Returns the jobs for which no machine is left, each with the reason. After Ctrl-C the caller must kill the actors.
     """
-    waiting, running, lost = list(jobs), [], {}
-    changed, stopped = threading.Condition(), threading.Event()
+    queue = WorkQueue(jobs, can, done)
     problems: list[BaseException] = []
 
     def serve(machine: Machine) -> None:
-        while True:
-            with changed:
-                job = None
-                while not stopped.is_set():
-                    job = next((one for one in waiting if can(one, machine)), None)
-                    if job is not None or not any(can(one, machine) for one in running):
-                        break
-                    changed.wait()  # a job running elsewhere may come back if its machine is lost
-                if job is None or stopped.is_set():
-                    return
-                waiting.remove(job)
-                running.append(job)
-            answer, reason = None, ""
+        while (job := queue.take(machine)) is not None:
             try:
                 answer = work(job, machine)
-            except Lost as error:
-                reason = str(error)
+            except NodeLost as error:
+                queue.lose(job, machine, str(error))
+                return
             except BaseException as error:
                 problems.append(error)
-            with changed:
-                running.remove(job)
-                if not stopped.is_set() and not problems:
-                    if reason:
-                        lost.setdefault(id(job), []).append(reason)
-                        waiting.insert(0, job)
-                        machine_lost.add(id(machine))
-                    else:
-                        done(job, machine, answer)
-                changed.notify_all()
-                if reason or problems:
-                    return
+                queue.stop()
+                return
+            queue.finish(job, machine, answer)
 
-    machine_lost: set[int] = set()
     threads = [threading.Thread(target=serve, args=(machine,), daemon=True) for machine in machines]
     try:
         for thread in threads:
@@ -292,10 +323,8 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
             for thread in threads:
                 thread.join(0.05)
     finally:
-        stopped.set()
-        with contextlib.suppress(RuntimeError), changed:
-            changed.notify_all()
+        queue.stop()
     if problems:
         raise problems[0]
-    machines[:] = [machine for machine in machines if id(machine) not in machine_lost]
-    return [(job, lost[id(job)][-1] if id(job) in lost else "") for job in waiting]
+    machines[:] = [machine for machine in machines if id(machine) not in queue.lost]
+    return [(job, queue.reasons.get(id(job), "")) for job in queue.waiting]

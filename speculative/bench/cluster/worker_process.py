@@ -5,8 +5,8 @@
     run = worker.call("decode", setting, ids, 100)
 
 Calls and answers are pickled over the child's standard input and output. Errors raised in the child are raised here. If
-the process dies or times out, `Failed` says what happened, and the next call starts a new one. The child leads its own
-process group, which is gone after `close`, and exits when this program does.
+the process dies or times out, `ChildFailed` says what happened, and the next call starts a new one. The child leads its
+own process group, which is gone after `close`, and exits when this program does.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 
 from speculative.bench.cluster import child_process
-from speculative.bench.cluster.child_process import Failed, OutOfTime
+from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.cli.processes import no_sigpipe, own_group
 
 SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
@@ -100,7 +100,7 @@ class WorkerProcess:
         if message is None:
             status = self._child.wait()
             said = child_process.last_line(self._said)[: child_process.SHOWN]
-            raise Failed(child_process.how_it_ended(status) + (f"; its last message: {said}" if said else ""))
+            raise ChildFailed(child_process.how_it_ended(status) + (f"; its last message: {said}" if said else ""))
         return message
 
 

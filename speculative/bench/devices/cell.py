@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import openvino as ov
@@ -19,11 +19,14 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.harness import BackgroundLoad, Way, interleave, precision, row
+from speculative.bench.harness import BackgroundLoad, Method, interleave, precision, row
+from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.decoder import Decoder, GenerationResult
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
+from speculative.pair.engines import GENAI, NATIVE
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # Intel device types, all of which are looked up
@@ -58,19 +61,19 @@ def _cpu_first(name: str) -> tuple[int, str]:
     return (KINDS.index(kind) if kind in KINDS else len(KINDS)), name
 
 
-def measure(job: dict) -> dict:
+def measure(job: dict) -> CellAnswer:
     """The rows of main alone and of each draft length, interleaved in this process, and the tokens of each text.
 
     Prompts are never served from a cache: each method gets a prompt the previous one has just read, and the time to
     first token would be that of a single token."""
     begin = time.perf_counter()
-    ways = (_genai_ways if job["engine"] == "genai" else _own_ways)(job)
+    ways = (_genai_ways if job["engine"] == GENAI else _own_ways)(job)
     load_seconds = time.perf_counter() - begin
     prompts = [np.array(ids, np.int64) for ids in job["prompts"]]
     with BackgroundLoad() as load:
         interleave(ways, prompts, job["rounds"])
     rows = [row(way, ways[0]) for way in ways]
-    if job["engine"] == "genai" and "NPU" in (job["main_device"], job["draft_device"]):
+    if job["engine"] == GENAI and "NPU" in (job["main_device"], job["draft_device"]):
         for one in rows:  # there GenAI varies K and does not report the drafted tokens
             one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
     roles = ("main", "draft") if job["draft_device"] else ("main",)
@@ -79,63 +82,62 @@ def measure(job: dict) -> dict:
         "tokens": [[run.tokens for run in way.rounds[0]] for way in ways],
         "load_seconds": load_seconds,
         "other_load": load.share,
-        **{
-            f"{role}_precision": precision(Path(job[role]), job[f"{role}_device"], job[f"{role}_properties"])
-            for role in roles
-        },
+        **{f"{role}_precision": precision(_spec(job, role)) for role in roles},
     }
 
 
-def _genai_ways(job: dict) -> list[Way]:
-    main, device, properties, n = job["main"], job["main_device"], job["main_properties"], job["max_new_tokens"]
-    alone = genai.load(main, device, None, "", _without_prefix_cache(properties, device), {})
-    ways = [Way("alone", "GenAI", 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
+def _spec(job: dict, role: str) -> ModelSpec:
+    return ModelSpec(job[role], job[f"{role}_device"], job[f"{role}_properties"])
+
+
+def _genai_ways(job: dict) -> list[Method]:
+    main, n = _spec(job, "main"), job["max_new_tokens"]
+    alone = genai.load(_without_prefix_cache(main, main.device), None)
+    ways = [Method("alone", GENAI, 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
     if job["draft_device"]:
-        given = _without_prefix_cache(properties, device + job["draft_device"])
-        pair = genai.load(main, device, job["draft"], job["draft_device"], given, job["draft_properties"])
+        draft = _spec(job, "draft")
+        pair = genai.load(_without_prefix_cache(main, main.device + draft.device), draft)
         for k in job["draft_lengths"]:
             decode = lambda ids, k=k: genai.generate(pair, genai.inputs(ids), n, k)  # noqa: E731
-            ways.append(Way(f"K = {k}", "GenAI", k, 0.0, decode))
+            ways.append(Method(f"K = {k}", GENAI, k, 0.0, decode))
     return ways
 
 
-def _without_prefix_cache(properties: dict, devices: str) -> dict:
-    """LLMPipeline's properties with its prefix cache off; an NPU has none."""
+def _without_prefix_cache(main: ModelSpec, devices: str) -> ModelSpec:
+    """The main model with LLMPipeline's prefix cache off; an NPU has none."""
     if "NPU" in devices:
-        return properties
+        return main
     scheduler = SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
-    return {**properties, "scheduler_config": scheduler}
+    return replace(main, properties={**main.properties, "scheduler_config": scheduler})
 
 
-def _own_ways(job: dict) -> list[Way]:
-    draft = job["draft"] if job["draft_device"] else None
-    engine = decoder.load(
-        job["main"], job["main_device"], draft, job["draft_device"], job["main_properties"], job["draft_properties"]
-    )
+def _own_ways(job: dict) -> list[Method]:
+    draft = _spec(job, "draft") if job["draft_device"] else None
+    engine = decoder.load(_spec(job, "main"), draft)
     return [_own_way(engine, k, job["max_new_tokens"]) for k in [0, *(job["draft_lengths"] if draft else [])]]
 
 
-def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Way:
+def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Method:
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if isinstance(k, int) and k:
         config.num_assistant_tokens = k
     one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
 
     def decode(ids: np.ndarray) -> GenerationResult:
-        one.main.forget()  # the previous method has just read this prompt
+        one.main.reset()  # the previous method has just read this prompt
         if one.draft:
-            one.draft.forget()
+            one.draft.reset()
         return one.generate(ids, config)
 
-    return Way(f"K = {k}" if k else "alone", "ours", k, 0.0, decode)
+    return Method(f"K = {k}" if k else "alone", NATIVE, k, 0.0, decode)
 
 
 def margins(job: dict) -> list[float]:
     """The margin, in nats, by which the main model in f32 prefers its own token to each given one."""
     texts = [np.array(one["text"], np.int64) for one in job["differences"]]
-    model = cached_model.load(Path(job["main"]), "CPU", EXACT, max(map(len, texts)) + 2)
+    model = cached_model.load(ModelSpec(job["main"], "CPU", EXACT), capacity=max(map(len, texts)) + 2)
     rows = [model.logits(text)[0].copy() for text in texts]
     return [float(row.max() - row[one["token"]]) for row, one in zip(rows, job["differences"], strict=True)]
 
@@ -146,7 +148,7 @@ def sentence(error: Exception) -> str:
     lines = [line for line in lines if line and not line.startswith("Exception from")]
     said = lines[-1] if lines else type(error).__name__
     if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
-        said += "; probably out of memory: --engine ours holds the main model once instead of twice"
+        said += "; probably out of memory: --engine native holds the main model once instead of twice"
     return said[:300]
 
 

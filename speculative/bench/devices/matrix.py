@@ -10,7 +10,9 @@ import openvino_genai
 
 from speculative.bench.harness import BackgroundLoad
 from speculative.bench.quality import NEAR_TIE
+from speculative.bench.result import CellResult, MethodRow, SwapRow
 from speculative.pair.devices import VIRTUAL
+from speculative.pair.engines import NATIVE
 
 KINDS = ("CPU", "GPU", "NPU", *VIRTUAL)
 ALONE = "none"  # the draft device of the main model alone
@@ -93,7 +95,7 @@ class Cell:
         return max(range(1, len(rows)), key=lambda i: rows[i]["throughput"]) if self.draft else 0
 
     @property
-    def row(self) -> dict:
+    def row(self) -> MethodRow:
         return self.answer["rows"][self.best]
 
     @property
@@ -114,7 +116,8 @@ class Cell:
 
     def key(self) -> str:
         """Hash of everything the measurement depends on: a cell with a known key is not measured again."""
-        return hashlib.sha256(json.dumps(self.job, sort_keys=True).encode()).hexdigest()[:32]
+        job = {**self.job, "engine": "ours"} if self.job.get("engine") == NATIVE else self.job  # as in earlier files
+        return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
 
     def outcome(self) -> dict:
         """The part saved in the results file."""
@@ -199,7 +202,7 @@ def is_real(difference: dict | None) -> bool:
     return bool(difference) and max(difference["margins"], default=0.0) > NEAR_TIE
 
 
-def described(cell: Cell) -> dict:
+def described(cell: Cell) -> CellResult:
     """The cell in the JSON result."""
     one = {
         "main_device": cell.main.label,
@@ -224,7 +227,7 @@ def described(cell: Cell) -> dict:
     return one
 
 
-def rows(cells: list[Cell]) -> list[dict]:
+def rows(cells: list[Cell]) -> list[SwapRow]:
     """Every row of every cell."""
     return [
         {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from speculative.atomic_write import atomic_write
 from speculative.bench.harness import add_output_arguments, output_file, write_outputs
+from speculative.bench.result import BatchingResult, ServingResult
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_prompt_arguments, two_or_more, whole
 
@@ -57,7 +58,7 @@ def png_file(text: str) -> Path:
     return output_file(text)
 
 
-def write_load_outputs(arguments: argparse.Namespace, result: dict, table: str) -> bool:
+def write_load_outputs(arguments: argparse.Namespace, result: BatchingResult | ServingResult, table: str) -> bool:
     """Write the plot and everything `write_outputs` writes. Returns False if the plot could not be written."""
     written = True
     if arguments.png:

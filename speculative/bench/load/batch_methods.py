@@ -1,6 +1,6 @@
 """Batched decoding methods: GenAI's ContinuousBatchingPipeline and our batch decoder, each in its own process.
 
-    process = BatchingProcess({"name": "ours, draft", "engine": "ours", "main": "models/embedded/main", ...})
+    process = BatchingProcess({"name": "ours, draft", "engine": "native", "main": "models/embedded/main", ...})
     process.start()
     way = process.way("ours, adaptive draft", 0)
 
@@ -24,9 +24,12 @@ from speculative.batch_decoder import BatchDecoder
 from speculative.bench import genai
 from speculative.bench.cluster import worker_process
 from speculative.bench.cluster.worker_process import WorkerProcess
-from speculative.bench.load.metrics import Answer, Load, Span
+from speculative.bench.load.metrics import Load, RequestRecord, Span
+from speculative.bench.result import ProcessMemory
 from speculative.bench.startup import peak_memory
 from speculative.models import huge_pages
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import NATIVE
 
 CACHE_TOKENS = 8192  # for all texts together; GenAI's caches grow as needed
 
@@ -56,14 +59,14 @@ def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: 
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                going[decoder.add(prompts[number], config)] = Answer(number, time.perf_counter())
+                going[decoder.add_request(prompts[number], config)] = RequestRecord(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             for gain in decoder.step():
                 answer = going[gain.request]
                 answer.first = answer.first or time.perf_counter()
                 if gain.request.finished:
-                    answer.end, done = time.perf_counter(), gain.request.generation
+                    answer.end, done = time.perf_counter(), gain.request.result
                     answer.tokens, answer.accepted = len(done.tokens), sum(done.accepted)
                     answer.rejected = sum(done.proposed) - answer.accepted
                     answer.finish_reason, answer.whole = done.finish_reason, gain.request.error is None
@@ -86,14 +89,14 @@ def scheduler(most_texts: int, with_draft: bool) -> SchedulerConfig:
 
 
 def genai_pipeline(
-    main: Path, device: str, properties: dict, draft: Path | None = None, draft_device: str = "", most_texts: int = 256
+    main: ModelSpec, draft: ModelSpec | None = None, most_texts: int = 256
 ) -> ContinuousBatchingPipeline:
-    given, config = dict(properties), scheduler(most_texts, draft is not None)
+    given, config = dict(main.properties), scheduler(most_texts, draft is not None)
     if draft:
         given["draft_model"] = openvino_genai.draft_model(
-            str(draft), draft_device, scheduler_config=config, **properties
+            str(draft.folder), draft.device, scheduler_config=config, **draft.properties
         )
-    return ContinuousBatchingPipeline(str(main), config, device, given)
+    return ContinuousBatchingPipeline(str(main.folder), config, main.device, given)
 
 
 def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
@@ -109,7 +112,7 @@ def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prom
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
                 prompt = ov.Tensor(prompts[number][None])
-                going[pipe.add_request(next(ids), prompt, config)] = Answer(number, time.perf_counter())
+                going[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, time.perf_counter())
             if not going:
                 return Span(answers, begin, begin + seconds)
             pipe.step()
@@ -139,7 +142,7 @@ class BatchingProcess:
         self._worker = WorkerProcess([sys.executable, "-m", "speculative.bench.load.batch_methods"])
 
     def start(self) -> None:
-        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or Failed."""
+        """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
         self._worker.call("load", self.job)
 
@@ -149,7 +152,7 @@ class BatchingProcess:
     def way(self, name: str, k: int) -> Load:
         return Load(name, lambda *load: self._worker.call("run", k, *load))
 
-    def memory(self) -> dict:
+    def memory(self) -> ProcessMemory:
         """The process's load time and peak memory so far."""
         return {"name": self.job["name"], "texts": self.job["texts"], **self._worker.call("memory")}
 
@@ -158,16 +161,16 @@ class Batch:
     """The child's side. Its methods are called by name."""
 
     def load(self, job: dict) -> None:
-        main, draft = Path(job["main"]), Path(job["draft"]) if job.get("draft") else None
-        models = (main, job["device"], draft, job["draft_device"])
-        self.job, self.prompts, self.ways = job, Prompts(main, job["prompts"]), {}
-        self.ours, self.cache_bytes = job["engine"] == "ours", None
+        main = ModelSpec(job["main"], job["device"], job["properties"])
+        draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
+        self.job, self.prompts, self.ways = job, Prompts(main.folder, job["prompts"]), {}
+        self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
-            self.pipeline = batch_decoder.load(*models, job["properties"], cache_tokens=job["cache_tokens"])
+            self.pipeline = batch_decoder.load(main, draft, cache_tokens=job["cache_tokens"])
             self.cache_bytes = self.pipeline.cache_bytes
         else:
-            self.pipeline = genai_pipeline(main, job["device"], job["properties"], *models[2:], job["texts"])
+            self.pipeline = genai_pipeline(main, draft, job["texts"])
         self.seconds = time.perf_counter() - begin
         if job["huge_pages"]:  # the same way for both engines; a pipeline allocates all its memory in the first run
             self.run(2 if draft else 0, 1, 0.001, 0)

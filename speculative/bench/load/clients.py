@@ -1,9 +1,9 @@
 """Closed-loop clients for an OpenAI-compatible server, each sending one request after another in its own thread.
 
-    server = Endpoint("http://127.0.0.1:8000/v1", "embedded")
+    server = Target("http://127.0.0.1:8000/v1", "embedded")
     span = closed_loop(server, clients=8, seconds=10, prompts=["def area(", "class Box:"], settings={"max_tokens": 50})
 
-The outcome of each request is an `Answer`: answered, refused (with the API's error object), cut off, or lost.
+The outcome of each request is a `RequestRecord`: answered, refused (with the API's error object), cut off, or lost.
 """
 
 import http.client
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from speculative.bench.load.metrics import Answer, Span
+from speculative.bench.load.metrics import RequestRecord, Span
 
 PATIENCE = 120.0  # seconds without any data after which a request counts as lost
 MOST_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
 
-class Endpoint(NamedTuple):
+class Target(NamedTuple):
     """A server's endpoint."""
 
     url: str  # http://127.0.0.1:8000/v1
@@ -51,15 +51,15 @@ class Endpoint(NamedTuple):
 
 def ask(
     connection: http.client.HTTPConnection,
-    server: Endpoint,
+    server: Target,
     number: int,
     prompt: str,
     settings: dict,
     piece: Callable[[str], None] = lambda text: None,
-) -> Answer:
+) -> RequestRecord:
     """Send one request; `piece` is called with each piece of text. Errors are recorded in the answer."""
     path, body = server.request(prompt, settings)
-    answer = Answer(number, time.perf_counter())
+    answer = RequestRecord(number, time.perf_counter())
     try:
         connection.request("POST", path, body, server.headers)
         response = connection.getresponse()
@@ -79,7 +79,7 @@ def ask(
     return answer
 
 
-def _read_events(response: http.client.HTTPResponse, answer: Answer, piece: Callable[[str], None]) -> None:
+def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piece: Callable[[str], None]) -> None:
     for line in _lines(response):
         name, _, data = line.strip().partition(b": ")
         if name != b"data":
@@ -123,14 +123,14 @@ def _message(content: dict) -> str:
 
 
 def closed_loop(
-    server: Endpoint, clients: int, seconds: float, prompts: Sequence[str], settings: dict, first: int = 0
+    server: Target, clients: int, seconds: float, prompts: Sequence[str], settings: dict, first: int = 0
 ) -> Span:
     """Run `clients` clients for `seconds`, each sending its next request when it has an answer.
 
     Prompts are numbered from `first` and prefixed with their number on a separate line, so that none repeats and is
     served from a cache.
     """
-    answers: list[Answer] = []
+    answers: list[RequestRecord] = []
     numbers = itertools.count(first)
     begin = time.perf_counter()
 
@@ -152,7 +152,7 @@ def closed_loop(
     return Span(answers, begin, begin + seconds)
 
 
-def only_model(server: Endpoint) -> str:
+def only_model(server: Target) -> str:
     """The name of the served model. Raises ValueError if it cannot be determined."""
     connection = server.connect(timeout=10)
     try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from speculative.bench.harness import ctrl_c_raises, shuffled
+from speculative.bench.result import LoadRow
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
@@ -26,7 +27,7 @@ MIDDLE = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
 
 
 @dataclass
-class Answer:
+class RequestRecord:
     """The outcome of one request. Times are from `time.perf_counter`."""
 
     number: int  # of the prompt
@@ -74,7 +75,7 @@ class Answer:
 class Span(NamedTuple):
     """The requests sent in an interval; some answers arrived later."""
 
-    answers: list[Answer]
+    answers: list[RequestRecord]
     begin: float
     end: float
 
@@ -128,7 +129,7 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
-def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") -> dict:
+def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") -> LoadRow:
     """The metrics of a method with `clients` clients; speedups are over `baseline`, if any, in the same rounds."""
     spans = way.rounds[clients]
     answers = [answer for span in spans for answer in span.answers]
@@ -159,7 +160,7 @@ def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") 
     }
 
 
-def outcomes(answers: Sequence[Answer]) -> dict[str, int]:
+def outcomes(answers: Sequence[RequestRecord]) -> dict[str, int]:
     """Number of requests per outcome."""
     return {outcome: sum(answer.outcome == outcome for answer in answers) for outcome in OUTCOMES}
 
@@ -172,7 +173,7 @@ def _median_and_spread(name: str, values: list[float | None]) -> dict:
     return {name: statistics.median(known), f"{name}_range": [low, high]}
 
 
-def _drafting(answers: list[Answer]) -> dict:
+def _drafting(answers: list[RequestRecord]) -> dict:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
     told = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
@@ -192,7 +193,7 @@ def counted(n: int, what: str = "client") -> str:
 # ---- sentences and table --------------------------------------------------------------------------------------------
 
 
-def stops_paying(rows: list[dict]) -> list[str]:
+def break_even(rows: list[LoadRow]) -> list[str]:
     """Up to what concurrency the draft helps, and how the draft length changes, from the rows of a method with a draft
     by increasing number of clients."""
     rows = [row for row in rows if row["speedup"] is not None]
@@ -225,11 +226,11 @@ def stops_paying(rows: list[dict]) -> list[str]:
     return lines
 
 
-def _times(row: dict) -> str:
+def _times(row: LoadRow) -> str:
     return f"{_speedup(row)} with {counted(row['clients'], row['counted'])}"
 
 
-def losses(rows: list[dict]) -> str:
+def losses(rows: list[LoadRow]) -> str:
     """The outcomes of the requests, in one sentence."""
     total = {what: sum(row[what] for row in rows) for what in ("requests", *OUTCOMES)}
     return (
@@ -238,7 +239,7 @@ def losses(rows: list[dict]) -> str:
     )
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[LoadRow]) -> str:
     """The table of the rows."""
     columns = {
         "method": [one["way"] for one in rows],
@@ -265,18 +266,18 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _speedup(row: dict) -> str:
+def _speedup(row: LoadRow) -> str:
     if row["speedup"] is None:
         return ""
     low, high = row["speedup_range"]
     return f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})"
 
 
-def _same(row: dict) -> str:
+def _same(row: LoadRow) -> str:
     return "" if row["same_text"] is None else f"{row['same_text']}/{row['texts']}"
 
 
-def _spread(row: dict, name: str) -> str:
+def _spread(row: LoadRow, name: str) -> str:
     if row[name] is None:
         return ""
     low, high = row[f"{name}_range"]

@@ -5,6 +5,7 @@
 import io
 
 from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
+from speculative.bench.result import LoadRow
 
 SIZE = (9.6, 6.6)  # inches
 PANELS = [  # key of a row, its range, axis title, factor from the row's unit
@@ -15,7 +16,7 @@ PANELS = [  # key of a row, its range, axis title, factor from the row's unit
 ]
 
 
-def png(rows: list[dict]) -> bytes:
+def png(rows: list[LoadRow]) -> bytes:
     """One panel per metric, one line per method."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def png(rows: list[dict]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel, way: str, line: list[dict], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel, way: str, line: list[LoadRow], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:

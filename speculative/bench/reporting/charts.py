@@ -14,6 +14,8 @@ from speculative.bench.reporting.svg import (
     whole_axis,
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
+from speculative.bench.result import CandidateRow, MethodRow, Result, SpeedupPoint, TuneResult
+from speculative.pair.engines import GENAI, engine_id, shown_engine
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
 FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendation, besides its settings
@@ -21,12 +23,13 @@ FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendat
 # ---- speedup against draft length -----------------------------------------------------------------------------------
 
 
-def speedup(result: dict) -> Markup | str:
+def speedup(result: Result) -> Markup | str:
     """One panel per temperature: measured with the range over the rounds, predicted dashed."""
     points = speedup_points(result)
     if not points:
         return ""
     others = [row for row in result.get("rows", []) if isinstance(row["draft_length"], str) and finite(row["speedup"])]
+    others = [_with_shown_engine(row) for row in others]
     values = [value for p in points for value in (p["speedup"], p.get("predicted"), *(p.get("speedup_range") or []))]
     values += [row["speedup"] for row in others]
     y = axis("speedup (x)", 0, max(1.2, *filter(finite, values)))
@@ -48,17 +51,17 @@ def speedup(result: dict) -> Markup | str:
     return section("speedup", "Speedup against draft length", how(notes), panels, kind="card wide")
 
 
-def speedup_points(result: dict) -> list[dict]:
+def speedup_points(result: Result) -> list[SpeedupPoint]:
     """The points of the sweep, or of the rows with a fixed draft length; the best per temperature is marked.
 
     Empty if the rows differ in more than the draft length.
     """
     if result.get("sweep"):
-        return [point for point in result["sweep"] if finite(point.get("speedup"))]
+        return [_with_shown_engine(point) for point in result["sweep"] if finite(point.get("speedup"))]
     if result["program"] in OTHER_ROWS:
         return []
     points = [
-        {**row, "k": row["draft_length"], "temperature": row.get("temperature", 0)}
+        {**_with_shown_engine(row), "k": row["draft_length"], "temperature": row.get("temperature", 0)}
         for row in result.get("rows", [])
         if isinstance(row.get("draft_length"), int) and row["draft_length"] and finite(row.get("speedup"))
     ]
@@ -67,7 +70,13 @@ def speedup_points(result: dict) -> list[dict]:
     return points
 
 
-def speedup_panel(t: float, points: list[dict], others: list[dict], engines: list[str], x: Axis, y: Axis) -> Markup:
+def _with_shown_engine(row: dict) -> dict:
+    return {**row, "engine": shown_engine(row["engine"])}
+
+
+def speedup_panel(
+    t: float, points: list[SpeedupPoint], others: list[MethodRow], engines: list[str], x: Axis, y: Axis
+) -> Markup:
     title = f"Temperature {t:g}" if t else "Greedy"
     best = max(points, key=lambda p: p["speedup"])
     said = f"Highest: {best['speedup']:.2f}x at K = {best['k']}, {best['engine']}. All points are in the tables below."
@@ -102,9 +111,9 @@ def speedup_panel(t: float, points: list[dict], others: list[dict], engines: lis
 # ---- acceptance per position ----------------------------------------------------------------------------------------
 
 
-def acceptance(result: dict) -> Markup | str:
+def acceptance(result: Result) -> Markup | str:
     """Per engine and temperature: the longest fixed draft length, and every other policy."""
-    longest: dict[tuple, dict] = {}
+    longest: dict[tuple, MethodRow] = {}
     for row in result.get("rows", []):
         rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
         kind = (row.get("engine"), row.get("temperature"), rule)
@@ -131,7 +140,7 @@ def acceptance(result: dict) -> Markup | str:
 # ---- time per iteration ---------------------------------------------------------------------------------------------
 
 
-def iteration(result: dict) -> Markup | str:
+def iteration(result: Result) -> Markup | str:
     rows = result.get("iteration")
     if not rows:
         return ""
@@ -148,7 +157,7 @@ def iteration(result: dict) -> Markup | str:
 # ---- tune's candidates ----------------------------------------------------------------------------------------------
 
 
-def candidates(result: dict) -> Markup | str:
+def candidates(result: Result) -> Markup | str:
     """Speed against agreement; candidates never compared with the f32 text are in the table only."""
     found = list(enumerate(result.get("candidates", []), start=1))
     if not found:
@@ -164,7 +173,7 @@ def candidates(result: dict) -> Markup | str:
     return section("candidates", "Speed against agreement", *content)
 
 
-def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -> Markup:
+def candidates_figure(shown: list[tuple[int, CandidateRow]], recommended: CandidateRow | None) -> Markup:
     agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
     top = max((one for _, one in shown), key=lambda one: one["throughput"])
     said = (
@@ -187,15 +196,21 @@ def candidates_figure(shown: list[tuple[int, dict]], recommended: dict | None) -
     return tag("figure", plot.svg(), legend(entries))
 
 
-def chosen(result: dict) -> dict | None:
+def chosen(result: TuneResult) -> CandidateRow | None:
     """The candidate with the recommended settings."""
     found = result.get("recommendation") or {}
     best = found.get("settings", {}).get(found.get("best"))
-    engine = "GenAI" if found.get("best") == "alone" else found.get("best")
     if best is None:
         return None
+    engine = GENAI if found["best"] == "alone" else engine_id(found["best"])
     wanted = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
-    return next((one for one in result["candidates"] if one.get("settings") == wanted), None)
+    return next((one for one in result["candidates"] if _with_engine_id(one.get("settings")) == wanted), None)
+
+
+def _with_engine_id(settings: dict | None) -> dict:
+    """The settings of a candidate, the engine by its present id; a device or property set has none."""
+    settings = settings or {}
+    return {**settings, "engine": engine_id(settings["engine"])} if "engine" in settings else settings
 
 
 def percent_axis(title: str, low: float, high: float) -> Axis:

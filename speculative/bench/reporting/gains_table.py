@@ -2,14 +2,25 @@
 
 from collections.abc import Callable
 
+from speculative.bench.result import (
+    BatchingResult,
+    BenchmarkResult,
+    LoadRow,
+    MethodRow,
+    RecordedResult,
+    Result,
+    ServingResult,
+)
+from speculative.pair.engines import GENAI, NATIVE, engine_id
+
 PAIRS = {
     "embedded": "embedded pair (31.6 M + 2.0 M)",
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
 }
-Cell = Callable[[dict], str]
+Cell = Callable[[Result], str]
 
 
-def gains(kept: dict[str, dict]) -> str:
+def gains(kept: dict[str, RecordedResult]) -> str:
     """The Markdown table of both pairs. A cell says so if its result was not measured."""
     lines = [f"| | {' | '.join(PAIRS.values())} |", f"|---|{'---|' * len(PAIRS)}"]
     for words, figures, cell in ROWS:
@@ -23,7 +34,7 @@ def gains(kept: dict[str, dict]) -> str:
     return "\n".join([*lines, "", last]) + "\n"
 
 
-def summary(kept: dict[str, dict]) -> str:
+def summary(kept: dict[str, RecordedResult]) -> str:
     """The README's Markdown table: five results of the benchmark pair, one number and its range each."""
     facts = next((kept[figure] for _, figure, _ in SUMMARY if figure in kept), None)
     if not facts:
@@ -41,7 +52,7 @@ def summary(kept: dict[str, dict]) -> str:
 
 
 def best_fixed(engine: str, sampled: bool) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: BenchmarkResult) -> str:
         rows = [row for row in ways(result, engine, sampled) if isinstance(row["draft_length"], int)]
         drafted = [row for row in rows if row["draft_length"]]
         if not drafted:
@@ -55,31 +66,31 @@ def best_fixed(engine: str, sampled: bool) -> Cell:
 def named(engine: str, sampled: bool, begin: str) -> Cell:
     """The cell of the method whose draft length starts with `begin`."""
 
-    def cell(result: dict) -> str:
+    def cell(result: BenchmarkResult) -> str:
         rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
         return times(rows[0]) if rows else ""
 
     return cell
 
 
-def ways(result: dict, engine: str, sampled: bool) -> list[dict]:
+def ways(result: BenchmarkResult, engine: str, sampled: bool) -> list[MethodRow]:
     chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
-    return [row for row in chosen if (row["engine"], row["sampled"]) == (engine, sampled)]
+    return [row for row in chosen if (engine_id(row["engine"]), row["sampled"]) == (engine, sampled)]
 
 
-def same_texts(result: dict) -> str:
+def same_texts(result: BenchmarkResult) -> str:
     """Our engine over GenAI's with the interval over prompts, where both gave the same texts."""
     found = [fact for fact in result["comparisons"] if fact.get("where")]
     return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
 
 
-def under_load(result: dict) -> str:
+def under_load(result: ServingResult) -> str:
     rows = [row for row in result["rows"] if row["way"] == "with draft" and row["speedup"] is not None]
     return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
 
 
 def under_load_of(clients: int) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: ServingResult) -> str:
         rows = [row for row in result["rows"] if row["way"] == "with draft" and row["clients"] == clients]
         return times(rows[0]) if rows and rows[0]["speedup"] is not None else ""
 
@@ -87,14 +98,14 @@ def under_load_of(clients: int) -> Cell:
 
 
 def at_once(begin: str, end: str) -> Cell:
-    def cell(result: dict) -> str:
+    def cell(result: BatchingResult) -> str:
         found = [one for one in result["comparisons"] if one["what"].startswith(begin) and end in one["what"]]
         return "; ".join(f"{one['clients']}: {one['ratio']:.2f}{span(one['range'])}" for one in found)
 
     return cell
 
 
-def times(row: dict) -> str:
+def times(row: MethodRow | LoadRow) -> str:
     return f"{row['speedup']:.2f}x{span(row['speedup_range'])}"
 
 
@@ -103,12 +114,12 @@ def span(bounds: list[float]) -> str:
 
 
 ROWS: list[tuple[str, str, Cell]] = [
-    ("greedy, GenAI's pipeline, best K", "{}", best_fixed("GenAI", sampled=False)),
-    ("greedy, our engine, best K", "{}", best_fixed("ours", sampled=False)),
-    ("greedy, our engine, adaptive K", "{}", named("ours", False, "adaptive")),
+    ("greedy, GenAI's pipeline, best K", "{}", best_fixed(GENAI, sampled=False)),
+    ("greedy, our engine, best K", "{}", best_fixed(NATIVE, sampled=False)),
+    ("greedy, our engine, adaptive K", "{}", named(NATIVE, False, "adaptive")),
     ("our engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)", "{}", same_texts),
-    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed("ours", True)),
-    ("sampled, our engine, adaptive K", "{}", named("ours", True, "adaptive")),
+    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed(NATIVE, True)),
+    ("sampled, our engine, adaptive K", "{}", named(NATIVE, True, "adaptive")),
     ("server throughput with / without draft, by number of clients", "server-{}", under_load),
     ("batched greedy texts: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
     (
@@ -119,9 +130,9 @@ ROWS: list[tuple[str, str, Cell]] = [
 ]
 
 SUMMARY: list[tuple[str, str, Cell]] = [
-    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed("GenAI", sampled=False)),
-    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed("ours", sampled=False)),
-    ("greedy, this project's engine, adaptive K", "benchmark-pair", named("ours", False, "adaptive")),
-    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named("ours", True, "adaptive")),
+    ("greedy, GenAI's pipeline, best K", "benchmark-pair", best_fixed(GENAI, sampled=False)),
+    ("greedy, this project's engine, best K", "benchmark-pair", best_fixed(NATIVE, sampled=False)),
+    ("greedy, this project's engine, adaptive K", "benchmark-pair", named(NATIVE, False, "adaptive")),
+    ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named(NATIVE, True, "adaptive")),
     ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
 ]

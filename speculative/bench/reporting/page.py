@@ -11,6 +11,7 @@ from speculative.bench.reporting.charts import acceptance, candidates, iteration
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import PATTERNS
 from speculative.bench.reporting.tables import categories, devices, environment, recommendation, tables, tokens
+from speculative.bench.result import Result
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
@@ -28,7 +29,7 @@ ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # no external resourc
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def html_text(result: dict) -> str:
+def html_text(result: Result) -> str:
     """The HTML page: summary, charts, tables, environment; a part is left out if `result` has no data for it."""
     title = TITLES.get(result["program"], result["program"])
     charts = [chart for chart in (f(result) for f in (speedup, acceptance, iteration, candidates)) if chart]
@@ -54,7 +55,7 @@ def commands_apart(sentences: list[str]):
             yield f"{INDENT}python {command}"
 
 
-def summary(result: dict, title: str) -> Markup:
+def summary(result: Result, title: str) -> Markup:
     """The summary sentences, the first one large; indented ones are code."""
     facts = result.get("environment", {})
     about = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
@@ -71,7 +72,7 @@ def summary(result: dict, title: str) -> Markup:
 # ---- CSV ------------------------------------------------------------------------------------------------------------
 
 
-def csv_text(result: dict) -> str:
+def csv_text(result: Result) -> str:
     """The main table of a result: draft lengths, candidates, methods, or device cells."""
     rows = result.get("sweep") or result.get("candidates") or result.get("rows")
     rows = rows or result.get("matrix", {}).get("cells", [])
@@ -96,7 +97,7 @@ def flatten(row: dict, before: str = ""):
             yield before + key, value
 
 
-def draw(result: dict, path: Path) -> None:
+def draw(result: Result, path: Path) -> None:
     if path.suffix == ".png" and loads(result):
         from speculative.bench.load import plot as load_plot
 

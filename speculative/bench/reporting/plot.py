@@ -2,11 +2,13 @@
 
 import io
 
+from speculative.bench.result import SpeedupPoint
+
 SIZE, DOTS = (7.2, 3.9), 160  # inches, dots per inch
 COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito
 
 
-def png(points: list[dict]) -> bytes:
+def png(points: list[SpeedupPoint]) -> bytes:
     """One panel per temperature: measured with the range over the rounds, predicted dashed, the best K as a star.
 
     Raises ValueError if there are no points.
@@ -45,7 +47,7 @@ def png(points: list[dict]) -> bytes:
     return written.getvalue()
 
 
-def draw_engine(panel, engine: str, line: list[dict], i: int, aside: float) -> None:
+def draw_engine(panel, engine: str, line: list[SpeedupPoint], i: int, aside: float) -> None:
     """Draw one engine's line; `aside` is an x offset that keeps the ranges of two engines apart."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
     k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]

@@ -3,6 +3,8 @@
 import math
 
 from speculative.bench.reporting.markup import Markup, join, tag
+from speculative.bench.result import CandidateRow, CategoryRow, CellResult, FailedCandidate, MethodRow, Result
+from speculative.pair.engines import shown_engine
 from speculative.sequence import metrics
 
 LINE_BREAK, NOTHING = "\u21b5", "\u2205"  # shown for a line break in a token, and for a token without text
@@ -86,7 +88,7 @@ def scroll(table: Markup, label: str) -> Markup:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def tables(result: dict) -> Markup | str:
+def tables(result: Result) -> Markup | str:
     named = {
         "Draft lengths": result.get("sweep", []),
         "Methods": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
@@ -107,15 +109,16 @@ def tables(result: dict) -> Markup | str:
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
 
 
-def way(row: dict) -> str:
+def way(row: MethodRow) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
     length = row["draft_length"]
-    return f"{row['engine']}, " + (length if isinstance(length, str) else f"K = {length}" if length else "alone")
+    words = length if isinstance(length, str) else f"K = {length}" if length else "alone"
+    return f"{shown_engine(row['engine'])}, {words}"
 
 
-def candidate_name(number: int, candidate: dict) -> str:
+def candidate_name(number: int, candidate: CandidateRow | FailedCandidate) -> str:
     settings = candidate.get("settings", {})
     return f"{number}: {candidate.get('name') or ', '.join(f'{key} = {value}' for key, value in settings.items())}"
 
@@ -147,6 +150,8 @@ def alignment(rows: list[dict], key: str) -> str | None:
 def cell_text(key: str, value: object) -> str:
     if isinstance(value, list):
         return " to ".join(cell_text(key, part) for part in value)
+    if key == "engine" and isinstance(value, str):
+        return shown_engine(value)
     if isinstance(value, bool) or not finite(value):
         return plain(value) if isinstance(value, (bool, str, dict)) else ""
     return COLUMNS[key][1].format(value * UNITS.get(key, 1))
@@ -164,7 +169,7 @@ def terms(keys: set[str]) -> Markup:
 # ---- facts ----------------------------------------------------------------------------------------------------------
 
 
-def environment(result: dict) -> Markup | str:
+def environment(result: Result) -> Markup | str:
     facts = result.get("environment")
     if not facts:
         return ""
@@ -173,7 +178,7 @@ def environment(result: dict) -> Markup | str:
     return section("environment", "Environment", facts_table("Measurement environment", facts))
 
 
-def recommendation(result: dict) -> Markup | str:
+def recommendation(result: Result) -> Markup | str:
     """The recommendation of tune.py without its sentences, which are in the summary."""
     found = result.get("recommendation")
     if not found:
@@ -226,7 +231,7 @@ def heat(value: float, highest: float) -> str:
     return f"--share: {0.85 * value / highest if highest > 0 else 0:.2f}"
 
 
-def devices(result: dict) -> Markup | str:
+def devices(result: Result) -> Markup | str:
     matrix = result.get("matrix")
     if not matrix:
         return ""
@@ -250,7 +255,7 @@ def devices(result: dict) -> Markup | str:
     return section("devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), listed)
 
 
-def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> Markup:
+def device_cell(cell: CellResult, highest: float, best: bool, reasons: list[str]) -> Markup:
     """One cell; its reason is given as a number in the list under the table."""
     status = cell.get("status", "not measured")
     mark = f" [{reasons.index(cell['reason']) + 1}]" if cell.get("reason") else ""
@@ -269,7 +274,7 @@ def device_cell(cell: dict, highest: float, best: bool, reasons: list[str]) -> M
     return tag("td", value, *lines, class_="best" if best else None, style=heat(cell["throughput"], highest))
 
 
-def categories(result: dict) -> Markup | str:
+def categories(result: Result) -> Markup | str:
     found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
     if not found:
         return ""
@@ -286,7 +291,7 @@ def categories(result: dict) -> Markup | str:
     return section("categories", "By prompt category", how(words), table)
 
 
-def category_cell(row: dict | None, highest: float) -> Markup:
+def category_cell(row: CategoryRow | None, highest: float) -> Markup:
     if row is None:
         return tag("td", "not measured", class_="none")
     accepted = row.get("acceptance_rate")
@@ -297,7 +302,7 @@ def category_cell(row: dict | None, highest: float) -> Markup:
 # ---- a text, token by token -----------------------------------------------------------------------------------------
 
 
-def tokens(result: dict) -> Markup | str:
+def tokens(result: Result) -> Markup | str:
     view = result.get("token_view")
     if not view:
         return ""

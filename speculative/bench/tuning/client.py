@@ -2,7 +2,7 @@
 
 import sys
 
-from speculative.bench.cluster.child_process import Failed
+from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.cluster.worker_process import WorkerProcess
 
@@ -17,14 +17,14 @@ class TuningClient:
         self._worker = None if place.machine else WorkerProcess([sys.executable, "-m", WORKER])
 
     def call(self, name: str, *arguments) -> object:
-        """Raises what tuning/worker.py raises, Failed if its process crashed, ray_nodes.Lost if the machine is lost."""
+        """Raises what tuning/worker.py raises, ChildFailed if its process crashed, NodeLost if the machine is lost."""
         return self._do("call", name, *arguments)
 
     def ask(self, name: str, *arguments) -> object:
         """Make a call that cannot fail because of a candidate; retried once if the process crashed."""
         try:
             return self.call(name, *arguments)
-        except Failed:
+        except ChildFailed:
             return self.call(name, *arguments)
 
     def remember(self, name: str, *arguments) -> None:

@@ -9,18 +9,55 @@ finalists in rounds interleaved with the choice.
 
 import statistics
 
+from speculative.bench.result import ExhaustiveCheck
+from speculative.bench.tuning.finals import Finals
+from speculative.bench.tuning.lengths import THRESHOLDS, LengthStage
+from speculative.bench.tuning.session import LENGTHS_BY, Clock, Contest, Session
 from speculative.bench.tuning.settings import PropertySet, Setting
-from speculative.bench.tuning.stages import LENGTHS_BY, THRESHOLDS, Clock, Contest, Tuning
 from speculative.bench.tuning.verdict import figures
+from speculative.pair.engines import GENAI, NATIVE
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other
 LAST = 6  # settings in the final rounds, besides the choice and the main model alone
 
 
-class Exhaustive(Tuning):
+class EverySetting(LengthStage):
+    """Every engine, draft and draft length with every property set within the quality limits."""
+
+    def __init__(self, session: Session, choice: Setting):
+        super().__init__(session)
+        self.choice = choice
+
+    def settings(self) -> list[Setting]:
+        sets = [one.models for one in self.session.measured_sets() if self.session.fits(one.models)]
+        return list(dict.fromkeys([self.choice, *(one for models in sets for one in self.all_with(models))]))
+
+    def all_with(self, models: PropertySet) -> list[Setting]:
+        found = [Setting(models, GENAI), Setting(models, NATIVE)]
+        for draft in self.session.drafts:
+            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
+            if self.session.on_one(lambda bench, draft=draft: self.session.measure_costs(bench, models, draft)):
+                found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", *THRESHOLDS)]
+        return found
+
+
+class FastestAndChoice(Finals):
+    """The fastest of all settings, the choice, and the main model alone."""
+
+    def __init__(self, session: Session, choice: Setting):
+        super().__init__(session)
+        self.choice = choice
+
+    def finalists(self) -> list[Setting]:
+        found = sorted(self.session.candidates.values(), key=lambda one: -one.speedup)
+        fastest = [one.setting for one in found if one.speedup and not one.dropped]
+        return list(dict.fromkeys([self.session.baseline, self.choice, *fastest[:LAST]]))
+
+
+class Exhaustive(Session):
     """Continues from `tuning`, which is finished and chose `choice`; `tuning` itself is not modified."""
 
-    def __init__(self, tuning: Tuning, choice: Setting, minutes: float):
+    def __init__(self, tuning: Session, choice: Setting, minutes: float):
         self.__dict__.update(tuning.__dict__)
         self.choice = choice
         self.seconds = 60 * minutes
@@ -28,29 +65,13 @@ class Exhaustive(Tuning):
         self.candidates, self.choosing = {}, Contest(1.0)
 
     def run(self) -> None:
-        self.halve()
+        EverySetting(self, self.choice).halve()
         self.clock.bar.close()
         self.clock = Clock((1 - LENGTHS_BY) * self.seconds)  # for the finalists, however long the sweep took
-        self.compare(self.choosing, self.finalists())
+        finals = FastestAndChoice(self, self.choice)
+        finals.compare(self.choosing, finals.finalists())
 
-    def settings(self) -> list[Setting]:
-        sets = [one.models for one in self.measured_sets() if self.fits(one.models)]
-        return list(dict.fromkeys([self.choice, *(one for models in sets for one in self.all_with(models))]))
-
-    def all_with(self, models: PropertySet) -> list[Setting]:
-        found = [Setting(models, "GenAI"), Setting(models, "ours")]
-        for draft in self.drafts:
-            found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in ("GenAI", "ours")]
-            if self.on_one(lambda bench, draft=draft: self.measure_costs(bench, models, draft)):
-                found += [Setting(models, "ours", draft, rule) for rule in ("adaptive", *THRESHOLDS)]
-        return found
-
-    def finalists(self) -> list[Setting]:
-        found = sorted(self.candidates.values(), key=lambda one: -one.speedup)
-        fastest = [one.setting for one in found if one.speedup and not one.dropped]
-        return list(dict.fromkeys([self.baseline, self.choice, *fastest[:LAST]]))
-
-    def result(self) -> dict:
+    def result(self) -> ExhaustiveCheck:
         """For the result object: number of settings decoded, the fastest finalist, the choice's ratio to it."""
         last = {one.setting: one for one in figures(self)}
         over = {setting: one.over(last[self.choice]) for setting, one in last.items()}  # the choice, round by round
@@ -66,7 +87,7 @@ class Exhaustive(Tuning):
         }
 
 
-def sentence(result: dict | None) -> str:
+def sentence(result: ExhaustiveCheck | None) -> str:
     if not result:
         return "The exhaustive check of the choice did not finish."
     if result["fastest"] == result["choice"]:

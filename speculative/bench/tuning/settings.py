@@ -13,13 +13,16 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
+from speculative.bench.result import MethodSettings
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.policy import AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.spec import ModelSpec
 from speculative.pair import devices
+from speculative.pair.engines import GENAI, NATIVE, shown_engine
 
 Properties = tuple[tuple[str, object], ...]
 """Sorted by name, so that equal sets compare equal."""
@@ -78,13 +81,13 @@ class Setting:
     """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold."""
 
     models: PropertySet
-    engine: str  # "GenAI" or "ours"
+    engine: str  # GENAI or NATIVE
     draft: Path | None = None
     draft_length: int | float | str = 0  # or "adaptive"
     scheduler: Properties = ()
 
     def __str__(self) -> str:
-        parts = [self.engine, self.length if self.draft else "main alone", str(self.models)]
+        parts = [shown_engine(self.engine), self.length if self.draft else "main alone", str(self.models)]
         return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
 
     @property
@@ -98,7 +101,7 @@ class Setting:
             return f"confidence {self.draft_length:g}"
         return f"K = {self.draft_length}" if isinstance(self.draft_length, int) else self.draft_length
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> MethodSettings:
         """As in recommended.json; see speculative/pair/recommendation.py."""
         alone = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:
@@ -180,7 +183,7 @@ class Models:
         key = (folder, device, properties)
         if key not in self._loaded:
             capacity = None if kind(device) == "NPU" else self.capacity
-            self._loaded[key] = cached_model.load(folder, device, dict(properties), capacity)
+            self._loaded[key] = cached_model.load(ModelSpec(folder, device, dict(properties)), capacity=capacity)
         return self._loaded[key]
 
     def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
@@ -189,14 +192,14 @@ class Models:
 
     def load(self, setting: Setting) -> None:
         """Raises RuntimeError or ValueError if a device or plugin rejects the setting."""
-        if setting.engine == "ours":
+        if setting.engine == NATIVE:
             self.pair(setting.models, setting.draft)
         else:
             self._pipeline(setting)
 
     def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | GenerationResult:
         """Decode greedily, ignoring EOS."""
-        if setting.engine == "GenAI":
+        if setting.engine == GENAI:
             k = setting.draft_length if setting.draft else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
@@ -209,7 +212,7 @@ class Models:
             config.assistant_confidence_threshold = setting.draft_length
         elif isinstance(setting.draft_length, int):
             config.num_assistant_tokens = setting.draft_length
-        return Decoder(main, DraftModelProposer(draft, main.width) if draft else None, rule).generate(ids, config)
+        return Decoder(main, DraftModelProposer(draft, main.vocab_size) if draft else None, rule).generate(ids, config)
 
     def groups(self, always: list, settings: list) -> list[list]:
         """Split `settings` (settings or property sets) into few groups that fit in memory, each including `always`."""
@@ -242,7 +245,7 @@ class Models:
         """The models a setting loads; for a property set, our engine's main model with `drafts`."""
         models = setting if isinstance(setting, PropertySet) else setting.models
         if isinstance(setting, Setting):
-            if setting.engine == "GenAI":
+            if setting.engine == GENAI:
                 return [self._pipeline_key(setting)]
             drafts = [setting.draft] if setting.draft else []
         main = (self.main, models.device, models.properties)
@@ -258,14 +261,8 @@ class Models:
             properties = dict(models.properties)
             if setting.scheduler:
                 properties["scheduler_config"] = scheduler_config(setting.scheduler)
-            self._loaded[key] = genai.load(
-                self.main,
-                models.device,
-                setting.draft,
-                models.draft_device,
-                properties,
-                dict(models.draft_properties),
-            )
+            draft = setting.draft and ModelSpec(setting.draft, models.draft_device, dict(models.draft_properties))
+            self._loaded[key] = genai.load(ModelSpec(self.main, models.device, properties), draft)
         return self._loaded[key]
 
 

@@ -15,9 +15,18 @@ import openvino as ov
 from speculative.bench import harness
 from speculative.bench import quality as text_quality
 from speculative.bench.cluster.hosts import Place
+from speculative.bench.result import (
+    CandidateRow,
+    FailedCandidate,
+    MethodRow,
+    QualityFigures,
+    Recommendation,
+    RecommendedSettings,
+)
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair import recommendation, weights
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft to recommend one
@@ -37,11 +46,11 @@ class Verdict:
     best: str
     reason: str
     sentences: list[str]
-    settings: dict[str, dict]
-    quality: dict
-    measured_on: dict
+    settings: dict[str, RecommendedSettings]
+    quality: QualityFigures
+    measured_on: dict[str, str]
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> Recommendation:
         return {
             "program": "scripts/tune.py",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -76,7 +85,7 @@ class Figures:
 
 
 @dataclass
-class Choice:
+class TuningChoice:
     """The fastest methods in a set of rounds."""
 
     drafted: Figures
@@ -89,10 +98,10 @@ class Choice:
         chosen = (self.drafted, self.alone, self.sample_alone, *self.of_engine.values())
         return [one.setting for one in chosen]
 
-    def with_figures(self, found: dict[Setting, Figures]) -> "Choice":
+    def with_figures(self, found: dict[Setting, Figures]) -> "TuningChoice":
         """The same choice with other results."""
         drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
-        return Choice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
+        return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
 
 
 def figures(tuning) -> list[Figures]:
@@ -118,24 +127,24 @@ def figures_of(contest, baseline: Setting) -> list[Figures]:
     ]
 
 
-def choose(tuning) -> Choice | None:
+def choose(tuning) -> TuningChoice | None:
     """The fastest methods; None if nothing was decoded with a draft, or nothing without one."""
     found = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
     ]
     drafted = [one for one in found if one.setting.draft]
     alone = [one for one in found if not one.setting.draft]
-    sample_alone = [one for one in alone if one.setting.engine == "GenAI" and not one.setting.scheduler]
+    sample_alone = [one for one in alone if one.setting.engine == GENAI and not one.setting.scheduler]
     if not sample_alone or not drafted:
         return None
-    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in ("GenAI", "ours")}
+    own = {engine: [one for one in drafted if one.setting.engine == engine] for engine in (GENAI, NATIVE)}
     of_engine = {engine: fastest(found) for engine, found in own.items() if found}
     best = fastest(drafted)
     of_engine[best.setting.engine] = best
-    return Choice(best, fastest(alone), fastest(sample_alone), of_engine)
+    return TuningChoice(best, fastest(alone), fastest(sample_alone), of_engine)
 
 
-def to_measure_afresh(tuning) -> list[Setting]:
+def to_remeasure(tuning) -> list[Setting]:
     """The choice and everything its gain is reported against."""
     choice = choose(tuning)
     if not choice:
@@ -151,11 +160,11 @@ def judge(tuning) -> Verdict | None:
     choice = choose(tuning)
     if not choice:
         return None
-    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
-    is_afresh = set(choice.settings) <= set(afresh)
-    found = list(afresh.values()) if is_afresh else figures(tuning)
-    if is_afresh:
-        choice = choice.with_figures(afresh)
+    remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
+    is_remeasured = set(choice.settings) <= set(remeasured)
+    found = list(remeasured.values()) if is_remeasured else figures(tuning)
+    if is_remeasured:
+        choice = choice.with_figures(remeasured)
     best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
     use_draft = is_worth_it(tuning, best, best_alone)
@@ -165,7 +174,7 @@ def judge(tuning) -> Verdict | None:
             settings[engine] = _settings(own)
     chosen = best if use_draft else best_alone
     reason = _why(tuning, best) if use_draft else _why_not(tuning, best, best_alone, gains)
-    sentences = _sentences(tuning, found, choice, is_afresh) if use_draft else [reason]
+    sentences = _sentences(tuning, found, choice, is_remeasured) if use_draft else [reason]
     sentences += [reason] if use_draft else _alone_in_sample(choice)
     sentences += _text(tuning, chosen.setting.models)
     sentences += _command(tuning, chosen.setting, choice.sample_alone.setting)
@@ -201,15 +210,15 @@ def fastest(found: list[Figures]) -> Figures:
 
 def _usual(tuning) -> Setting:
     """The default settings of samples/speculative_decoding_lm.py."""
-    return Setting(tuning.default, "GenAI", tuning.drafts[0], 5)
+    return Setting(tuning.default, GENAI, tuning.drafts[0], 5)
 
 
 def _contest(tuning, setting: Setting):
     """The rounds to report for a setting, the new ones if any; None if it was not in either contest."""
-    return next((one for one in (tuning.afresh, tuning.choosing) if setting in one.ways), None)
+    return next((one for one in (tuning.remeasured, tuning.choosing) if setting in one.ways), None)
 
 
-def measured_on(place: Place, models: PropertySet) -> dict:
+def measured_on(place: Place, models: PropertySet) -> dict[str, str]:
     """The versions and devices the results depend on; speculative/pair/recommendation.py compares them."""
     names = dict.fromkeys([models.device, models.draft_device])
     return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
@@ -226,11 +235,11 @@ def _tokens_each(tuning, one: Figures) -> float:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def _sentences(tuning, found: list[Figures], choice: Choice, is_afresh: bool) -> list[str]:
+def _sentences(tuning, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
     best, best_alone = choice.drafted, choice.alone
     lines = [
         f"Use this draft: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
-        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_afresh)}."
+        f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_remeasured)}."
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
@@ -258,26 +267,26 @@ def _times(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f}x{spread}"
 
 
-def _rounds(one: Figures, is_afresh: bool) -> str:
+def _rounds(one: Figures, is_remeasured: bool) -> str:
     """How many rounds were measured, and whether before or after the choice."""
     rounds = len(one.speedups)
     counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
-    when = "measured after the choice" if is_afresh else "the rounds that decided the choice, which flatter it"
+    when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which flatter it"
     return f" ({counted}; {when})"
 
 
 def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> list[Figures]:
     """The steps from the sample's settings to the best ones: properties, then K, then the engine."""
     models, draft = best.setting.models, best.setting.draft
-    same_k = by_setting.get(Setting(models, "GenAI", draft, usual.setting.draft_length))
+    same_k = by_setting.get(Setting(models, GENAI, draft, usual.setting.draft_length))
     of_genai = [
         one
         for one in by_setting.values()
-        if (one.setting.engine, one.setting.models, one.setting.draft) == ("GenAI", models, draft)
+        if (one.setting.engine, one.setting.models, one.setting.draft) == (GENAI, models, draft)
     ]
     best_k = max(of_genai, key=lambda one: one.speedup, default=None)
     steps = [usual]
-    for after in (same_k, best_k if best.setting.engine == "ours" else None, best):
+    for after in (same_k, best_k if best.setting.engine == NATIVE else None, best):
         if after and after.setting != steps[-1].setting:
             steps.append(after)
     return steps[1:]
@@ -297,7 +306,7 @@ def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures)
     return f": {', '.join(told)}" if told else ""
 
 
-def _alone_in_sample(choice: Choice) -> list[str]:
+def _alone_in_sample(choice: TuningChoice) -> list[str]:
     """The gain over the sample, if the sample cannot run the fastest method without a draft."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
@@ -402,7 +411,7 @@ def _first_differences(tuning, models: PropertySet) -> str:
     """How the texts decoded in the last stage compare with their f32 references."""
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
-    for contest in (tuning.choosing, tuning.afresh):
+    for contest in (tuning.choosing, tuning.remeasured):
         for way in (way for setting, way in contest.ways.items() if setting.models == models):
             for prompt, run in zip(contest.prompts, way.runs(), strict=True):
                 reference = references.get(prompt.tobytes())
@@ -426,13 +435,10 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
     python = _python(main, setting)
     setting = setting if setting.draft else sample_alone
     models = setting.models
-    if not setting.draft:
-        program, folders = "greedy_causal_lm.py", [main]
-    else:
-        program = "speculative_decoding_lm.py" if setting.engine == "GenAI" else "speculative_sampling_lm.py"
-        folders = [main, str(setting.draft)]
+    program = recommendation.SAMPLE_OF[setting.engine if setting.draft else "alone"]
+    folders = [main, str(setting.draft)] if setting.draft else [main]
     begin = ["python", f"samples/{program}", *folders, PROMPT]
-    begin += ["--temperature", "0"] if setting.engine == "ours" else []
+    begin += ["--temperature", "0"] if setting.engine == NATIVE else []
     options = ["--device", models.device] if models.device != "CPU" else []
     for name, value in models.properties:
         options += ["--property", f"{name}={value}"]
@@ -455,23 +461,23 @@ def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
 
 def _python(main: str, setting: Setting) -> list[str]:
     models = setting.models
-    properties, draft_properties = dict(models.properties), dict(models.draft_properties)
     length = ""
     if isinstance(setting.draft_length, float):
         length = f", assistant_confidence_threshold={setting.draft_length}"
     elif setting.draft and setting.draft_length != "adaptive":
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
-    if setting.engine == "ours":
-        of_draft = f", {str(setting.draft)!r}, {models.draft_device!r}"
+    if setting.engine == NATIVE:
+        given = [f"ModelSpec({main!r}, {models.device!r}, {dict(models.properties)})"]
+        if setting.draft:
+            own = dict(models.draft_properties)
+            given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
         return [
             "from openvino_genai import GenerationConfig",
-            "from speculative import decoder",
-            f"engine = decoder.load({main!r}, {models.device!r}{of_draft}, {properties}, {draft_properties})"
-            if setting.draft
-            else f"engine = decoder.load({main!r}, {models.device!r}, properties={properties})",
+            "from speculative import ModelSpec, load",
+            f"decoder = load({', '.join(given)})",
             f"config = {config}",
-            f"print(engine.generate({PROMPT!r}, config).text)",
+            f"print(decoder.generate({PROMPT!r}, config).text)",
         ]
     lines = ["import openvino_genai"]
     arguments = "".join(f", {name}={value!r}" for name, value in models.properties)
@@ -504,7 +510,7 @@ def table(tuning) -> str:
     for name, reason in tuning.failed.items():
         lines.append(f"{name:<58} failed: {reason}")
     lines += _decoding("decoding, rounds that decided the choice", figures(tuning))
-    lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.afresh, tuning.baseline))
+    lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.remeasured, tuning.baseline))
     return "\n".join(lines)
 
 
@@ -519,21 +525,21 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
     return lines
 
 
-def rows(tuning) -> list[dict]:
+def rows(tuning) -> list[MethodRow]:
     """The rows of the result object: the finalists, with the new rounds if measured again."""
-    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.afresh.ways)}
+    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.remeasured.ways)}
     return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
 
 
-def candidates(tuning) -> list[dict]:
+def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
     """All candidates, failed ones included."""
     found = []
     last = {one.setting: one for one in figures(tuning)}
-    afresh = {one.setting: one for one in figures_of(tuning.afresh, tuning.baseline)}
+    remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
     for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
         is_set = isinstance(one.setting, PropertySet)
-        final = afresh.get(one.setting) or last.get(one.setting)
-        settings = Setting(one.models, "ours").as_dict() if is_set else one.setting.as_dict()
+        final = remeasured.get(one.setting) or last.get(one.setting)
+        settings = Setting(one.models, NATIVE).as_dict() if is_set else one.setting.as_dict()
         found.append(
             {
                 "name": str(one.setting),
@@ -542,7 +548,7 @@ def candidates(tuning) -> list[dict]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
-                "measured_afresh": one.setting in afresh,
+                "measured_afresh": one.setting in remeasured,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }
@@ -551,7 +557,7 @@ def candidates(tuning) -> list[dict]:
     return found
 
 
-def _settings(one: Figures) -> dict:
+def _settings(one: Figures) -> RecommendedSettings:
     return {
         **one.setting.as_dict(),
         "throughput": statistics.median(one.throughputs),
@@ -560,7 +566,7 @@ def _settings(one: Figures) -> dict:
     }
 
 
-def _quality(quality: text_quality.Quality | None) -> dict:
+def _quality(quality: text_quality.Quality | None) -> QualityFigures:
     if not quality:
         return {}
     return {

@@ -66,7 +66,7 @@ class TuningWorker:
     def judge(self, models: PropertySet) -> Quality:
         main, _ = self.models.pair(models, None)
         quality = text_quality.judge(main, self.references)
-        main.forget()
+        main.reset()
         return quality
 
     def decode(
@@ -84,7 +84,7 @@ class TuningWorker:
     def room(self, models: PropertySet, draft: Path) -> tuple[int, int]:
         """The smaller logits width and the smaller capacity of the two models."""
         pair = self.models.pair(models, draft)
-        return min(model.width for model in pair), min(model.capacity for model in pair)
+        return min(model.vocab_size for model in pair), min(model.capacity for model in pair)
 
     def iteration(self, models: PropertySet, draft: Path, tokens: np.ndarray, k: int) -> tuple[float, float, float]:
         """Seconds of a plain step, a verification of k draft tokens and a draft step, after all but the last k + 1 of
@@ -105,7 +105,7 @@ class TuningWorker:
 
     def forget(self, models: PropertySet, draft: Path) -> None:
         for model in self.models.pair(models, draft):
-            model.forget()
+            model.reset()
 
 
 def main() -> None:

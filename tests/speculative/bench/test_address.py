@@ -16,8 +16,10 @@ import pytest
 from speculative.bench.cluster import hosts, ray_nodes
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.devices.matrix import Cell, Device
+from speculative.bench.result import SwapResult, TuneResult
 from tests.support.paths import DRAFT, ROOT
 from tests.support.serving import ray_cluster
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.posix("Ray's clusters are for Linux")
@@ -71,7 +73,9 @@ def finish(process, status=0, seconds=200):
     out, said = process.communicate(timeout=seconds)
     assert process.returncode == status, said
     assert "Traceback" not in said
-    return json.loads(out.splitlines()[-1]), said
+    result = json.loads(out.splitlines()[-1])
+    assert problems(result, SwapResult | TuneResult) == []
+    return result, said
 
 
 def cells_of(result):

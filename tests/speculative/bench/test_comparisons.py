@@ -8,8 +8,10 @@ import pytest
 from speculative.bench import genai as genai_runs
 from speculative.bench import startup
 from speculative.bench.genai import Run
-from speculative.bench.harness import Way, interleave
+from speculative.bench.harness import Method, interleave
 from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
+from speculative.models.spec import ModelSpec
+from speculative.pair.engines import GENAI, NATIVE
 from tests.speculative.models.test_huge_pages import HAS_COLLAPSE
 from tests.support.paths import DRAFT, MAIN
 
@@ -19,8 +21,8 @@ def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
     return Run(list(tokens), [3] * len(gained), list(gained), 1.0, 1.0 + seconds)
 
 
-def way(*rounds, engine="ours"):
-    return Way("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
+def way(*rounds, engine=NATIVE):
+    return Method("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
@@ -28,7 +30,7 @@ def way(*rounds, engine="ours"):
 
 def test_the_order_of_the_ways_changes_and_each_has_its_turn():
     asked = []
-    ways = [Way(name, "ours", 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
+    ways = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
     assert interleave(ways, [np.arange(3)] * 4, rounds=5, warm_up=1)
     turns = [asked[i : i + 3] for i in range(0, len(asked), 3)]
     assert len(turns) == 6 * 4 and all(set(turn) == set("abc") for turn in turns)
@@ -63,7 +65,7 @@ def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
 def test_texts_that_differ_stand_apart():
     other_text = run_of(0.1, tokens=(1, 2, 3, 4, 9))
     ours = way([run_of(1), other_text], [run_of(1), run_of(1)])
-    genai = way([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine="GenAI")
+    genai = way([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine=GENAI)
     assert same_tokens(ours, genai) == [0]
     alike, per_iteration, rest = engines("K = 4", ours, genai)
     assert alike["what"] == "ours / GenAI, greedy, K = 4" and alike["ratio"] == 2 and alike["prompts"] == 1
@@ -112,7 +114,7 @@ def test_genais_seconds_end_with_its_last_token():
 
 @pytest.mark.parametrize("draft", [None, DRAFT])
 def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft):
-    pipe = genai_runs.load(MAIN, "CPU", draft, "CPU", {}, {})
+    pipe = genai_runs.load(ModelSpec(MAIN), draft and ModelSpec(draft))
     ids, found = np.arange(5, 25), []
     generate = pipe.generate
     kept = type("Kept", (), {"generate": lambda self, *given: found.append(generate(*given)) or found[-1]})()
@@ -130,11 +132,11 @@ def test_starts_alternate_after_the_files_were_read(monkeypatch):
     done = []
     monkeypatch.setattr(startup, "read_files", lambda *folders: done.append(folders))
     monkeypatch.setattr(startup, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
-    kinds = [startup.Start("a", "GenAI", False), startup.Start("b", "ours", True)]
+    kinds = [startup.Start("a", GENAI, False), startup.Start("b", NATIVE, True)]
     arguments = type("A", (), {"main": MAIN, "draft": DRAFT, "device": "CPU", "draft_device": "CPU", "property": []})
     first, second = startup.start_costs(kinds, arguments, 2)
     assert done[0] == (MAIN, DRAFT)
-    assert [asked["engine"] for asked in done[1:]] == ["GenAI", "GenAI", "ours", "ours"] * 2
+    assert [asked["engine"] for asked in done[1:]] == [GENAI, GENAI, NATIVE, NATIVE] * 2
     folders = [asked["properties"]["CACHE_DIR"] for asked in done[1:]]
     assert folders[::2] == folders[1::2] and len(set(folders)) == 4  # two starts share a cache, and no others do
     assert first["first_range"] == [2, 6] and first["first_seconds"] == 4 and first["second_range"] == [3, 7]
@@ -154,11 +156,11 @@ def test_files_are_read(tmp_path):
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
 def test_both_engines_have_processes_of_their_own_and_the_same_pages():
-    from speculative.bench.decoding_process import Closing, DecodingProcess, Job, measure
+    from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 
-    genai = Job("GenAI", "GenAI", MAIN, "CPU", None, "", {}, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
+    genai = ProcessJob("GenAI", GENAI, ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
     ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
-    ours = replace(genai, name="ours", engine="ours", draft=DRAFT, draft_device="CPU", ways=ways)
+    ours = replace(genai, name="ours", engine=NATIVE, draft=ModelSpec(DRAFT), ways=ways)
     small = replace(genai, name="usual pages", huge_pages=False)
     with Closing([DecodingProcess(job) for job in (genai, ours, small)]) as processes:
         ways = [one for process in processes for one in process.ways]

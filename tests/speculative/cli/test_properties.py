@@ -6,7 +6,7 @@ import pytest
 
 from convert import export_model_server
 from scripts import device_swap
-from speculative.cli import arguments, console
+from speculative.cli import arguments, pipeline_arguments
 from speculative.cli.properties import key_value
 
 
@@ -25,5 +25,7 @@ def test_anything_else_is_refused(text):
 
 
 def test_every_program_has_this_one():
-    assert {module.key_value for module in (export_model_server, device_swap, arguments, console)} == {key_value}
+    assert {module.key_value for module in (export_model_server, device_swap, arguments, pipeline_arguments)} == {
+        key_value
+    }
     assert device_swap.device_property("GPU:X=2") == ("GPU", "X", 2)

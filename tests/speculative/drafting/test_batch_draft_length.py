@@ -35,7 +35,7 @@ def rule_of(first=small, further=None):
 
 def deaf(rule):
     """A policy that does not learn costs or losses from measured times."""
-    rule.draft.learn = rule.draft_further.learn = lambda *told: None
+    rule.draft.update = rule.draft_further.update = lambda *told: None
     rule._budget.left = lambda plain: 1.0
     return rule
 
@@ -68,12 +68,12 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
                 texts[i].history.draft(chance)
             cost = (further or draft) if tokens > len(texts) else draft
             took = float(cost(len(chosen))) * random.normal(1, 0.1)
-            rule.learn_draft(len(chosen), took)
+            rule.update_draft(len(chosen), took)
             tokens, spent = tokens + len(chosen), spent + took
         took = float(main(tokens + prompts)) * random.normal(1, 0.05)
-        rule.learn_main(tokens, prompts, sum(accepted) + len(texts), took)
+        rule.update_main(tokens, prompts, sum(accepted) + len(texts), took)
         for text, n in zip(texts, accepted, strict=True):
-            text.history.learn(n)
+            text.history.update(n)
         gained, seconds = gained + sum(accepted) + len(texts), seconds + spent + took
         drafted.append(tokens - len(texts))
     return gained / seconds, drafted
@@ -127,10 +127,10 @@ def test_one_text_is_drafted_for_as_by_the_rule_for_one():
     lengths = []
     for _ in range(1000):
         n = accepted = 0
-        while single.more(n, lambda: 0.7):
+        while single.should_draft(n, lambda: 0.7):
             accepted += accepted == n and random.random() < 0.7
             n += 1
-        single.learn(n, accepted, n * float(small(1)), float(large(n + 1)))
+        single.update(n, accepted, n * float(small(1)), float(large(n + 1)))
         lengths.append(n)
     assert np.mean(drafted[200:]) == pytest.approx(np.mean(lengths[200:]), abs=0.7)
 
@@ -166,10 +166,12 @@ def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, te
 
 def test_why_tells_what_was_measured():
     rule = rule_of()
-    assert "no draft token verified yet" in rule.why()
+    assert "no draft token verified yet" in rule.describe()
     texts = [Text(rule, [0.9]) for _ in range(2)]
     rate, _ = decode(rule, texts, 400, np.random.default_rng(9))
-    found = re.search(r"acceptance ([\d.]+) over (\d+) draft .*, ([\d.]+) tokens .* ([\d.]+)x over plain", rule.why())
+    found = re.search(
+        r"acceptance ([\d.]+) over (\d+) draft .*, ([\d.]+) tokens .* ([\d.]+)x over plain", rule.describe()
+    )
     accepted, judged, gained, speedup = map(float, found.groups())
     assert accepted == pytest.approx(0.9, abs=0.03) and judged > 1000 and gained > 2.5
     assert speedup == pytest.approx(rate / (2 / large(2)), rel=0.05)
@@ -211,7 +213,7 @@ def test_the_costs_of_tokens_never_seen_are_a_straight_line():
     assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
     assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
     for _ in range(100):
-        costs.learn(2, 22.0)
+        costs.update(2, 22.0)
     assert costs(2) == pytest.approx(22, rel=0.05)
 
 

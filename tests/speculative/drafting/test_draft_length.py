@@ -4,10 +4,19 @@ import re
 
 import numpy as np
 import pytest
+from openvino_genai import GenerationConfig
 
 from speculative.decoder import LOOKUP_ACCEPTANCE, LOOKUP_BUDGET
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
+from speculative.drafting.policy import (
+    LONGEST,
+    AdaptiveDraftLength,
+    ConfidenceDraftLength,
+    Costs,
+    FixedDraftLength,
+    policy_from_params,
+)
+from speculative.sampling.params import SamplingParams
 
 COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 11: 58, 17: 72})  # a 1.1 B model, ms
 SECONDS = COSTS.verify()
@@ -22,7 +31,7 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
     iterations = []
     while tokens < new_tokens:
         accepted, drafted, chance = 0, 0, None
-        while rule.more(drafted, lambda: chance):  # noqa: B023
+        while rule.should_draft(drafted, lambda: chance):  # noqa: B023
             chance = float(random.choice(chances))
             accepted += accepted == drafted and random.random() < chance
             drafted += 1
@@ -30,7 +39,7 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
             (draft * drafted + first * (drafted > 0)) * random.normal(1, noise),
             main[drafted + 1] * random.normal(1, noise / 2),
         )
-        rule.learn(drafted, accepted, *spent)
+        rule.update(drafted, accepted, *spent)
         tokens += accepted + 1
         seconds += sum(spent)
         iterations.append((drafted, accepted))
@@ -49,7 +58,7 @@ def best_fixed(chances, costs=COSTS):
 def test_adaptive_is_as_fast_as_the_best_fixed_length(chances):
     for repeatable in (False, True):
         rule = AdaptiveDraftLength(COSTS)
-        rule.forget(repeatable)
+        rule.reset(repeatable)
         assert decode(rule, chances, 6000, np.random.default_rng(0))[0] > 0.96 * best_fixed(chances)
 
 
@@ -72,7 +81,7 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
     alone, _ = decode(FixedDraftLength(0), [0.0], 2000, random)
     rule = AdaptiveDraftLength(COSTS)
     speed, iterations = decode(rule, [0.0], 2000, random)
-    assert speed > 0.98 * alone and "not worth its cost" in rule.why()
+    assert speed > 0.98 * alone and "not worth its cost" in rule.describe()
     drafted = [k for k, _ in iterations[500:]]
     assert 0 < sum(drafted) < 40
     _, iterations = decode(rule, [0.95], 2000, random)  # the text turns to what the draft knows
@@ -157,11 +166,11 @@ def test_a_text_that_becomes_useful_to_draft_is_noticed(draft):
 
 def test_why_tells_what_was_measured():
     rule = AdaptiveDraftLength(COSTS)
-    assert "no draft token verified yet" in rule.why() and "speedup" not in rule.why()
-    rule.learn(0, 0, 0.0, 43.0)  # plain
-    rule.learn(4, 4, 8.0, 47.0)  # all four accepted
-    rule.learn(4, 1, 8.0, 47.0)  # the second was wrong, and nobody judged the others
-    why = rule.why()
+    assert "no draft token verified yet" in rule.describe() and "speedup" not in rule.describe()
+    rule.update(0, 0, 0.0, 43.0)  # plain
+    rule.update(4, 4, 8.0, 47.0)  # all four accepted
+    rule.update(4, 1, 8.0, 47.0)  # the second was wrong, and nobody judged the others
+    why = rule.describe()
     assert "per-token acceptance 0.83 over 6 draft tokens, 2.67 tokens per forward pass, speedup 2.25x over" in why
     assert "expected" not in why
     best, cost, tokens = re.fullmatch(r"about (\d+) draft tokens: .* and ([\d.]+) ms for (\d+)", why).groups()
@@ -172,9 +181,9 @@ def test_fewer_tokens_never_cost_more():
     """Plain steps are rare while drafting is worth it, and the first pass of a shape is slow: not their real cost."""
     rule = AdaptiveDraftLength(COSTS)
     for _ in range(20):
-        rule.learn(0, 0, 0.0, 2 * SECONDS[1])
+        rule.update(0, 0, 0.0, 2 * SECONDS[1])
     assert rule._verify_cost[1] > 1.5 * SECONDS[1]
-    rule.learn(4, 2, 8.0, SECONDS[5])
+    rule.update(4, 2, 8.0, SECONDS[5])
     assert rule._verify_cost[:5].max() <= rule._verify_cost[5] < 1.5 * SECONDS[5]
 
 
@@ -189,32 +198,32 @@ def test_costs_are_by_the_number_of_tokens():
 def test_a_time_moves_most_what_it_is_the_time_of(drafted):
     rule = AdaptiveDraftLength(COSTS)
     draft, verify = rule._draft_cost.copy(), rule._verify_cost.copy()
-    rule.learn(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
+    rule.update(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
     assert (rule._draft_cost == draft).all() and (rule._verify_cost == verify).all()
-    rule.learn(drafted, 0, draft[drafted], 1.5 * verify[drafted + 1])
+    rule.update(drafted, 0, draft[drafted], 1.5 * verify[drafted + 1])
     assert np.argmax(rule._verify_cost[1:] / verify[1:]) == drafted  # the other entry is of no tokens
 
 
 def test_probes_get_rarer_until_one_succeeds():
     rule = AdaptiveDraftLength(Costs(draft=30.0, main=COSTS.main), prior_acceptance=0.0)
-    rule.forget(repeatable=True)
+    rule.reset(repeatable=True)
 
     def plain_before_a_probe():
         for plain in range(100):
-            if rule.more(0, None):
+            if rule.should_draft(0, None):
                 return plain
-            rule.learn(0, 0, 0.0, 0.0)
+            rule.update(0, 0, 0.0, 0.0)
 
     gaps = []
     for accepted in (0, 0, 0, 0, 0, 1, 0, 0):
         gaps.append(plain_before_a_probe())
-        rule.learn(1, accepted, 0.0, 0.0)
+        rule.update(1, accepted, 0.0, 0.0)
     assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]
 
 
 def test_nothing_is_left_of_what_was_forgotten():
     def iterations(rule):
-        rule.forget(repeatable=True)
+        rule.reset(repeatable=True)
         return decode(rule, [0.4, 0.9], 300, np.random.default_rng(9))[1]
 
     used = AdaptiveDraftLength(COSTS)
@@ -224,34 +233,34 @@ def test_nothing_is_left_of_what_was_forgotten():
 
 def test_a_budget_is_spent_refilled_and_never_above_its_most():
     budget = DraftBudget(2.0)
-    budget.learn(plain=1.0, seconds=3.1, tokens=1)
+    budget.update(plain=1.0, seconds=3.1, tokens=1)
     assert budget.left(1.0) == pytest.approx(2 - 2.1 + 3.1 * DraftBudget.SHARE)
     for _ in range(30):
-        budget.learn(plain=1.0, seconds=1.0)
+        budget.update(plain=1.0, seconds=1.0)
     assert budget.left(1.0) == pytest.approx(2 - 2.1 + 33.1 * DraftBudget.SHARE)
-    budget.learn(plain=1.0, seconds=1.0, tokens=1000)
+    budget.update(plain=1.0, seconds=1.0, tokens=1000)
     assert budget.left(1.0) == DraftBudget.MOST
-    budget.learn(plain=1.0, seconds=DraftBudget.MOST + 1, tokens=1)
+    budget.update(plain=1.0, seconds=DraftBudget.MOST + 1, tokens=1)
     assert -0.5 < budget.left(1.0) < 0.5
 
 
 def test_what_was_lost_lately_counts_by_what_a_plain_inference_turns_out_to_take():
     budget = DraftBudget(8.0)
     for _ in range(3):
-        budget.learn(plain=1.0, seconds=4.0, tokens=3)
+        budget.update(plain=1.0, seconds=4.0, tokens=3)
     assert budget.left(1.0) < 6 and budget.left(2.0) > 10
 
 
 def test_repeatable_decisions_do_not_look_at_the_clock():
     def run(noise):
         rule = AdaptiveDraftLength(COSTS)
-        rule.forget(repeatable=True)
+        rule.reset(repeatable=True)
         iterations, random = [], np.random.default_rng(4)
         for _ in range(200):
             drafted = 0
-            while rule.more(drafted, lambda: 0.7):
+            while rule.should_draft(drafted, lambda: 0.7):
                 drafted += 1
-            rule.learn(drafted, min(drafted, int(random.integers(0, 5))), noise * drafted, noise)
+            rule.update(drafted, min(drafted, int(random.integers(0, 5))), noise * drafted, noise)
             iterations.append(drafted)
         return iterations
 
@@ -259,17 +268,17 @@ def test_repeatable_decisions_do_not_look_at_the_clock():
 
 
 def test_fixed_and_confidence():
-    assert [FixedDraftLength(2).more(i, lambda: 0.0) for i in range(4)] == [True, True, False, False]
+    assert [FixedDraftLength(2).should_draft(i, lambda: 0.0) for i in range(4)] == [True, True, False, False]
     rule = ConfidenceDraftLength(0.5, longest=3)
-    assert rule.more(0, None) and rule.more(1, lambda: 0.5) and not rule.more(1, lambda: 0.49)
-    assert not rule.more(3, lambda: 1.0)
+    assert rule.should_draft(0, None) and rule.should_draft(1, lambda: 0.5) and not rule.should_draft(1, lambda: 0.49)
+    assert not rule.should_draft(3, lambda: 1.0)
 
 
 @pytest.mark.parametrize(("seen", "counts_as"), [(100, 2), (9, 2), (0.001, 0.5), (1.5, 1.5)])
 def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as):
     def after(times):
         rule = AdaptiveDraftLength(COSTS)
-        rule.learn(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
+        rule.update(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
         return [*rule._draft_cost, *rule._verify_cost]
 
     assert after(seen) == after(counts_as) != after(1.0)
@@ -278,7 +287,20 @@ def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as
 def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
     def left(times):
         rule = AdaptiveDraftLength(COSTS)
-        rule.learn(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
+        rule.update(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
         return rule._budget.left(rule._plain_cost())
 
     assert left(100) == left(9) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        ({}, None),
+        (dict(num_assistant_tokens=3), FixedDraftLength(3)),
+        (dict(assistant_confidence_threshold=0.25), ConfidenceDraftLength(0.25)),
+    ],
+    ids=str,
+)
+def test_a_request_may_set_its_policy(config, policy):
+    assert policy_from_params(SamplingParams.resolve(GenerationConfig(**config))) == policy

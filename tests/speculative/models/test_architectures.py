@@ -14,6 +14,7 @@ from speculative.decoder import Decoder
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
+from speculative.models.spec import ModelSpec
 
 PROMPT = "def read_file(path):"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -42,9 +43,11 @@ def test_our_engine_says_the_same(architecture, tiny_pair):
     prompt = openvino_genai.Tokenizer(str(pair / "main")).encode(PROMPT, add_special_tokens=False).input_ids.data[0]
     config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     for stateful in (False, True):
-        main = cached_model.load(pair / "main", "CPU", EXACT, stateful=stateful)
+        main = cached_model.load(ModelSpec(pair / "main", "CPU", EXACT), stateful=stateful)
         for folder in ("draft", "main"):
-            draft = DraftModelProposer(cached_model.load(pair / folder, "CPU", EXACT, stateful=stateful), main.width)
+            draft = DraftModelProposer(
+                cached_model.load(ModelSpec(pair / folder, "CPU", EXACT), stateful=stateful), main.vocab_size
+            )
             for rule in (FixedDraftLength(4), AdaptiveDraftLength(Costs(0.1, {1: 1.0, 17: 2.0}))):
                 result = Decoder(main, draft, rule).generate(prompt, config)
                 assert result.tokens == expected

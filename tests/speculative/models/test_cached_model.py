@@ -15,6 +15,7 @@ from speculative.models.cached_model import CachedModel
 from speculative.models.gather_logits import keep_logits_at
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 from tests.support.paths import DRAFT, MAIN
 from tests.support.tiny_checkpoints import run_optimum_here, save_ir, train_tokenizer
@@ -59,7 +60,7 @@ def texts(random, width, longest, rounds):
 def worst_difference(model, reference, rounds, longest, seed=0):
     random = np.random.default_rng(seed)
     worst = 0.0
-    for text in texts(random, model.width, longest, rounds):
+    for text in texts(random, model.vocab_size, longest, rounds):
         last = int(random.integers(1, 6))
         worst = max(worst, float(np.abs(model.logits(text, last) - reference(text)[-last:]).max()))
     return worst
@@ -82,7 +83,7 @@ class Spy:
 @STATEFUL
 def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, tiny_pair, monkeypatch):
     folder = tiny_pair(architecture) / "main"
-    model = cached_model.load(folder, "CPU", EXACT, stateful=stateful)
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=stateful)
     monkeypatch.setattr(model.backend, "chunk", 7)  # so that prompts come in several pieces
     assert worst_difference(model, Reference(folder), rounds=50, longest=100) < TOLERANCE  # windows are 16
 
@@ -91,17 +92,17 @@ def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, ti
 def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(stateful):
     """Weights in int8, as released models have them. Ten layers round more than the tiny models' two, by the processor:
     below 1e-4 on an AMD EPYC, 1.1e-4 on an Intel Xeon with AMX; one token too many or too few is 100 times that."""
-    model = cached_model.load(MAIN, "CPU", EXACT, stateful=stateful)
+    model = cached_model.load(ModelSpec(MAIN, "CPU", EXACT), stateful=stateful)
     assert worst_difference(model, Reference(MAIN), rounds=10, longest=200) < 3 * TOLERANCE
 
 
 @STATEFUL
 def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
-    model = cached_model.load(tiny_pair("llama") / "main", "CPU", EXACT, stateful=stateful)
+    model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), stateful=stateful)
     model.backend = spy = Spy(model.backend)
-    text = np.random.default_rng(0).integers(0, model.width, 90)
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 90)
     edited = text.copy()
-    edited[40] = (text[40] + 1) % model.width
+    edited[40] = (text[40] + 1) % model.vocab_size
 
     model.logits(text[:60])
     model.logits(text[:65], last=5)  # a step on 5 tokens
@@ -109,7 +110,7 @@ def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
     model.logits(text[:62], last=2)  # the same text again
     model.logits(edited[:62])  # edited in the middle
     model.logits(text[:45])
-    model.forget()
+    model.reset()
     model.logits(text[:45])
     assert spy.runs == [(0, 60), (60, 5), (61, 1), (60, 2), (40, 22), (40, 5), (0, 45)]
 
@@ -122,8 +123,8 @@ def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
 @STATEFUL
 def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(stateful, tiny_pair):
     folder = tiny_pair("llama") / "main"
-    model = cached_model.load(folder, "CPU", EXACT, capacity=40, stateful=stateful)
-    text = np.random.default_rng(0).integers(0, model.width, 41)
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=40, stateful=stateful)
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 41)
     message = "^the text has 41 tokens, but the cache only fits 40: shorten it or raise the capacity$"
     full = model.logits(text[:40]).copy()
     with pytest.raises(ValueError, match=message):
@@ -135,19 +136,19 @@ def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(state
 def test_what_the_cache_takes_is_known(stateful, tiny_pair):
     """2 layers, keys and values, 2 heads x 16 in f32; whole blocks of 32 tokens and one for padding, or a quarter
     more for hidden ones."""
-    model = cached_model.load(tiny_pair("llama") / "main", "CPU", EXACT, capacity=100, stateful=stateful)
+    model = cached_model.load(ModelSpec(tiny_pair("llama") / "main", "CPU", EXACT), capacity=100, stateful=stateful)
     assert model.backend.cache_bytes == (125 if stateful else 128 + 32) * 2 * 2 * 2 * 16 * 4
 
 
 def test_hidden_entries_never_fill_the_cache(tiny_pair):
     """2,000 rejected tokens in a cache of 64."""
     folder = tiny_pair("llama") / "main"
-    model = cached_model.load(folder, "CPU", EXACT, capacity=64, stateful=True)
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64, stateful=True)
     random = np.random.default_rng(0)
-    text = random.integers(0, model.width, 60)
+    text = random.integers(0, model.vocab_size, 60)
     entries = []
     for _ in range(500):
-        model.logits(np.concatenate([text, random.integers(0, model.width, 4)]), last=5)
+        model.logits(np.concatenate([text, random.integers(0, model.vocab_size, 4)]), last=5)
         entries.append(model.backend._request.query_state()[0].state.shape[2])
     assert np.abs(model.logits(text, last=5) - Reference(folder)(text)[-5:]).max() < TOLERANCE
     assert entries[:5] == [64, 69, 74, 79, 64]  # room for 80: the fifth copies what is in use together
@@ -160,7 +161,7 @@ def test_a_stateful_model_is_compiled_once_and_kept_on_disk(device, tiny_pair, t
     properties = {**(NPU if device == "NPU" else EXACT), "CACHE_DIR": str(tmp_path)}
     logits, blobs = [], []
     for _ in range(2):
-        model = cached_model.load(folder, device, properties, stateful=True)
+        model = cached_model.load(ModelSpec(folder, device, properties), stateful=True)
         logits.append(model.logits(np.arange(20)).copy())
         blobs.append({file: file.stat().st_mtime_ns for file in tmp_path.glob("*.blob")})
     assert blobs[0] == blobs[1] != {}
@@ -170,7 +171,7 @@ def test_a_stateful_model_is_compiled_once_and_kept_on_disk(device, tiny_pair, t
 def test_a_paged_model_cannot_be_read_from_the_cache_of_a_cpu(tiny_pair, tmp_path):
     """The reason why PagedModel drops CACHE_DIR on a CPU: if this fails, OpenVINO has fixed it, and it can stay."""
     folder = tiny_pair("llama") / "main"
-    cached_model.load(folder, "CPU", {"CACHE_DIR": str(tmp_path)})
+    cached_model.load(ModelSpec(folder, "CPU", {"CACHE_DIR": str(tmp_path)}))
     assert not list(tmp_path.iterdir())
     model = ov.Core().read_model(folder / "openvino_model.xml")
     paged_attention_transformation(model)
@@ -181,7 +182,7 @@ def test_a_paged_model_cannot_be_read_from_the_cache_of_a_cpu(tiny_pair, tmp_pat
 @pytest.mark.parametrize("device", ["AUTO:CPU", "HETERO:CPU"])
 def test_devices_that_choose_a_device(device, tiny_pair):
     folder = tiny_pair("llama") / "main"
-    model = cached_model.load(folder, device, EXACT)
+    model = cached_model.load(ModelSpec(folder, device, EXACT))
     assert worst_difference(model, Reference(folder), rounds=20, longest=100) < TOLERANCE
 
 
@@ -191,21 +192,21 @@ class TestNpu:
     @pytest.mark.parametrize("step", [1, 8])
     def test_rolled_back_logits_equal_those_computed_anew(self, step, tiny_pair):
         folder = tiny_pair("llama") / "main"
-        model = cached_model.load(folder, "NPU", {**NPU, "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": step})
+        model = cached_model.load(ModelSpec(folder, "NPU", {**NPU, "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": step}))
         assert (model.backend.kind, model.capacity) == ("NPU", 128)
         assert worst_difference(model, Reference(folder), rounds=30, longest=128) < 0.1  # 0.05 seen; they spread over 7
 
     def test_more_rows_than_a_step_has_and_prompts_longer_than_one(self, tiny_pair):
         folder = tiny_pair("llama") / "main"
-        model = cached_model.load(folder, "NPU", NPU)
-        text = np.random.default_rng(0).integers(0, model.width, 128)
+        model = cached_model.load(ModelSpec(folder, "NPU", NPU))
+        text = np.random.default_rng(0).integers(0, model.vocab_size, 128)
         expected = Reference(folder)(text)
         for length, last in [(128, 20), (60, 12), (30, 1), (42, 12), (128, 128)]:
             assert np.abs(model.logits(text[:length], last) - expected[length - last : length]).max() < 0.1
 
     def test_a_sliding_window_is_refused(self, tiny_pair):
         with pytest.raises(ValueError, match=r"sliding window of 16 tokens cannot be rolled back on an NPU: use a CPU"):
-            cached_model.load(tiny_pair("mistral") / "main", "NPU", NPU)
+            cached_model.load(ModelSpec(tiny_pair("mistral") / "main", "NPU", NPU))
 
 
 class OneTooFar(PagedModel):
@@ -292,7 +293,7 @@ def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, mo
         with pytest.raises(
             ValueError, match=r"distribution differs from that of a fresh cache by [\d.]+ \(.*: this model cannot be ro"
         ):
-            cached_model.load(folder, device, properties, stateful=base is StatefulModel)
+            cached_model.load(ModelSpec(folder, device, properties), stateful=base is StatefulModel)
 
 
 @STATEFUL
@@ -300,15 +301,15 @@ def test_the_default_precision_passes_the_check(stateful, tiny_pair):
     """bf16 or f16 and a u8 cache, as the device chooses."""
     for folder in (MAIN, DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
         for properties in ({}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}):
-            assert isinstance(cached_model.load(folder, "CPU", properties, stateful=stateful), CachedModel)
+            assert isinstance(cached_model.load(ModelSpec(folder, "CPU", properties), stateful=stateful), CachedModel)
 
 
 def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
     folder = save_llama_with_outlier_keys(tmp_path / "ir", 40)
-    model = cached_model.load(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}, capacity=64)
+    model = cached_model.load(ModelSpec(folder, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}), capacity=64)
     assert model.note.startswith("keys quantised by token (KEY_CACHE_QUANT_MODE=BY_TOKEN), because by channel rejected")
-    assert cached_model.load(folder, "CPU", EXACT, capacity=64).note == ""
-    assert cached_model.load(MAIN, "CPU", capacity=64).note == ""
+    assert cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=64).note == ""
+    assert cached_model.load(MAIN, capacity=64).note == ""
 
 
 @pytest.mark.parametrize("own", [{"KEY_CACHE_QUANT_MODE": "BY_CHANNEL"}, {"KV_CACHE_PRECISION": "u8"}], ids=str)
@@ -323,7 +324,7 @@ def test_a_cache_of_the_users_own_stays_as_it_is(own, tmp_path, monkeypatch):
             super().__init__(model, device, properties, capacity)
 
     monkeypatch.setattr(cached_model, "PagedModel", Noted)
-    model = cached_model.load(folder, "CPU", properties, capacity=64)
+    model = cached_model.load(ModelSpec(folder, "CPU", properties), capacity=64)
     assert "as the properties say" in model.note and compiled[-1] == properties
 
 

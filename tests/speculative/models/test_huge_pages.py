@@ -28,11 +28,11 @@ if ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(huge_pages.
     sys.exit("no huge page is free")
 tokens = np.arange(1, 60)
 before = huge_pages.allocated()
-model = cached_model.load(sys.argv[1], "CPU")
+model = cached_model.load(sys.argv[1])
 logits = model.logits(tokens, last=8).copy()
 were = huge_pages.in_use()
 huge_pages.move(before)
-model.forget()
+model.reset()
 print(huge_pages.in_use() - were, np.array_equal(model.logits(tokens, last=8), logits))
 """
 

@@ -21,6 +21,7 @@ from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
+from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN
 from tests.support.steps import finish
 from tests.support.tiny_llama import tiny_llama
@@ -47,7 +48,7 @@ def models_of(decoder):
 
 
 def blocks_are_back(decoder):
-    return all(model.pool.free == model.pool.blocks and not model.pool.promised for model in models_of(decoder))
+    return all(model.pool.free == model.pool.blocks and not model.pool.reserved for model in models_of(decoder))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +65,14 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(folders):
-    return [cached_model.load(folder, "CPU", F32, ROOM) for folder in folders]
+    return [cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in folders]
 
 
 @pytest.fixture(scope="module")
 def conversations(folders):
     """Requests with common prefixes, first and second turns, each with the output of the single-request decoder."""
-    main, draft = (cached_model.load(folder, "CPU", F32, CONTEXT) for folder in folders)
-    decoder, random = Decoder(main, DraftModelProposer(draft, main.width)), np.random.default_rng(3)
+    main, draft = (cached_model.load(ModelSpec(folder, "CPU", F32), capacity=CONTEXT) for folder in folders)
+    decoder, random = Decoder(main, DraftModelProposer(draft, main.vocab_size)), np.random.default_rng(3)
     system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
     requests, texts = [], []
     for seed in range(36):
@@ -132,27 +133,27 @@ class Shadow:
         for model in models_of(self.decoder):
             held, soiled = self.places[id(model)], self.soiled[id(model)]
             for shared in model.pool._shared.values():
-                text, before = shared.tokens, shared.before
+                text, before = shared.tokens, shared.parent
                 while before:
-                    text, before = before.tokens + text, before.before
+                    text, before = before.tokens + text, before.parent
                 begin = len(text) - len(shared.tokens)
                 texts = [hash(text[: begin + 8 * (i + 1)]) for i in range(BLOCK)]
                 self.wrong += any(held.get((shared.block, i)) != text for i, text in enumerate(texts))
                 self.wrong += model.leaves_traces and shared.block in soiled
         for request in self.decoder._requests:
-            self.wrong += any(shared in self.decoder.main.pool._idle for shared in request.slot._lease._shared)
+            self.wrong += any(shared in self.decoder.main.pool._unused for shared in request.slot._table._shared)
 
 
 def run_all(decoder, requests, patch, most=12):
     """Decode all requests, joining as others leave; return them and the errors that the shadow found."""
     random, shadow = np.random.default_rng(0), Shadow(decoder, patch)
     waiting, added = list(reversed(requests)), []
-    while waiting or decoder.busy:
+    while waiting or decoder.has_unfinished_requests:
         going = sum(not request.finished for request in added)
         if waiting and going < most and random.random() < 0.5:
             prompt, config, seed = waiting[-1]
             if decoder.has_room(len(prompt) + config.max_new_tokens):
-                added.append(decoder.add(prompt, config, seed))
+                added.append(decoder.add_request(prompt, config, seed))
                 waiting.pop()
         decoder.step()
         shadow.look()
@@ -164,7 +165,7 @@ def test_texts_are_what_they_are_alone(tiny, conversations, monkeypatch):
     requests, alone = conversations
     decoder = decoder_of(*tiny)
     added, wrong = run_all(decoder, requests, monkeypatch)
-    assert [request.generation.tokens for request in added] == alone and not wrong
+    assert [request.result.tokens for request in added] == alone and not wrong
     prompts, cached = sum(len(prompt) for prompt, *_ in requests), sum(request.cached_tokens for request in added)
     assert 0.3 < cached / prompts < 1
     assert sum(len(prompt) for prompt, *_ in requests) > 4 * ROOM and blocks_are_back(decoder)
@@ -174,7 +175,7 @@ def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
     requests, alone = conversations
     decoder = decoder_of(*tiny, share=False)
     added, wrong = run_all(decoder, requests[:15], monkeypatch)
-    assert [request.generation.tokens for request in added] == alone[:15] and not wrong
+    assert [request.result.tokens for request in added] == alone[:15] and not wrong
     assert not any(request.cached_tokens for request in added) and not decoder.main.pool._shared
     assert blocks_are_back(decoder)
 
@@ -182,7 +183,7 @@ def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
 @pytest.fixture(scope="module")
 def small(folders):
     """With a u8 cache, in which rejected tokens leave traces."""
-    return [cached_model.load(folder, "CPU", U8, ROOM) for folder in folders]
+    return [cached_model.load(ModelSpec(folder, "CPU", U8), capacity=ROOM) for folder in folders]
 
 
 def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkeypatch):
@@ -203,7 +204,7 @@ def test_with_traces_only_what_bears_none_is_shared(small, conversations, monkey
     ids=str,
 )
 def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
-    assert BatchModel(cached_model.load(DRAFT, "CPU", properties, capacity=64)).leaves_traces is expected
+    assert BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).leaves_traces is expected
 
 
 def test_what_was_computed_once_is_not_computed_again(tiny):
@@ -220,16 +221,16 @@ def test_what_was_computed_once_is_not_computed_again(tiny):
     random = np.random.default_rng(4)
     beginning = random.integers(0, 8, 100)
     try:
-        first = decoder.add(beginning, greedy(40))
+        first = decoder.add_request(beginning, greedy(40))
         finish(decoder)
         computed.clear()
-        other = decoder.add(np.concatenate([beginning, [1, 2, 3]]), greedy(2, num_assistant_tokens=1))
+        other = decoder.add_request(np.concatenate([beginning, [1, 2, 3]]), greedy(2, num_assistant_tokens=1))
         finish(decoder)
         assert (first.cached_tokens, other.cached_tokens) == (0, 96)
         assert computed[decoder.main] == 103 - 96 + 1  # and one iteration, in which nothing can be drafted
-        second = np.concatenate([beginning, first.generation.tokens, [4] * 5])
+        second = np.concatenate([beginning, first.result.tokens, [4] * 5])
         computed.clear()
-        turn = decoder.add(second, greedy(3, num_assistant_tokens=1))
+        turn = decoder.add_request(second, greedy(3, num_assistant_tokens=1))
         finish(decoder)
         assert turn.cached_tokens == (140 - 1) // BLOCK * BLOCK
         assert computed[decoder.draft] < 30
@@ -242,19 +243,19 @@ def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch)
     monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 64)
     decoder = decoder_of(*tiny)
     beginning = np.random.default_rng(5).integers(0, 8, 130)
-    requests = [decoder.add(np.append(beginning, i), greedy(4), seed=i) for i in range(4)]
+    requests = [decoder.add_request(np.append(beginning, i), greedy(4), seed=i) for i in range(4)]
     finish(decoder)
     assert sum(request.cached_tokens for request in requests) >= 3 * 96
-    assert decoder.main.pool.promised == 0 and len(decoder.main.pool._shared) == 4
+    assert decoder.main.pool.reserved == 0 and len(decoder.main.pool._shared) == 4
 
 
 def test_one_block_that_several_have_is_promised_once(tiny):
     decoder = decoder_of(*tiny)
     beginning = np.random.default_rng(6).integers(0, 8, 4 * BLOCK)
     for i in range(5):
-        decoder.add(np.append(beginning, i), greedy(20, num_assistant_tokens=1))
+        decoder.add_request(np.append(beginning, i), greedy(20, num_assistant_tokens=1))
         decoder.step()
-    assert decoder.main.pool.promised == 4 + 5
+    assert decoder.main.pool.reserved == 4 + 5
     with pytest.raises(ValueError, match=r"^128 tokens are shared with other sequences"):
         decoder._requests[0].slot.begin(100, 110)
     finish(decoder)
@@ -265,34 +266,38 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
     """A failed forward pass may have written anything; a request with NaN logits ends."""
     decoder = decoder_of(*tiny)
     prompt = np.random.default_rng(7).integers(0, 8, 80)
-    request = decoder.add(prompt, greedy(20))
+    request = decoder.add_request(prompt, greedy(20))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder.main._backend, "run_together", lambda runs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             decoder.step()
     assert not decoder.main.pool._shared
-    bad = decoder.add(prompt[:70], greedy(20))
-    monkeypatch.setattr(bad.text, "_transform", lambda logits, *text: logits * np.nan)
-    monkeypatch.setattr(request.text, "_transform", lambda logits, *text: logits * np.nan)
+    bad = decoder.add_request(prompt[:70], greedy(20))
+    monkeypatch.setattr(bad.sequence, "_transform", lambda logits, *text: logits * np.nan)
+    monkeypatch.setattr(request.sequence, "_transform", lambda logits, *text: logits * np.nan)
     decoder.step()
     assert bad.error and request.error and not decoder.main.pool._shared and blocks_are_back(decoder)
 
 
 def test_the_embedded_pair_in_a_conversation():
     """In each turn, greedy tokens equal the main model's, and few tokens besides those of the turn are computed."""
-    alone = Decoder(cached_model.load(MAIN, "CPU", F32, CONTEXT), None, tokenizer=openvino_genai.Tokenizer(str(MAIN)))
-    decoder = decoder_of(*(cached_model.load(folder, "CPU", F32, ROOM) for folder in (MAIN, DRAFT)))
+    alone = Decoder(
+        cached_model.load(ModelSpec(MAIN, "CPU", F32), capacity=CONTEXT),
+        None,
+        tokenizer=openvino_genai.Tokenizer(str(MAIN)),
+    )
+    decoder = decoder_of(*(cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in (MAIN, DRAFT)))
     said = alone.encode(
         'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        self.items = []\n'
     )
     before = 0
     for question in ("\n    def push(self, item):\n", "\n    def pop(self):\n", "\n    def peek(self):\n"):
         said = np.concatenate([said, alone.encode(question)])
-        request = decoder.add(said, greedy(24))
+        request = decoder.add_request(said, greedy(24))
         finish(decoder)
-        assert request.generation.tokens == alone.generate(said, greedy(24)).tokens
+        assert request.result.tokens == alone.generate(said, greedy(24)).tokens
         assert request.cached_tokens == before // BLOCK * BLOCK
-        said = np.concatenate([said, request.generation.tokens])
+        said = np.concatenate([said, request.result.tokens])
         before = len(said) - 1
     assert request.cached_tokens >= 64 and blocks_are_back(decoder)
 
@@ -303,41 +308,41 @@ def test_blocks_are_shared_by_what_they_hold_and_never_lost():
     leases, content, found = {}, {}, 0
     for _ in range(4000):
         if random.random() < 0.3 and pool.has_room(most := int(random.integers(1, 60))):
-            lease = pool.promise(most)
+            lease = pool.reserve(most)
             text = np.repeat(random.integers(0, 2, 15), 4)[:most]  # often alike
-            held = lease.adopt(text[:-1])
+            held = lease.match_prefix(text[:-1])
             found += held > 0
             leases[lease] = text, held
         elif leases:
             lease = list(leases)[random.integers(len(leases))]
             text, held = leases[lease]
             if random.random() < 0.15:
-                lease.give_back()
+                lease.free_blocks()
                 del leases[lease]
             else:
                 end = int(random.integers(held, len(text) + 1))
                 for i, block in enumerate(lease.blocks(end).tolist()):
                     if (i + 1) * 4 > held:
                         content[block] = text[: min((i + 1) * 4, end)].tobytes()
-                lease.share(text[:end] if random.random() < 0.7 else text[:0])
+                lease.cache_full_blocks(text[:end] if random.random() < 0.7 else text[:0])
                 leases[lease] = text, max(held, end)
         own = [block for lease in leases for block in lease._blocks[len(lease._shared) : lease._taken].tolist()]
         shared = {shared.block for lease in leases for shared in lease._shared}
         assert len(set(own)) == len(own) and not shared & set(own)
-        assert len(own) + len(shared) == pool.blocks - pool.free <= pool.promised <= pool.blocks
+        assert len(own) + len(shared) == pool.blocks - pool.free <= pool.reserved <= pool.blocks
         for lease, (text, held) in leases.items():
             for i, block in enumerate(lease.blocks(held).tolist()):
                 assert content[block] == text[: min((i + 1) * 4, held)].tobytes()
         for known in pool._shared.values():
             assert (
-                known.before == b"" or known.before in pool._shared.values()
+                known.parent == b"" or known.parent in pool._shared.values()
             )  # b"": the salt, of those that begin a text
     assert found > 200
     with pytest.raises(OutOfBlocks):
-        pool.promise(4 * 40 + 1)
+        pool.reserve(4 * 40 + 1)
     for lease in leases:
-        lease.give_back()
-    assert pool.free == pool.blocks and pool.promised == 0
+        lease.free_blocks()
+    assert pool.free == pool.blocks and pool.reserved == 0
 
 
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
@@ -354,19 +359,19 @@ def drafted_tokens_are_shared(patch):
 
     def wrong(self, tokens):
         n = min(self._length, len(tokens)) // BLOCK * BLOCK
-        self._lease.share(self._held[:n])
+        self._table.cache_full_blocks(self._held[:n])
 
-    patch.setattr(Slot, "share", wrong)
+    patch.setattr(Slot, "cache_full_blocks", wrong)
     logits = BatchModel.logits
 
     def at_once(self, parts):
         rows = logits(self, parts)
         for part in parts:
-            part.slot.share(part.tokens)
+            part.slot.cache_full_blocks(part.tokens)
         return rows
 
     patch.setattr(BatchModel, "logits", at_once)
-    patch.setattr(Slot, "begin", begin_anywhere)
+    patch.setattr(Slot, "start_write", begin_anywhere)
 
 
 def begin_anywhere(self, start, end):
@@ -374,24 +379,26 @@ def begin_anywhere(self, start, end):
 
 
 def the_last_block_is_shared_when_it_is_not_full(patch):
-    patch.setattr(Slot, "begin", begin_anywhere)
-    share = Slot.share
+    patch.setattr(Slot, "start_write", begin_anywhere)
+    share = Slot.cache_full_blocks
 
     def wrong(self, tokens):
         share(self, tokens)
-        left = tokens[self._lease.shared : self._length]
+        left = tokens[self._table.shared : self._length]
         if BLOCK - 4 < len(left) < BLOCK and self._length < len(tokens):
-            self._lease.share(np.concatenate([tokens[: self._length], np.zeros(BLOCK - len(left), np.int64)]))
+            self._table.cache_full_blocks(
+                np.concatenate([tokens[: self._length], np.zeros(BLOCK - len(left), np.int64)])
+            )
 
-    patch.setattr(Slot, "share", wrong)
+    patch.setattr(Slot, "cache_full_blocks", wrong)
 
 
 def blocks_are_free_while_others_have_them(patch):
     release = BlockPool._release
 
     def wrong(self, shared):
-        shared.holders = 1
-        if (shared.before, shared.tokens) in self._shared:
+        shared.ref_count = 1
+        if (shared.parent, shared.tokens) in self._shared:
             release(self, shared)
 
     patch.setattr(BlockPool, "_release", wrong)
@@ -401,23 +408,23 @@ def what_is_evicted_is_still_found(patch):
     def wrong(self):
         if self._empty:
             return self._empty.pop()
-        oldest = next(iter(self._idle))
-        del self._idle[oldest]
+        oldest = next(iter(self._unused))
+        del self._unused[oldest]
         return oldest.block
 
     patch.setattr(BlockPool, "_take", wrong)
 
 
 def one_token_more_than_is_there(patch):
-    adopt = Slot.adopt
+    adopt = Slot.match_prefix
 
     def wrong(self, tokens):
         spared = adopt(self, tokens)
         if spared and self._length < len(tokens) - 1:
-            self.hold(self._length, tokens[self._length : self._length + 1])
+            self.commit(self._length, tokens[self._length : self._length + 1])
         return spared
 
-    patch.setattr(Slot, "adopt", wrong)
+    patch.setattr(Slot, "match_prefix", wrong)
 
 
 BUGS = (
@@ -438,6 +445,6 @@ def test_a_planted_bug_is_found(bug, tiny, conversations, monkeypatch):
 
 
 def test_traces_that_do_not_count_are_found(small, conversations, monkeypatch):
-    monkeypatch.setattr(Slot, "begin", begin_anywhere)
+    monkeypatch.setattr(Slot, "start_write", begin_anywhere)
     _, wrong = run_all(decoder_of(*small), conversations[0][:24], monkeypatch)
     assert wrong > 5

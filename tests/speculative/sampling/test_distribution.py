@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from openvino import opset13
 from openvino_genai import GenerationConfig
 
-from speculative.sampling.distribution import Distribution, check_supported, largest, nucleus
+from speculative.sampling.distribution import Distribution, largest, nucleus
+from speculative.sampling.params import SamplingParams
 from tests.support.paths import DRAFT
 
 NOTHING = np.empty(0, np.int64)
@@ -114,8 +115,8 @@ def test_draws_tell_temperatures_apart(tmp_path):
 # Whole texts: the tokens before count.
 
 
-def distribution(config):
-    return Distribution(GenerationConfig(**config))
+def distribution(config, **defaults):
+    return Distribution(SamplingParams.resolve(GenerationConfig(**config), **defaults))
 
 
 def each_token(texts, prompt, model, said):
@@ -215,14 +216,15 @@ def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, ta
 def test_openais_meaning_of_the_penalties_is_to_subtract_them(config):
     """Logits shifted by -50, so that all are negative, give the same probabilities."""
     logits, text = MIXED.astype(np.float32), np.array([0, 3, 3, 5, 6])
-    config = GenerationConfig(do_sample=True, **config)
+    config = dict(do_sample=True, **config)
     seen = np.bincount(text, minlength=8)
-    penalties = config.presence_penalty * (seen > 0) + config.frequency_penalty * seen
+    penalties = config["presence_penalty"] * (seen > 0) + config.get("frequency_penalty", 0) * seen
     expected = np.exp(logits - penalties) / np.exp(logits - penalties).sum()
+    subtracted = distribution(config, subtract_penalties=True)
     for shift in (0, -50):
-        drawn = Distribution(config, subtract_penalties=True)(logits + np.float32(shift), PROMPT, text)
+        drawn = subtracted(logits + np.float32(shift), PROMPT, text)
         assert np.allclose(drawn, expected, atol=1e-5)
-    assert not np.allclose(Distribution(config)(logits - 50, PROMPT, text), expected, atol=1e-2)
+    assert not np.allclose(distribution(config)(logits - 50, PROMPT, text), expected, atol=1e-2)
 
 
 def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
@@ -235,7 +237,7 @@ def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
     assert not said(row, NOTHING, np.array([1, 1]))[[0, 7]].any()
     assert said(row, NOTHING, np.array([1, 1, 1]))[[0, 7]].all()
 
-    models_own = Distribution(GenerationConfig(do_sample=True, min_new_tokens=3), stop_token_ids={0, 7})
+    models_own = distribution(dict(do_sample=True, min_new_tokens=3), default_stop_token_ids=frozenset({0, 7}))
     assert models_own(row, NOTHING, NOTHING).tolist() == said(row, NOTHING, NOTHING).tolist()
 
 
@@ -348,7 +350,7 @@ def test_filters_in_a_large_vocabulary(flatness, top_p):
     assert row[row > 0].min() >= row[logits < logits[row > 0].min()].max(initial=0)
 
 
-# Greedy, and what is refused.
+# Greedy, and logits that are refused.
 
 
 @pytest.mark.parametrize("config", [{}, dict(do_sample=True, temperature=0), dict(do_sample=True, temperature=1e-6)])
@@ -379,69 +381,10 @@ def test_logits_that_are_not_numbers_are_said(config, broken):
         distribution(config)(np.array([0, broken, 1], np.float32), NOTHING, NOTHING)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -1.0),
-        ("temperature", float("nan")),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("min_p", 1.0),
-        ("min_p", -0.5),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", 3.0),
-        ("frequency_penalty", -2.5),
-    ],
-)
-def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} is {value:g}, but must be [^\n]+$"):
-        distribution(dict(do_sample=True, **{name: value}))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        dict(num_beams=4),
-        dict(num_return_sequences=2),
-        dict(logprobs=1),
-        dict(echo=True),
-        dict(structured_output_config=openvino_genai.StructuredOutputConfig(regex="a+")),
-    ],
-    ids=lambda config: next(iter(config)),
-)
-def test_what_is_not_done_here_is_refused_by_name(config):
-    check_supported(GenerationConfig(do_sample=True, temperature=0.7, num_assistant_tokens=3, stop_strings={"x"}))
-    with pytest.raises(ValueError, match=rf"^{next(iter(config))}\S* is not supported here: leave it [^\n]+$"):
-        check_supported(GenerationConfig(**config))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (dict(max_new_tokens=0), "max_new_tokens is 0"),
-        (dict(max_new_tokens=3, min_new_tokens=4), "min_new_tokens 4 is above max_new_tokens 3"),
-        (dict(num_assistant_tokens=3, assistant_confidence_threshold=0.4), "exclude each other"),
-        (dict(assistant_confidence_threshold=1.5), "is 1.5, but must be from 0 to 1"),
-        (dict(stop_token_ids={-3, 5}), "stop_token_ids has -3"),
-    ],
-    ids=str,
-)
-def test_what_genai_refuses_is_refused_in_one_sentence(config, words):
-    with pytest.raises(ValueError, match=words):
-        check_supported(GenerationConfig(**config))
-
-
-def test_what_is_at_the_end_of_its_range_is_accepted():
-    check_supported(GenerationConfig(max_new_tokens=3, min_new_tokens=3, stop_token_ids={0, 5}))
-    check_supported(GenerationConfig(assistant_confidence_threshold=1.0))
-    for penalty in (-2, 2):
-        distribution(dict(do_sample=True, presence_penalty=penalty, frequency_penalty=penalty))
-
-
 def test_stop_tokens_that_the_model_does_not_know_are_no_others():
-    config = GenerationConfig(do_sample=True, min_new_tokens=2, stop_token_ids={2, 5, 99})
+    config = dict(do_sample=True, min_new_tokens=2, stop_token_ids={2, 5, 99})
     logits, none = np.zeros(5, np.float32), np.zeros(0, np.int64)
-    assert np.allclose(Distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
+    assert np.allclose(distribution(config)(logits, none, none), [0.25, 0.25, 0, 0.25, 0.25])
 
 
 def test_min_p_keeps_what_has_exactly_that_share():

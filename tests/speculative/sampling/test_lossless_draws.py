@@ -27,9 +27,11 @@ from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
 from speculative.sampling import rejection_sampling
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.lossless_check import compare, exact_joint
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
@@ -171,7 +173,7 @@ def load(folders):
     def model(name, backend):
         if (name, backend) not in models:
             models[name, backend] = cached_model.load(
-                folders[name], "CPU", CACHES[backend], capacity=64, stateful=backend == "stateful"
+                ModelSpec(folders[name], "CPU", CACHES[backend]), capacity=64, stateful=backend == "stateful"
             )
         return models[name, backend]
 
@@ -201,7 +203,7 @@ def settings(temperature=1.0, **more):
 
 def exact_cells(exact_logits, config, length=LENGTH, later=None):
     """With `later`, a config: as if the tokens after the first one were sampled with that config."""
-    first, later = Distribution(config), Distribution(later or config)
+    first, later = (Distribution(SamplingParams.resolve(one)) for one in (config, later or config))
 
     def next_token(generated):
         generated = np.array(generated, np.int64)

@@ -2,21 +2,21 @@
 
 import numpy as np
 import pytest
-from openvino_genai import GenerationConfig, Tokenizer
+from openvino_genai import GenerationConfig
 
+from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot
 from speculative.sequence.result import Step
-from speculative.sequence.sequence import ModelLimits, Sequence, stop_ids, stop_ids_of
-from tests.support.paths import MAIN
+from speculative.sequence.sequence import Sequence
 
 WIDTH, CAPACITY = 8, 10
 STOP = 0
 
 
 def text_of(prompt, **config):
-    limits = ModelLimits(WIDTH, CAPACITY, frozenset({STOP}))
-    return Sequence(np.array(prompt, np.int64), GenerationConfig(**config), limits, np.random.default_rng(0))
+    params = SamplingParams.resolve(GenerationConfig(**config), len(prompt), CAPACITY, frozenset({STOP}))
+    return Sequence(np.array(prompt, np.int64), params, WIDTH, np.random.default_rng(0))
 
 
 def verify(text, *tokens):
@@ -108,18 +108,3 @@ def test_penalties_are_for_what_was_generated():
     text = text_of([1, 1, 2], do_sample=True, presence_penalty=1.0)
     p = text.distribution(np.zeros(WIDTH, np.float32), np.array([1, 1, 2, 3, 4]))
     assert np.flatnonzero(p < p.max()).tolist() == [3, 4]
-
-
-def test_the_tokens_that_end_a_text():
-    usual = frozenset({5})
-    assert stop_ids(GenerationConfig(), usual) == {5}
-    assert stop_ids(GenerationConfig(eos_token_id=0), usual) == {0}
-    assert stop_ids(GenerationConfig(stop_token_ids={3}), usual) == {3}
-    assert stop_ids(GenerationConfig(ignore_eos=True, stop_token_ids={3}), usual) == set()
-
-
-def test_the_tokens_that_end_a_models_texts(tmp_path):
-    tokenizer = Tokenizer(str(MAIN))
-    assert stop_ids_of(tmp_path, tokenizer) == {tokenizer.get_eos_token_id()}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}', encoding="utf-8")
-    assert stop_ids_of(tmp_path, tokenizer) == {6, 7}

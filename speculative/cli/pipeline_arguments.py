@@ -1,0 +1,315 @@
+"""Command-line arguments of the programs that generate text (samples, server): types, defaults, checks, tuned settings.
+
+Everything that can be checked before a model is compiled is checked here. An error ends the program with one sentence:
+exit status 2, or 1 for a damaged file.
+"""
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import openvino
+import openvino_genai
+
+from speculative.cli.console import ALL_TOKENS, fail, say
+from speculative.cli.properties import key_value
+from speculative.models.config import context_length, read_config
+from speculative.pair import devices, recommendation
+from speculative.pair.check import compare_tokenizers
+from speculative.pair.model_info import DamagedFolder, require_runnable
+
+MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
+MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
+MAX_NEW_TOKENS = 1_000_000
+
+
+def parse_arguments(description: str, *names: str) -> argparse.Namespace:
+    """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE overrides a default), check everything that can be
+    checked before compiling a model, and print what is loaded. `args.property` and `args.draft_property` are
+    dictionaries."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: fail(f"{message} (see --help)")
+    for name in (*names, "--debug"):
+        name, _, default = name.partition("=")
+        flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name,)
+        argument = parser.add_argument(*flags, **ARGUMENTS[name])
+        argument.default = default or argument.default
+    args = parser.parse_args()
+    if getattr(args, "recommended", False):
+        args = take_recommendation(
+            parser, args, "alone" if "draft" not in names else "ours" if "-k" in names else "GenAI"
+        )
+
+    if "-k" in names:
+        set_draft_length(args, args.num_assistant_tokens)
+    args.property = dict(args.property)
+    models = {"main": (Path(args.main), args.device, args.property)}
+    if "draft" in names:
+        if args.draft_device == args.device or "NPU" not in (args.draft_device, args.device):
+            args.draft_property = args.draft_property or args.property  # as the engine does
+        args.draft_property = dict(args.draft_property)
+        models["draft"] = (Path(args.draft), args.draft_device, args.draft_property)
+    check_models(models)
+    if getattr(args, "scheduler", None):
+        args.property["scheduler_config"] = scheduler_config(args.scheduler)
+    if "draft" in names:
+        too_long = "--num-assistant-tokens" in names and args.num_assistant_tokens > MAX_DRAFT_LENGTH_NPU
+        if too_long and args.device == "NPU":
+            k = args.num_assistant_tokens
+            fail(f"-k {k} is too large for a main model on NPU: use 1 to {MAX_DRAFT_LENGTH_NPU}.")
+    if "prompt" in names:
+        args.prompt = read_prompt(args.prompt)
+        fit_in_context(args)
+    say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
+    return args
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers from `low` to `high` inclusive."""
+
+    def parse(text):
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+
+    return parse
+
+
+def draft_length(text: str) -> float:
+    """Parse 1 to MAX_DRAFT_LENGTH tokens, auto (returned as 0), or a draft confidence threshold between 0 and 1."""
+    try:
+        if "." in text:
+            return decimal(lambda value: 0 < value < 1, "between 0 and 1")(text)
+        return 0 if text == "auto" else whole_number(1, MAX_DRAFT_LENGTH)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+
+
+def set_draft_length(args: argparse.Namespace, value: float) -> None:
+    """Split the value of draft_length() into GenAI's two options, number of tokens and threshold; both 0 for auto."""
+    is_threshold = isinstance(value, float)
+    args.num_assistant_tokens = 0 if is_threshold else value
+    args.assistant_confidence_threshold = value if is_threshold else 0.0
+
+
+def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], float]:
+    """Return an argparse type for numbers for which `valid` is true; `range_` describes them."""
+
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if valid(value):
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {range_}")
+
+    return parse
+
+
+temperature = decimal(lambda value: 0 <= value < math.inf, "of 0 or more")
+
+
+def scheduler_config(settings: list[tuple[str, object]]) -> openvino_genai.SchedulerConfig:
+    """Return GenAI's SchedulerConfig with these [(name, value)] set."""
+    config = openvino_genai.SchedulerConfig()
+    for name, value in settings:
+        if not hasattr(config, name):
+            fail(f"--scheduler {name}={value}: GenAI's SchedulerConfig has no {name}.")
+        try:
+            setattr(config, name, {"True": True, "False": False}.get(value, value))
+        except TypeError:
+            fail(f"--scheduler {name}={value}: not a valid value for {name} in GenAI's SchedulerConfig.")
+    return config
+
+
+DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
+DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our engine, with auto; and for GenAI
+PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
+ARGUMENTS = {
+    "main": {"help": "folder of the main model (OpenVINO IR)"},
+    "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
+    "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
+    "--device": DEVICE,
+    "--draft-device": DEVICE,
+    "--num-assistant-tokens": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "default": 5,
+        "metavar": "K",
+        "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH} (default: %(default)s)",
+    },
+    "-k": {
+        "type": draft_length,
+        "default": "auto",
+        "metavar": "K",
+        "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH}; auto: adaptive; a threshold like 0.4: until the "
+        "draft's confidence in a token is lower (default: auto)",
+    },
+    "--temperature": {
+        "type": temperature,
+        "default": "1",
+        "metavar": "T",
+        "help": "sampling temperature; 0 is greedy (default: %(default)s)",
+    },
+    "--top-k": {
+        "type": whole_number(1, MAX_NEW_TOKENS),
+        "default": ALL_TOKENS,
+        "metavar": "N",
+        "help": "sample only from the N most probable tokens (default: all)",
+    },
+    "--top-p": {
+        "type": decimal(lambda value: 1e-9 <= value <= 1, "above 0 and at most 1"),  # smaller is 0 in float32
+        "default": 1.0,
+        "metavar": "P",
+        "help": "sample from the smallest set of tokens whose total probability exceeds P (default: all)",
+    },
+    "--seed": {
+        "type": whole_number(0, 2**32 - 1),
+        "default": random.getrandbits(32),
+        "metavar": "N",
+        "help": "random seed; the same seed reproduces the text on the same machine (default: random, printed)",
+    },
+    "--max-ngram-size": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "default": 3,
+        "metavar": "N",
+        "help": "longest n-gram to look up in the text so far (default: %(default)s)",
+    },
+    "--max-new-tokens": {
+        "type": whole_number(1, MAX_NEW_TOKENS),
+        "default": 100,
+        "metavar": "N",
+        "help": "stop after N new tokens (default: %(default)s)",
+    },
+    "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32 (repeatable)"},
+    "--draft-property": {**PROPERTY, "help": "OpenVINO property of the draft model (default: the main model's)"},
+    "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
+    "--recommended": {
+        "action": "store_true",
+        "help": f"use the settings saved by scripts/tune.py ({recommendation.FILE} next to the main model's folder)",
+    },
+    "--debug": {"action": "store_true", "help": "show stack traces of errors"},
+}
+
+
+# ---- recommended settings -------------------------------------------------------------------------------------------
+
+
+def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespace, engine: str) -> argparse.Namespace:
+    """Parse again with tune.py's settings for `engine` as defaults; `args.recommended` describes their origin."""
+    main, draft = Path(args.main), Path(args.draft) if "draft" in args else None
+    check_folders({"main": main, "draft": draft} if draft else {"main": main})
+    file = recommendation.place(main, [])
+    try:
+        found = recommendation.read(file)
+    except ValueError as error:
+        fail(str(error), status=1 if file.exists() else 2)
+    try:
+        notes = recommendation.check(found, main, draft, _versions())
+        settings, best = found["settings"], found["best"]
+        reason = (
+            found["reason"] if best == "alone" else "for this pair, this engine gains too little or was not measured"
+        )
+    except (KeyError, TypeError, AttributeError):
+        fail(f"{file} is incomplete: recreate it with `python scripts/tune.py MAIN DRAFT`", status=1)
+    except ValueError as error:
+        fail(f"{file}: {error}")
+    if engine not in settings:
+        fail(f"{file} recommends samples/{recommendation.SAMPLE_OF[best]} --recommended instead: {reason}")
+    for note in notes:
+        say(f"note: {note}; tune again")
+
+    settings = settings[engine]
+    own = {"device": settings["device"], "property": list(settings["properties"].items())}
+    if "scheduler" in args:
+        own["scheduler"] = list(settings.get("scheduler", {}).items())
+    if draft:
+        own["draft_device"] = settings["draft_device"]
+        own["num_assistant_tokens"] = settings["assistant_confidence_threshold"] or settings["num_assistant_tokens"]
+        if settings["draft_properties"] != settings["properties"]:  # if equal, the draft inherits the main model's
+            own["draft_property"] = list(settings["draft_properties"].items())
+    parser.set_defaults(**own)
+    args = parser.parse_args()
+    overridden = [name for name, value in own.items() if vars(args)[name] != value]
+    args.recommended = f"by {file}"
+    if overridden:
+        args.recommended += f", except --{', --'.join(name.replace('_', '-') for name in overridden)}"
+    return args
+
+
+def _versions() -> dict[str, str]:
+    """Return {what: version} of openvino_genai and the devices, as a recommendation's `measured_on`."""
+    core = openvino.Core()
+    names = {name: core.get_property(name, "FULL_DEVICE_NAME") for name in core.available_devices}
+    return {"openvino_genai": openvino_genai.__version__, **names}
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_models(models: dict[str, tuple[Path, str, dict]]) -> None:
+    """Reject models that cannot run, alone or together: {"main" or "draft": (folder, device, properties)}."""
+    check_folders({role: folder for role, (folder, _, _) in models.items()})
+    for role, (_, device, properties) in models.items():
+        try:
+            devices.require(device, properties)
+        except ValueError as error:
+            fail(f"{role}: {error}")
+    if "draft" in models:
+        check_pair(models["main"][0], models["draft"][0])
+
+
+def check_folders(folders: dict[str, Path]) -> None:
+    """Reject folders that the engine cannot load: {"main" or "draft": folder}."""
+    for role, folder in folders.items():
+        try:
+            require_runnable(folder, writes_text=role == "main")
+        except ValueError as error:
+            fail(f"{role}: {error}", status=1 if isinstance(error, DamagedFolder) else 2)
+
+
+def check_pair(main: Path, draft: Path) -> None:
+    """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids."""
+    try:
+        findings = compare_tokenizers(main, draft)
+    except DamagedFolder as error:
+        fail(str(error), status=1)
+    for finding in findings:
+        if finding.level == "error":
+            fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")
+        if finding.level == "warning":
+            say(f"warning: {draft} as a draft of {main}: {finding.message}")
+
+
+def read_prompt(prompt: str) -> str:
+    """Return the prompt, read from standard input if it is "-"; reject an empty one and what is not UTF-8."""
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            fail(f"standard input is not UTF-8 (byte {error.start}): save the prompt as UTF-8.")
+    if not prompt:
+        fail("the prompt is empty: give some text to continue.")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        fail(f"the prompt is not UTF-8 (character {error.start + 1}): set a UTF-8 locale or use standard input.")
+    return prompt
+
+
+def fit_in_context(args: argparse.Namespace) -> None:
+    """Reject a prompt that fills the context; lower max_new_tokens, with a note, if the context leaves less room."""
+    context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
+    tokenizer = openvino_genai.Tokenizer(args.main)
+    text = args.prompt
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    room = context - tokenizer.encode(text).input_ids.shape[1]
+    if room < 1:
+        fail(f"the prompt is {1 - room} tokens too long for the context of {args.main}: shorten it.")
+    if room < args.max_new_tokens:
+        say(f"note: the context of {args.main} has room for {room} new tokens, not {args.max_new_tokens}.")
+        args.max_new_tokens = room

@@ -1,0 +1,151 @@
+"""Sampling parameters: the settings of one request, resolved once from its `GenerationConfig` and its model's defaults.
+
+A GenerationConfig leaves questions open: which stop tokens apply, how many tokens fit, which seed counts. The decoders
+answer them with `SamplingParams.resolve` when a request arrives; the code below them sees the answers only.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from openvino_genai import GenerationConfig, Tokenizer
+
+NEUTRAL = GenerationConfig()
+GREEDY_TEMPERATURE = 1e-6  # decoding is greedy at and below it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The settings of one request, valid and without open questions; `resolve` makes them.
+
+    A field named like an option of `openvino_genai.GenerationConfig` has its meaning. `apply_chat_template` is not
+    among them: it belongs to the prompt, and `Decoder.encode` reads it.
+    """
+
+    max_new_tokens: int  # at least 1; takes max_length and the context length into account
+    min_new_tokens: int
+    stop_token_ids: frozenset[int]  # end the output; empty with ignore_eos
+    all_stop_token_ids: frozenset[int]  # have probability 0 before `min_new_tokens`, with ignore_eos too
+    stop_strings: frozenset[str]
+    include_stop_str_in_output: bool
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    subtract_penalties: bool  # presence and frequency penalties have OpenAI's meaning instead of GenAI's
+    num_assistant_tokens: int  # draft length, 0 if unset
+    assistant_confidence_threshold: float  # 0 if unset
+    seed: int | None  # None: not reproducible
+
+    @classmethod
+    def resolve(
+        cls,
+        config: GenerationConfig,
+        num_prompt_tokens: int = 0,
+        context_length: int | None = None,
+        default_stop_token_ids: frozenset[int] = frozenset(),
+        subtract_penalties: bool = False,
+        seed: int | None = None,
+    ) -> "SamplingParams":
+        """Resolve `config` for a prompt of `num_prompt_tokens` tokens.
+
+        `context_length` is the longest sequence in tokens, prompt included (None: no limit). The model's
+        `default_stop_token_ids` apply if `config` sets none. `seed` takes precedence over the config's `rng_seed`.
+
+        Raises ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, if a value
+        is out of range, or if the prompt leaves no room for new tokens.
+        """
+        _check_supported(config)
+        max_new_tokens = _max_new_tokens(config, num_prompt_tokens, context_length)
+        _check_ranges(config)
+        named = {token for token in (*config.stop_token_ids, config.eos_token_id) if token >= 0}
+        all_stop_token_ids = frozenset(named or default_stop_token_ids)
+        return cls(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=config.min_new_tokens,
+            stop_token_ids=frozenset() if config.ignore_eos else all_stop_token_ids,
+            all_stop_token_ids=all_stop_token_ids,
+            stop_strings=frozenset(config.stop_strings),
+            include_stop_str_in_output=config.include_stop_str_in_output,
+            do_sample=config.do_sample,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            subtract_penalties=subtract_penalties,
+            num_assistant_tokens=config.num_assistant_tokens,
+            assistant_confidence_threshold=config.assistant_confidence_threshold,
+            seed=config.rng_seed or None if seed is None else seed,
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always chosen."""
+        return not self.do_sample or self.temperature <= GREEDY_TEMPERATURE
+
+
+def _check_supported(config: GenerationConfig) -> None:
+    """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
+    invalid."""
+    for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
+        value, neutral = getattr(config, name), getattr(NEUTRAL, name)
+        if value != neutral:
+            raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
+    for name in ("structured_output_config", "adapters", "parsers"):
+        if getattr(config, name):
+            raise ValueError(f"{name} is not supported here: leave it empty")
+    if config.max_new_tokens < 1:
+        raise ValueError("max_new_tokens is 0, but must be at least 1")
+    if config.min_new_tokens > config.max_new_tokens:
+        raise ValueError(f"min_new_tokens {config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}")
+    if config.num_assistant_tokens and config.assistant_confidence_threshold:
+        raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set only one")
+    if not 0 <= config.assistant_confidence_threshold <= 1:
+        raise ValueError(
+            f"assistant_confidence_threshold is {config.assistant_confidence_threshold:g}, but must be from 0 to 1"
+        )
+    if min(config.stop_token_ids, default=0) < 0:
+        raise ValueError(f"stop_token_ids has {min(config.stop_token_ids)}, but token ids start at 0")
+
+
+def _max_new_tokens(config: GenerationConfig, num_prompt_tokens: int, context_length: int | None) -> int:
+    """The most new tokens: the config's limit, or what is left of the context if that is less."""
+    room = None if context_length is None else context_length - num_prompt_tokens
+    if room is not None and room < 1:
+        raise ValueError(f"the prompt has {num_prompt_tokens} tokens, but the context only fits {context_length - 1}")
+    limit = config.max_new_tokens  # takes precedence over max_length, as in GenAI
+    if limit == NEUTRAL.max_new_tokens:
+        limit = config.max_length - num_prompt_tokens
+    if limit < 1:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens and max_length is {config.max_length}, which leaves no room "
+            "for new tokens: raise it, or set max_new_tokens"
+        )
+    return limit if room is None else min(limit, room)
+
+
+def _check_ranges(config: GenerationConfig) -> None:
+    """Raise ValueError for a value that no distribution can be computed with."""
+    for name, valid, range_ in (
+        ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
+        ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
+        ("min_p", 0 <= config.min_p < 1, "from 0 (off) to below 1"),
+        ("repetition_penalty", config.repetition_penalty > 0, "above 0 (1 means off)"),
+        ("presence_penalty", -2 <= config.presence_penalty <= 2, "from -2 to 2 (0 means off)"),
+        ("frequency_penalty", -2 <= config.frequency_penalty <= 2, "from -2 to 2 (0 means off)"),
+    ):
+        if not valid:
+            raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
+
+
+def stop_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer."""
+    file = Path(folder, "generation_config.json")
+    named = GenerationConfig(file).stop_token_ids if file.exists() else set()
+    return frozenset(named or {tokenizer.get_eos_token_id()})
