@@ -1,11 +1,11 @@
-# make demo: the main job on the embedded pair. make test: all but the hours of test-all.
-# Other Pythons: make demo PYTHON=python3.12
+# make demo: speculative decoding with the embedded pair. make test: everything that CI runs.
+# With another Python: make demo PYTHON=python3.12
 # make figures: measure what README and docs show, 80 minutes on an idle machine; a selection: make figures FIGURES=embedded,lookup
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-TESTS ?=# some files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
+TESTS ?=# selected files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
 .PHONY: demo test test-fast test-all test-fresh test-samples smoke lint figures docs clean
 .DELETE_ON_ERROR:
@@ -16,19 +16,19 @@ demo: .venv/run-installed
 test: lint
 	$(PYTEST) $(TESTS)
 
-# About a minute: without exports, Ray, a browser and what takes long.
+# About a minute: no exports, no Ray, no browser, no slow tests.
 test-fast: .venv/all-installed
 	$(PYTEST) -m "not slow and not ray and not export and not browser" $(TESTS)
 
-# With every architecture, the long draws, soaks and the training: hours.
+# All architectures, long sampling tests, soaks and the training: hours.
 test-all: lint
 	$(PYTEST) --long $(TESTS)
 
-# As `make test`, with an empty /tmp and an empty HOME.
+# Like `make test`, with an empty /tmp and an empty HOME.
 test-fresh: lint
 	.ci/fresh $(PYTEST) $(TESTS)
 
-# What samples do, on systems without Ray's clusters and POSIX shells, too.
+# The samples, also on systems without Ray clusters and POSIX shells.
 test-samples: .venv/all-installed
 	$(PYTEST) tests/samples/test_samples.py tests/samples/test_sampling_samples.py tests/samples/test_sample_errors.py tests/speculative/cli/test_processes.py
 

@@ -107,7 +107,7 @@ def lost_is_what_was_under_way(load):
 
 
 def test_the_cluster_tells_its_address_in_its_own_folder(cluster):
-    """Not in /tmp/ray, which only earlier versions of Ray use, and which other programs can read."""
+    """Not in /tmp/ray, which belongs to an earlier Ray, and where programs of other users would look."""
     assert Path(os.environ["RAY_TMPDIR"], "ray/ray_current_cluster").read_text(encoding="ascii") == cluster.address
 
 

@@ -1,7 +1,7 @@
-"""Several texts in one inference are each what they would be alone: tokens, ends, distributions; and every block comes
-back. The same checks find the bugs planted in the engine.
+"""Each request of a batch is decoded as it would be alone: tokens, stop conditions, distributions; and all blocks are
+freed. The same checks find the bugs planted in the engine.
 
-On real models in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties flip.
+Everything runs on real models in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): no near-tie depends on the batch.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ RULES = ({"num_assistant_tokens": 1}, {"num_assistant_tokens": 7}, {"assistant_c
 
 
 def costs():
-    """At which most drafts pay."""
+    """Costs at which most drafts are worth it."""
     return BatchDraftLength(
         LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2, 64: 0.4}), LatencyCurve({1: 0.1, 64: 0.2})
     )
@@ -82,7 +82,7 @@ def make(models, tokenizer):
 
 @pytest.fixture(scope="module")
 def alone(tokenizer):
-    """Generations of the main model alone, by the decoder of one text."""
+    """Generations of the main model alone, by the single-request decoder."""
     decoder, known = (
         Decoder(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), tokenizer=tokenizer, stop_token_ids=frozenset({0})),
         {},
@@ -108,7 +108,7 @@ def blocks_are_back(decoder):
 
 @pytest.mark.parametrize("source", ["model", "lookup", None])
 def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
-    """Requests with different lengths and draft length rules join when there is room, and some leave early."""
+    """Requests with different lengths and policies join when there is room, and some are cancelled."""
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)  # so that prompts come in pieces
     random = np.random.default_rng(0)
     decoder = make(source)
@@ -272,7 +272,7 @@ def test_a_model_without_a_paged_cache_is_refused():
 
 
 def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
-    """Logits that are no numbers, for one text; an inference that fails, for all, and can be tried again."""
+    """NaN logits end one request; a failed forward pass affects all and can be retried."""
     decoder = make()
     good, bad = decoder.add_request(PROMPTS[0], greedy(30)), decoder.add_request(PROMPTS[1], greedy(30))
     for _ in range(3):
@@ -373,7 +373,7 @@ def cells(folders):
 
 
 def exact_cells(main, prompt, options, later=None):
-    """With `later`, a temperature, what would come if the tokens behind the first one were drawn at it."""
+    """With `later`, a temperature: as if the tokens after the first one were sampled at it."""
     config = GenerationConfig(do_sample=True, max_new_tokens=9, **options)
     first = main_alone(main, np.array(prompt), SamplingParams.resolve(config))
     if later:
@@ -387,7 +387,7 @@ def exact_cells(main, prompt, options, later=None):
 def crowd(tiny, requests):
     """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave.
 
-    A request that failed has none. That is for planted bugs, after which the model may read what nobody wrote.
+    A failed request has none: with a planted bug, the model may read cache entries that were never written.
     """
     random = np.random.default_rng(0)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
@@ -406,7 +406,7 @@ def crowd(tiny, requests):
 
 
 def p_values(tiny, cells, rule, draws):
-    """How well the first tokens of many concurrent texts go with their exact distributions: a p-value for each text."""
+    """Compare the first tokens of many concurrent requests with their exact distributions: one p-value per request."""
     random = np.random.default_rng(1)
     prompts = [prompt for prompt in TEXTS for _ in range(draws)]
     random.shuffle(prompts)
@@ -426,7 +426,7 @@ def p_values(tiny, cells, rule, draws):
 
 @pytest.fixture(scope="module")
 def drawn(tiny, cells):
-    """A function of the number of a rule: the p-values of its draws, which are drawn once."""
+    """A function from the index of a policy to the p-values of its samples, which are drawn once."""
     return functools.cache(lambda i: p_values(tiny, cells, RULES[i], DRAWS))
 
 
@@ -451,7 +451,7 @@ def test_all_concurrent_draws_together_find_later_tokens_that_are_a_little_too_c
 
 @pytest.fixture(scope="module")
 def one_at_a_time(folders):
-    """Requests of all kinds, and what the decoder of one text makes of each."""
+    """Requests of all kinds, each with the output of the single-request decoder."""
     main, draft = (cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=64) for folder in folders)
     decoder, random = Decoder(main, DraftModelProposer(draft, main.vocab_size)), np.random.default_rng(2)
     requests = []
@@ -463,7 +463,7 @@ def one_at_a_time(folders):
 
 
 def share_that_differs(tiny, one_at_a_time):
-    """Of texts in a crowd: that failed, whose tokens are not those they have alone, or whose drafts were others."""
+    """The share of batched requests that failed, or whose tokens or drafts differ from those they have alone."""
     requests, alone = one_at_a_time
     names = ("tokens", "proposed", "accepted", "gained", "from_draft", "finish_reason", "draft_length")
     pairs = zip(crowd(tiny, requests), alone, strict=True)
@@ -476,7 +476,7 @@ def test_texts_in_a_crowd_are_what_they_are_alone(tiny, one_at_a_time):
 
 
 def blocks_of_another_text(patch):
-    """Of one that has as many."""
+    """Bug: a request gets the blocks of another one that has as many."""
     blocks, last = Slot.blocks, {}
 
     def wrong(self, tokens):
@@ -532,12 +532,12 @@ def positions_that_go_on_from_text_to_text(patch):
 
 
 def stale_draft_cache(patch):
-    """A rejected token stays in it. The text is none the worse: the rejection rule puts right what is proposed."""
+    """Bug: a rejected token stays in the draft's cache. The output is still correct, as any draft is verified."""
     rollback_that_leaves_one_token(patch, DRAFT_ROOM)
 
 
 def draft_tokens_of_another_text(patch):
-    """Again the text is none the worse, only slower."""
+    """Bug: a request gets the draft logits of another one. The output is still correct, only slower."""
     read = BatchDecoder._read
 
     def swapped(self, requests):
@@ -591,7 +591,7 @@ def test_texts_in_a_crowd_show_a_planted_bug(bug, tiny, one_at_a_time, monkeypat
 
 
 def test_inferences_have_few_sizes():
-    """Each costs memory for as long as the server runs."""
+    """Each shape costs memory for as long as the server runs."""
     sizes = [rounded_up(n) for n in range(1, 1025)]
     assert sizes[:16] == list(range(1, 17))
     assert all(n <= size < min(n * 9 / 8 + 1, n + 16) for n, size in enumerate(sizes, 1))
@@ -600,7 +600,7 @@ def test_inferences_have_few_sizes():
 
 @pytest.mark.parametrize("tokens", [16, 17, 33, 39, 100])
 def test_padding_changes_nothing(models, tokens):
-    """Each row is what its sequence has alone, and the cache of others is as it was."""
+    """Each row equals that of its sequence alone, and the caches of other sequences are unchanged."""
     backend = models[1].backend
     text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].vocab_size
     last = backend.blocks - 1
@@ -615,7 +615,7 @@ def test_padding_changes_nothing(models, tokens):
 
 
 def test_an_inference_has_one_of_the_few_sizes(models):
-    """Its tokens, and the rows of its logits."""
+    """The tokens of the sequence, and its rows of logits."""
     backend = models[1].backend
     backend.run_together([SequenceInput(np.arange(2, dtype=np.int32), 0, np.arange(33), 17)])
     shapes = [backend._request.get_tensor(name).shape[0] for name in ("input_ids", "logits_positions")]
@@ -632,7 +632,7 @@ def test_a_capacity_that_fills_no_whole_block_can_be_used_up():
 
 
 def test_a_sequence_longer_than_its_blocks_is_refused(models):
-    """OpenVINO would go beyond them, into memory that is not the cache's."""
+    """OpenVINO would write out of bounds."""
     backend = models[1].backend
     one, other = (np.array([block], np.int32) for block in (0, 1))
     fits = SequenceInput(one, 30, np.arange(2), 1)
@@ -645,7 +645,7 @@ def test_a_sequence_longer_than_its_blocks_is_refused(models):
 
 
 class Broken(Exception):
-    """Not of the kinds that the engine raises itself."""
+    """An error of a class that the engine itself never raises."""
 
 
 def fail(*arguments):
@@ -653,7 +653,7 @@ def fail(*arguments):
 
 
 def fails_while_drafting(request, patch):
-    """Its draft's logits are no numbers for the transform, once there is anything to draft."""
+    """The draft's logits become NaN as soon as there is a token to draft."""
     propose = request.proposer.propose
     patch.setattr(
         request.proposer,
@@ -721,7 +721,7 @@ def test_a_request_that_fails_ends_with_its_error_and_the_others_go_on(failure, 
 
 
 def test_a_penalty_that_makes_the_drafts_logits_infinite_ends_its_request_alone(tiny, tmp_path):
-    """As a client may ask for it: the main model's logits pass, the draft's do not."""
+    """A client can cause this: the main model's logits are valid, the draft's are not."""
     folder = save_tiny_llama(tmp_path / "large", seed=1, bias=np.full(8, 50, np.float32))
     draft = cached_model.load(ModelSpec(folder, "CPU", TINY), capacity=DRAFT_ROOM)
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(draft, 64), costs())
@@ -754,7 +754,7 @@ def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(ma
 
 @pytest.mark.parametrize("named", ["seed", "rng_seed"])
 def test_a_seed_gives_the_same_text_whatever_the_batchs_rule_does(named, tiny):
-    """With no rule named, and costs that change from one batch to the next."""
+    """Without a policy in the config, and with costs that change between batches."""
 
     def text(draft, others):
         rule = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: draft}), LatencyCurve({1: draft}))

@@ -1,6 +1,7 @@
-"""The engine on the embedded pair: greedy text is the main model's, ends are exact, caches do not show.
+"""The single-request engine on the embedded pair: its greedy output is the main model's, stop conditions are exact, and
+caches have no effect on the output.
 
-In exact arithmetic (EXECUTION_MODE_HINT=ACCURACY): in lower precision near-ties flip between one token and several.
+Everything runs in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY), where no near-tie depends on the size of a pass.
 """
 
 import itertools
@@ -73,7 +74,7 @@ def plain(tokenizer):
 
 
 def plain_of(folder, tokenizer):
-    """A function of a prompt: what this model alone says, by GenAI."""
+    """A function from a prompt to this model's own output in GenAI."""
     pipe = genai.load(ModelSpec(folder, "CPU", EXACT))
 
     def plain(prompt, tokens):
@@ -109,7 +110,7 @@ def greedy(tokens, **options):
 
 
 def assert_greedy_tokens_are_those_of(plain, make, prompts):
-    """Ours alone, each draft length rule, prompt lookup, against GenAI without a draft."""
+    """The engine without a draft, with each draft-length policy and with prompt lookup equals GenAI without a draft."""
     decoders = [make(source=None), make(source="lookup"), *(make(rule) for rule in RULES)]
     accepted = 0
     for prompt in prompts:
@@ -381,7 +382,7 @@ def test_load_measures_costs_once_and_keeps_them(tmp_path):
 
 
 def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
-    """Kept for good, they would choose the wrong draft lengths for as long as the models stay the same."""
+    """If they were cached, they would cause wrong draft lengths for as long as the models stay the same."""
     quiet = {n: 0.003 + 0.0003 * n for n in cost_model.MEASURED}
     busy = [{**quiet, 1: 0.027, 5: 0.030}, {**quiet, 2: 0.023, 17: 0.035}, {**quiet, 3: 0.050}]
     measured = iter([*busy, {n: seconds * 2 for n, seconds in quiet.items()}])

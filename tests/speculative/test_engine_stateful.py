@@ -1,6 +1,6 @@
-"""Requests that come, leave and fail in any order, as hypothesis thinks of it: the pool of blocks and the engine of
-many texts against a plain account of what should be. Nothing leaks, nobody writes to another's cache, and no text is
-another one's.
+"""Stateful tests with hypothesis: requests join, leave and fail in any order, checked against reference models of the
+block pool and the batch engine. Nothing leaks, no request writes to another's cache, and no output depends on another
+request.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ DRAFT_LENGTHS = ({}, {"num_assistant_tokens": 1}, {"num_assistant_tokens": 4}, {
 
 
 def state(text, i):
-    """What the cache holds of token `i`: it depends on all tokens up to there."""
+    """The cache entry of token `i`, which depends on all tokens up to it."""
     return hash(text[: i + 1].tobytes())
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences of a cache that holds what they wrote: text, of two tokens only, so that many begin alike."""
+    """Sequences in a block pool. Texts consist of two tokens only, so that many have a common prefix."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def roll_back(self, data):
-        """A rejected token: what is not shared is written again."""
+        """Reject a token: entries that are not shared are overwritten."""
         lease = self.one(data)
         text, held = self.texts[lease]
         back = data.draw(st.integers(lease.shared, held))
@@ -136,7 +136,7 @@ class Pool(RuleBasedStateMachine):
 
 
 class Engine(RuleBasedStateMachine):
-    """Requests to a decoder of many texts; `alone` gives what the main model alone makes of one."""
+    """Requests to the batch decoder; `alone` returns the main model's own output for one."""
 
     def __init__(self, main, draft, alone):
         super().__init__()
@@ -193,7 +193,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.going)
     @rule(of_main=st.booleans())
     def fail_an_inference(self, of_main):
-        """It may be tried again; a request that was to end may have ended before."""
+        """Fail a forward pass. It may be retried; a request that was about to end may have ended before."""
         model = self.decoder.main if of_main else self.decoder.draft
         model.logits = broken
         try:
@@ -206,7 +206,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.decoder._requests)
     @rule(data=st.data())
     def compare_with_a_fresh_computation(self, data):
-        """What the cache holds of one text, in the main and the draft model."""
+        """The cache entries of one request, in the main and the draft model."""
         request = data.draw(st.sampled_from(self.decoder._requests))
         request.sequence.drop_draft()
         text = request.sequence.token_ids

@@ -1,4 +1,4 @@
-"""Our engine on a real model, with the properties that a user who sets none has."""
+"""The engine on a real model, with default properties."""
 
 import numpy as np
 import openvino_genai

@@ -1,6 +1,6 @@
-"""Thousands of tokens over many prompts with rejected drafts all the way: memory stays flat, the cache stays right.
+"""Soak test: thousands of tokens, many prompts, many rejected drafts; memory stays flat, the cache stays correct.
 
-20,000 tokens with `--long`, 1,500 without, and twice at least.
+Decodes 20,000 tokens with `--long`, else 1,500, at least twice.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""Programs of this project run in the test's own process: what they do and say, without the second in which a new
-process imports the engine."""
+"""Runs programs of this project in the test's own process, without the second that a new process needs to import the
+engine."""
 
 import contextlib
 import io

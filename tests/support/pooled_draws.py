@@ -1,4 +1,4 @@
-"""Comparisons of draws, several together: what is a little wrong everywhere shows in their sum, not in each."""
+"""Pooled comparisons of samples: a small error in all cases shows in their sum, not in each."""
 
 import math
 from statistics import NormalDist
@@ -22,7 +22,7 @@ def distance(right, wrong):
 
 
 def times_found(right, drawn_from, draws, repetitions=50, below=FALSE_ALARM):
-    """How often so many draws from each of the cells `drawn_from`, compared with the right ones, fail together."""
+    """How often samples from each of the cells `drawn_from` fail the pooled comparison with the correct cells."""
     random = np.random.default_rng(0)
     pairs = list(zip(right, drawn_from, strict=True))
     return sum(pooled(_p_value_of_draws(*pair, draws, random) for pair in pairs) < below for _ in range(repetitions))

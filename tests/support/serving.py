@@ -3,8 +3,8 @@
     with Server() as server:
         server.client().chat.completions.create(model=server.model, ...)
 
-It is ended by its own process id; Ray's processes end with it. `Api` is its HTTP side alone, over the real engine, in a
-thread of the tests: without Ray, which takes long to start.
+It is stopped by its own process id; Ray's processes end with it. `Api` is its HTTP application alone, over the real
+engine, in a thread of the tests: without Ray, which is slow to start.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class Server:
         self.end()
 
     def wait_for(self, beginning: str, seconds: float = READY_SECONDS) -> str:
-        """The line of stderr that begins so, among those that come from now on."""
+        """Wait for a new line on stderr with this beginning, and return it."""
         with contextlib.suppress(queue.Empty):
             while (line := self._came.get(timeout=seconds)) is not None:
                 if line.startswith(beginning):
@@ -95,7 +95,7 @@ class Server:
         raise AssertionError(f"the server said no {beginning!r}:\n" + "\n".join(self.lines))
 
     def client(self, **options) -> openai.OpenAI:
-        """Without retries: a test is to see the first answer."""
+        """A client without retries: a test should see the first response."""
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
 
     def interrupt(self) -> None:
@@ -103,7 +103,7 @@ class Server:
         interrupt_group(self.process)
 
     def end(self, how: int = signal.SIGTERM, seconds: float = 60) -> int:
-        """Stop it as its user would, or harder if it does not; returns the exit status."""
+        """Stop it with Ctrl-C, or kill it if that fails; return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(how)
             try:
@@ -120,7 +120,7 @@ class Server:
 
 
 class Counts:
-    """Metrics as the endpoint calls them, without Ray's."""
+    """The metrics interface of the endpoint, without Ray."""
 
     def __init__(self):
         self.outcomes = []

@@ -1,10 +1,10 @@
-"""Letting a batch decoder run to its end. A wrong one may never come to it: the test fails then, and does not hang."""
+"""Runs a batch decoder until it is done. If it never is, the test fails instead of hanging."""
 
 MOST = 2000  # steps, for texts of some hundred tokens
 
 
 def finish(decoder, most=MOST):
-    """What `decoder` gains until nothing is left to do."""
+    """The outputs of `decoder` until no request is left."""
     gains = []
     for _ in range(most):
         gains += decoder.step()

@@ -4,7 +4,7 @@
     save_checkpoint("llama", "main", tokenizer, tmp_path / "main")
     save_checkpoint("llama", "draft", tokenizer, tmp_path / "draft")
 
-Their text is noise; what they prove is the path: the same architecture code as the real models, in kilobytes.
+Their text is noise, but they exercise the same architecture code as the real models, in kilobytes.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The smallest Llamas there are: one layer, a vocabulary of a few tokens, about 0.1 ms an inference.
+"""Minimal Llama models: one layer, a vocabulary of a few tokens, about 0.1 ms per forward pass.
 
-Random weights in sizes that make next tokens vary, attention matter, and no token certain or out of the question.
+Random weights, scaled so that next tokens vary, attention matters, and no token has a probability near 0 or 1.
 """
 
 from dataclasses import replace

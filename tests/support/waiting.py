@@ -1,4 +1,4 @@
-"""Waiting for what other processes do. The limits only make failures end: on a busy machine anything may take long."""
+"""Waits for other processes. The limits only end failures: on a busy machine anything may take long."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ PATIENCE = 120  # seconds
 
 
 def wait_until(true, what="it comes true", seconds=PATIENCE, passing=()):
-    """What `true` returns as soon as that is something; errors of the classes `passing` may pass."""
+    """Call `true` until it returns something true, and return that; errors of the classes `passing` are ignored."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(*passing):

@@ -1,8 +1,7 @@
-"""The whole path for each architecture: random checkpoints, export, LLMPipeline; a draft leaves the tokens alone.
+"""Each architecture end to end: random checkpoints, export, decoding with a draft, which must not change the tokens.
 
-Three architectures; all of them with --long (make test-all).
-
-Main and draft differ in every size. In f32: in lower precisions near-ties flip between one token and K + 1 tokens.
+Three architectures by default, all with --long (make test-all). Main and draft differ in every size. Everything runs in
+f32, because in lower precisions a pass over one token and a pass over K + 1 tokens resolve near-ties differently.
 """
 
 import numpy as np
@@ -65,8 +64,8 @@ def generate(pipeline, **options):
 
 
 def test_old_chatglm_is_beyond_this_pin():
-    """ChatGLM2, ChatGLM3 and the first GLM-4 bring code of their own and do not export; GLM-4 as `glm`, `glm4` does.
+    """ChatGLM2, ChatGLM3 and the first GLM-4 ship their own code and do not export; GLM-4 as `glm`, `glm4` does.
 
-    optimum-cli ends with "Maximum required is 4.55.4, got: 4.57.6". The support table says so: change it with this.
+    optimum-cli ends with "Maximum required is 4.55.4, got: 4.57.6". docs/supported-models.md says so: keep it in step.
     """
     assert parse(ChatGLM2OpenVINOConfig.MAX_TRANSFORMERS_VERSION) < parse(transformers.__version__)

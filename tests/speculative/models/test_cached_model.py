@@ -1,6 +1,6 @@
-"""The cache is right: whatever was rolled back, edited or cut, logits equal those of the whole text computed anew.
+"""The KV cache is correct: after any rollback, edit or truncation, logits equal those of the whole text recomputed.
 
-The reference is the exported model itself, without our cache and without the cut before its LM head, in f32.
+The reference is the exported model itself in f32, without this project's cache and without gathering logits.
 """
 
 import re
@@ -28,7 +28,7 @@ STATEFUL = pytest.mark.parametrize("stateful", [False, True], ids=["paged", "sta
 
 
 class Reference:
-    """Every logit of a text, computed anew from its first token on."""
+    """All logits of a text, recomputed from the first token."""
 
     def __init__(self, folder):
         self._request = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", EXACT).create_infer_request()
@@ -46,7 +46,7 @@ class Reference:
 
 
 def texts(random, width, longest, rounds):
-    """Texts as a decoder gives them: some tokens of the last one rolled back, now and then many, and some new ones."""
+    """Sequences as in decoding: some tokens of the last one rolled back, occasionally many, and some new ones."""
     text = random.integers(0, width, longest // 2)
     for _ in range(rounds):
         back = random.integers(1, 9) if random.random() < 0.8 else random.integers(1, len(text))
@@ -67,7 +67,7 @@ def worst_difference(model, reference, rounds, longest, seed=0):
 
 
 class Spy:
-    """Stands before a backend and notes where each run starts, on how many tokens."""
+    """Wraps a backend and records the start and number of tokens of each run."""
 
     def __init__(self, backend):
         self.backend, self.runs = backend, []
@@ -169,7 +169,7 @@ def test_a_stateful_model_is_compiled_once_and_kept_on_disk(device, tiny_pair, t
 
 
 def test_a_paged_model_cannot_be_read_from_the_cache_of_a_cpu(tiny_pair, tmp_path):
-    """Why PagedModel leaves CACHE_DIR out there: should this fail, OpenVINO was corrected, and it can stay in."""
+    """The reason why PagedModel drops CACHE_DIR on a CPU: if this fails, OpenVINO has fixed it, and it can stay."""
     folder = tiny_pair("llama") / "main"
     cached_model.load(ModelSpec(folder, "CPU", {"CACHE_DIR": str(tmp_path)}))
     assert not list(tmp_path.iterdir())
@@ -210,7 +210,7 @@ class TestNpu:
 
 
 class OneTooFar(PagedModel):
-    """Starts a position too early after a rollback."""
+    """Bug: starts one position too early after a rollback."""
 
     end = 0
 
@@ -221,7 +221,7 @@ class OneTooFar(PagedModel):
 
 
 class OneShort(PagedModel):
-    """Keeps one rejected token."""
+    """Bug: keeps one rejected token."""
 
     end = 0
 
@@ -232,7 +232,7 @@ class OneShort(PagedModel):
 
 
 class NeverBack(PagedModel):
-    """Puts tokens behind what is there, unless the text is new."""
+    """Bug: appends tokens to the cache without a rollback, unless the text is new."""
 
     end = 0
 
@@ -243,7 +243,7 @@ class NeverBack(PagedModel):
 
 
 class NotHidden(StatefulModel):
-    """Forgets to hide rejected entries."""
+    """Bug: does not mask rejected entries."""
 
     def _roll_back(self, start, n):
         super()._roll_back(start, n)
@@ -251,7 +251,7 @@ class NotHidden(StatefulModel):
 
 
 class WrongPositions(StatefulModel):
-    """Hides rejected entries and counts them."""
+    """Bug: masks rejected entries, but still counts their positions."""
 
     def _set(self, name, array):
         super()._set(name, array + self._used - self._length if name == "position_ids" else array)
@@ -263,7 +263,7 @@ class TrimsOneTooMany(StatefulModel):
 
 
 class ShortMask(NpuModel):
-    """Masks as long as the text, which leave NPUW the ones of a longer text before. GenAI gives such masks."""
+    """Bug: masks of the text's length, to which NPUW adds the ones of an earlier, longer text. GenAI has such masks."""
 
     def _infer(self, start, end):
         self.end = end
@@ -274,7 +274,7 @@ class ShortMask(NpuModel):
 
 
 class StepWithinPrompt(NpuModel):
-    """Goes on in the middle of a prompt just read, where NPUW takes over the prompt's last entries, not its first."""
+    """Bug: continues within a prompt just read, where NPUW copies the prompt's last entries, not its first."""
 
     _just_read = property(lambda self: 0, lambda self, value: None)
 
@@ -284,7 +284,7 @@ class StepWithinPrompt(NpuModel):
     [OneTooFar, OneShort, NeverBack, NotHidden, WrongPositions, TrimsOneTooMany, ShortMask, StepWithinPrompt],
 )
 def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, monkeypatch):
-    """The last two are NPUW's own faults: should one of them not be found, OpenVINO was corrected."""
+    """The last two are faults of NPUW: if one of them is no longer found, OpenVINO has fixed it."""
     base = wrong.__base__
     monkeypatch.setattr(cached_model, base.__name__, wrong)
     device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", EXACT)

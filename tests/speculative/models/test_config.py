@@ -1,4 +1,4 @@
-"""One context length of a model for every program, whatever its architecture calls it."""
+"""All programs read the same context length of a model, under any architecture's key."""
 
 import json
 

@@ -1,9 +1,9 @@
-"""What OpenVINO GenAI 2026.4.1 really does, as facts the samples rest on. A failure here means: the engine changed.
+"""Facts about OpenVINO GenAI 2026.4.1 that the samples rely on. A failure here means that GenAI has changed.
 
 Everything runs on the embedded pair, in execution mode ACCURACY: f32 inference, f32 KV cache, no quantized activations.
-INFERENCE_PRECISION_HINT=f32 leaves the cache in u8 and the activations in int8 groups, where near-ties still flip
-between one token and K + 1 tokens an inference. Where the model does not matter, the embedded draft plays the main
-model: it is quick.
+INFERENCE_PRECISION_HINT=f32 leaves the cache in u8 and the activations in int8 groups, where passes over one token and
+over K + 1 tokens still resolve near-ties differently. If the model does not matter, the embedded draft serves as main
+model, because it is fast.
 """
 
 import shutil
@@ -20,7 +20,7 @@ PROMPTS = ["def read_file(path):", "import os\n\n\nclass Walker:\n", "hello ther
 
 
 def load(main=MAIN, draft=None, device="CPU", draft_device="CPU", **properties):
-    """Return a pipeline in exact arithmetic, with NPUs played by the CPU."""
+    """Return a pipeline in exact arithmetic, with NPUs emulated on the CPU."""
     if draft:
         own = NPU_ON_CPU if draft_device == "NPU" else EXACT
         properties["draft_model"] = openvino_genai.draft_model(draft, draft_device, **own)
@@ -38,7 +38,7 @@ def pair():
 
 
 class Tokens(openvino_genai.StreamerBase):
-    """Collects the tokens of each inference of the main model."""
+    """Collects the tokens of each forward pass of the main model."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Tokens(openvino_genai.StreamerBase):
 
 
 def generate(pipe, prompt=PROMPTS[0], **config):
-    """Return (tokens, tokens gained by each inference of the main model, the engine's result)."""
+    """Return (tokens, new tokens of each forward pass of the main model, the engine's result)."""
     streamer = Tokens()
     result = pipe.generate([prompt], openvino_genai.GenerationConfig(**config), streamer)
     return [token for step in streamer.steps for token in step], [len(step) for step in streamer.steps], result
@@ -202,7 +202,7 @@ def test_an_npu_main_model_takes_k_up_to_seven():
 
 
 def sampled(pipe, seeds, **config):
-    """Return the first two tokens of one request a seed, sampled from the three likeliest tokens."""
+    """Return the first two tokens of one request per seed, sampled with top-k 3."""
     settings = {"do_sample": True, "top_k": 3, "temperature": 5.0, "max_new_tokens": 4, "ignore_eos": True, **config}
     return [tuple(generate(pipe, rng_seed=seed, **settings)[0][:2]) for seed in seeds]
 

@@ -1,4 +1,4 @@
-"""Huge pages: the weights are in them, and every logit stays what it was."""
+"""Huge pages: the weights are moved into them, and no logit changes."""
 
 import mmap
 import platform
@@ -39,7 +39,7 @@ print(huge_pages.in_use() - were, np.array_equal(model.logits(tokens, last=8), l
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
 def test_what_was_allocated_since_is_moved_and_stays_the_same():
-    """In a process of its own: memory that other tests gave back is not allocated since."""
+    """In a separate process, where no memory freed by other tests is reused."""
     done = subprocess.run([sys.executable, "-c", MOVE, str(MAIN)], cwd=ROOT, capture_output=True, encoding="utf-8")
     if "no huge page is free" in done.stderr:
         pytest.skip("no huge page is free")

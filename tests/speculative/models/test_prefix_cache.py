@@ -1,7 +1,7 @@
-"""Texts that begin alike share that part of the cache, and are what they are without: nothing is shared but verified
-tokens behind the same beginning, none of it is ever written to, and every block comes back.
+"""Prefix cache: requests with a common prefix share its KV-cache blocks without any effect on their output. Only blocks
+of verified tokens after the same prefix are shared, shared blocks are never written to, and every block is freed.
 
-What the cache holds is followed token by token beside the engine, in main and draft model; that finds the planted bugs.
+A shadow of the cache is kept token by token for main and draft model; it finds the planted bugs.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def blocks_are_back(decoder):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A pair of two layers each: with one, what the cache holds of a token would not depend on those before."""
+    """A pair of two layers each: with one layer, a token's cache entry would not depend on the tokens before it."""
     base = tmp_path_factory.mktemp("tiny")
     for name, noise in (("main", 0.0), ("draft", 0.2)):
         llama = tiny_llama(1, noise)
@@ -70,7 +70,7 @@ def tiny(folders):
 
 @pytest.fixture(scope="module")
 def conversations(folders):
-    """Requests that begin alike, first turns and second ones, and what the decoder of one text makes of each."""
+    """Requests with common prefixes, first and second turns, each with the output of the single-request decoder."""
     main, draft = (cached_model.load(ModelSpec(folder, "CPU", F32), capacity=CONTEXT) for folder in folders)
     decoder, random = Decoder(main, DraftModelProposer(draft, main.vocab_size)), np.random.default_rng(3)
     system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
@@ -89,9 +89,9 @@ def conversations(folders):
 
 
 class Shadow:
-    """What the cache holds, told from the inferences alone: in each place the text up to there that was written last.
+    """A shadow of the cache, derived from the forward passes alone: for each position, the text last written there.
 
-    `wrong` counts what texts read there that is not theirs, and what others may have although it bears traces.
+    `wrong` counts reads of another request's entries, and shared entries with traces of rejected tokens.
     """
 
     def __init__(self, decoder, patch):
@@ -129,7 +129,7 @@ class Shadow:
         held[block, offset] = state
 
     def look(self):
-        """Every block that is shared holds what it is found by, and none that a text has is free."""
+        """Every shared block holds the tokens of its key, and no block in use is free."""
         for model in models_of(self.decoder):
             held, soiled = self.places[id(model)], self.soiled[id(model)]
             for shared in model.pool._shared.values():
@@ -145,7 +145,7 @@ class Shadow:
 
 
 def run_all(decoder, requests, patch, most=12):
-    """All requests, joining as others leave; returns them and what the shadow found wrong."""
+    """Decode all requests, joining as others leave; return them and the errors that the shadow found."""
     random, shadow = np.random.default_rng(0), Shadow(decoder, patch)
     waiting, added = list(reversed(requests)), []
     while waiting or decoder.has_unfinished_requests:
@@ -161,7 +161,7 @@ def run_all(decoder, requests, patch, most=12):
 
 
 def test_texts_are_what_they_are_alone(tiny, conversations, monkeypatch):
-    """Under eviction, too: the cache has room for a fraction of what was said."""
+    """Also under eviction: the cache fits only a fraction of the conversations."""
     requests, alone = conversations
     decoder = decoder_of(*tiny)
     added, wrong = run_all(decoder, requests, monkeypatch)
@@ -182,7 +182,7 @@ def test_it_can_be_switched_off(tiny, conversations, monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(folders):
-    """In u8, where a rejected token leaves a trace."""
+    """With a u8 cache, in which rejected tokens leave traces."""
     return [cached_model.load(ModelSpec(folder, "CPU", U8), capacity=ROOM) for folder in folders]
 
 
@@ -208,7 +208,7 @@ def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
 
 
 def test_what_was_computed_once_is_not_computed_again(tiny):
-    """A common beginning of 100 tokens: 96 of them are in full blocks. A second turn: what was said is there, too."""
+    """Of a common prefix of 100 tokens, 96 are in full blocks. A second turn also reuses the first turn's answer."""
     decoder, computed = decoder_of(*tiny), {}
     for model in models_of(decoder):
         run = model._backend.run_together
@@ -263,7 +263,7 @@ def test_one_block_that_several_have_is_promised_once(tiny):
 
 
 def test_what_fails_is_not_shared(tiny, monkeypatch):
-    """An inference that fails may have written anything; a text whose logits are no numbers ends."""
+    """A failed forward pass may have written anything; a request with NaN logits ends."""
     decoder = decoder_of(*tiny)
     prompt = np.random.default_rng(7).integers(0, 8, 80)
     request = decoder.add_request(prompt, greedy(20))
@@ -280,7 +280,7 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
 
 
 def test_the_embedded_pair_in_a_conversation():
-    """Greedy tokens, turn by turn, are those of the main model alone; each turn computes little but its own."""
+    """In each turn, greedy tokens equal the main model's, and few tokens besides those of the turn are computed."""
     alone = Decoder(
         cached_model.load(ModelSpec(MAIN, "CPU", F32), capacity=CONTEXT),
         None,
@@ -303,7 +303,7 @@ def test_the_embedded_pair_in_a_conversation():
 
 
 def test_blocks_are_shared_by_what_they_hold_and_never_lost():
-    """Texts of blocks of four numbers that come, grow, are shared and go, against a plain account of it."""
+    """Sequences in blocks of four tokens are added, grow, are shared and freed at random, against a reference model."""
     pool, random = BlockPool(40, 4), np.random.default_rng(0)
     leases, content, found = {}, {}, 0
     for _ in range(4000):
@@ -349,13 +349,13 @@ def test_blocks_are_shared_by_what_they_hold_and_never_lost():
 
 
 def tokens_alone_name_a_block(patch):
-    """Whatever is before them."""
+    """Bug: shares blocks regardless of the tokens before them."""
     own = BlockTable._next
     patch.setattr(BlockTable, "_next", lambda self, tokens: (None, own(self, tokens)[1]))
 
 
 def drafted_tokens_are_shared(patch):
-    """Before anybody has verified them."""
+    """Bug: shares tokens before they are verified."""
 
     def wrong(self, tokens):
         n = min(self._length, len(tokens)) // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""Every kind of pair that does not fit, and every folder that is no model: each found, and said in one sentence."""
+"""Every kind of unsound pair and unusable folder is found and reported in one sentence."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def edited(tokenizer, edit):
 
 
 def swap_two_letters(description):
-    """Give `e` and `t` each other's id: every text keeps its number of tokens."""
+    """Swap the ids of `e` and `t`: every text keeps its number of tokens."""
     vocabulary = description["model"]["vocab"]
     vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
 
@@ -52,7 +52,7 @@ def swap_two_merges(description):
 
 
 def split_digits(description):
-    """Cut text before every digit, which no merge shows."""
+    """Split text before every digit, which the merges do not show."""
     byte_level = description["pre_tokenizer"]
     digits = {"type": "Digits", "individual_digits": True}
     description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
@@ -100,7 +100,7 @@ def test_other_token_ids_are_refused_and_shown(ir, tokenizer, tmp_path):
 
 
 def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
-    """Why this check exists: the engine counts the tokens of one sentence. Once it learns better, this fails."""
+    """Why this check exists: GenAI only counts the tokens of one sentence. If GenAI improves, this fails."""
     draft = shutil.copytree(DRAFT, tmp_path / "draft")
     trained = PreTrainedTokenizerFast.from_pretrained(MAIN)
     description = json.loads(trained.backend_tokenizer.to_str())
@@ -167,7 +167,7 @@ def test_a_draft_that_cannot_read_every_token_is_refused(ir, tokenizer, tmp_path
 
 
 def test_a_draft_without_detokenizer_is_compared_by_encoding(ir, copy):
-    """As some drafts are published: the engine reads no more of a draft's tokenizer."""
+    """Some drafts are published like this: GenAI reads no other part of a draft's tokenizer."""
     for name in ("openvino_detokenizer.xml", "openvino_detokenizer.bin", "tokenizer.json"):
         (copy / name).unlink()
     assert check_pair(ir, copy).sound

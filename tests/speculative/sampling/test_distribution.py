@@ -1,7 +1,7 @@
-"""Probabilities as GenAI's own sampler has them: compared with what it draws, the main model alone.
+"""The sampled distribution has GenAI's meaning: it is compared with samples of GenAI's main model alone.
 
-The logits are known: most models here are a table that looks up the last token, in the smallest IR LLMPipeline runs;
-one is the embedded draft, over the paged-attention backend. Seeds are fixed, so that the p-values are too.
+The logits are known: most models here are a lookup table for the last token, in the smallest IR that LLMPipeline runs;
+one is the embedded draft, with the paged-attention backend. Seeds are fixed, and thus the p-values.
 """
 
 import json
@@ -42,7 +42,7 @@ def save_table(table, folder):
 
 
 def tokens(pipe, prompt, **config):
-    """Return the tokens of each sequence GenAI generates behind the tokens `prompt`."""
+    """Return the tokens of each sequence that GenAI generates after the tokens `prompt`."""
     config = GenerationConfig(**{"ignore_eos": True, **config})
     return pipe.generate(ov.Tensor(np.array([prompt])), config).tokens
 
@@ -103,7 +103,7 @@ def test_the_first_token_is_drawn_by_genai_as_said_here(row, config, left, tmp_p
 
 
 def test_draws_tell_temperatures_apart(tmp_path):
-    """The test above can fail: 3 % of temperature are seen."""
+    """The test above can fail: it detects a temperature that is off by 3 %."""
     pipe = save_table(np.tile(MIXED, (8, 1)), tmp_path)
     drawn = tokens(pipe, PROMPT, max_new_tokens=1, num_return_sequences=20_000, do_sample=True, temperature=0.7)
     counts = np.bincount([token for (token,) in drawn], minlength=8)
@@ -120,9 +120,9 @@ def distribution(config, **defaults):
 
 
 def each_token(texts, prompt, model, said):
-    """Yield (token, its logits, their probabilities, tokens before) for each token of `texts` behind `prompt`.
+    """Yield (token, its logits, their probabilities, tokens before) for each token of `texts` after `prompt`.
 
-    `model(tokens)` returns the logits [n, V] behind each of n tokens, `said(logits, prompt, text so far)` the
+    `model(tokens)` returns the logits [n, V] after each of n tokens, `said(logits, prompt, text so far)` the
     probabilities.
     """
     for text in texts:
@@ -214,7 +214,7 @@ def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, ta
 
 @pytest.mark.parametrize("config", [dict(presence_penalty=1.2), dict(presence_penalty=-0.5, frequency_penalty=0.6)])
 def test_openais_meaning_of_the_penalties_is_to_subtract_them(config):
-    """From scores too, which are all negative: the same probabilities."""
+    """Logits shifted by -50, so that all are negative, give the same probabilities."""
     logits, text = MIXED.astype(np.float32), np.array([0, 3, 3, 5, 6])
     config = dict(do_sample=True, **config)
     seen = np.bincount(text, minlength=8)
@@ -330,7 +330,7 @@ def test_nucleus_is_the_fewest_largest_that_exceed_the_mass(values, mass):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nucleus_of_all_but_what_rounding_leaves(seed):
-    """A mass that float32 puts below the sum, and float64 perhaps not."""
+    """A probability mass below the sum in float32, but perhaps not in float64."""
     weights = np.random.default_rng(seed).random(1000, np.float32) + np.float32(1)
     assert nucleus(weights, np.nextafter(float(weights.sum()), 0)).all()
 

@@ -1,13 +1,13 @@
-"""Drawn texts have exactly the main model's distribution, with any draft, rule, temperature and filter, on real IRs.
+"""Sampled texts have exactly the main model's distribution: any draft, policy, temperature and filter, on real IRs.
 
-Draws of the first three tokens, for each draft in several settings, against their exact joint distribution, which is
-computed from the exported model itself, run anew for every text, without our cache. The same check finds every bug
-planted in the engine. What is a little wrong everywhere shows in all cases together: a temperature of 0.9 for 1.0 on
-later tokens, a total variation of 0.05, is found (Stouffer's sum of the cases' z-values).
+Samples of the first three tokens, for each draft in several settings, are compared with their exact joint distribution,
+which is computed from the exported model itself, without this project's cache. The same check finds every bug planted
+in the engine. A small error in all cases shows in their sum (Stouffer's sum of the cases' z-values): a temperature of
+0.9 instead of 1.0 on later tokens, a total variation of 0.05, is found.
 
     pytest tests/speculative/sampling/test_lossless_draws.py --long
 
-draws 20,000 texts with every draft and every rule; temperatures, filters and caches take turns.
+draws 20,000 texts with every draft and every policy; temperatures, filters and caches alternate.
 """
 
 import dataclasses
@@ -136,7 +136,7 @@ def folders(tmp_path_factory):
 
 
 def save_resized(folder, rows):
-    """The good draft with another vocabulary: of its tokens those of `rows`."""
+    """The good draft with another vocabulary: the tokens in `rows`."""
 
     def resized(matrix):
         return Matrix(*(part[rows] for part in matrix))
@@ -150,7 +150,7 @@ def save_resized(folder, rows):
 
 @pytest.fixture(scope="module")
 def exact_logits(folders):
-    """Logits [V] after a text, by the exported model as it is, from the first token on."""
+    """Logits [V] after a text, recomputed from the first token by the exported model itself."""
     model = ov.Core().compile_model(folders["main"] / "openvino_model.xml", "CPU", EXACT)
     request = model.create_infer_request()
 
@@ -187,7 +187,7 @@ def load(folders):
 
 
 def rule(name):
-    """A draft length rule; the adaptive one is told costs at which most drafts pay."""
+    """A draft-length policy; the adaptive one gets costs at which most drafts are worth it."""
     if name == "adaptive":
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}))
     if name == "confidence":
@@ -202,7 +202,7 @@ def settings(temperature=1.0, **more):
 
 
 def exact_cells(exact_logits, config, length=LENGTH, later=None):
-    """With `later`, a config, what would come if the tokens behind the first one were drawn as it says."""
+    """With `later`, a config: as if the tokens after the first one were sampled with that config."""
     first, later = (Distribution(SamplingParams.resolve(one)) for one in (config, later or config))
 
     def next_token(generated):
@@ -233,7 +233,7 @@ def sample(decoder, config, draws, length=LENGTH, seed=1):
 
 
 def config_of(case, colder=1.0):
-    """With a temperature of so many times the case's."""
+    """The case's config, with its temperature multiplied by a factor."""
     _, _, temperature, filter_, _ = case
     return settings(temperature * colder, **FILTERS[filter_])
 
@@ -291,7 +291,7 @@ def test_tokens_behind_a_whole_draft_are_right_too(load, exact_logits):
 
 
 def verify_with(accepts=lambda p, q: p / q, replacement_row=0, bonus_row=0):
-    """rejection_sampling.verify written again, with room for bugs."""
+    """rejection_sampling.verify rewritten, with hooks for planting bugs."""
 
     def verify(drafted, q, p, random):
         for i, x in enumerate(drafted):
@@ -397,7 +397,7 @@ def colder_later_tokens(patch):
 
 
 def test_cases_together_find_later_tokens_that_are_a_little_too_cold(load, exact_logits, monkeypatch):
-    """Planted in the engine; each case alone may well miss it."""
+    """A bug planted in the engine that a single case may miss."""
     cases = [case for case in SHORT if case[3] in ("all tokens", "min-p", "min-new")]
     exact = {case: exact_cells(exact_logits, config_of(case)) for case in cases}
     colder_later_tokens(monkeypatch)
@@ -407,7 +407,7 @@ def test_cases_together_find_later_tokens_that_are_a_little_too_cold(load, exact
 
 
 def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
-    """Of at most so many draws; no more once it shows that something is wrong."""
+    """Compare at most `draws` samples; stop as soon as an error shows."""
     config = settings(**FILTERS["penalties"])
     cells = exact_cells(exact_logits, config)
     decoder = load("good")

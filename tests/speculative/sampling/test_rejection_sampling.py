@@ -1,8 +1,8 @@
-"""The algorithm is exact: shown by adding up all it can do, in fractions, not by draws.
+"""The algorithm is exact: all its possible runs are enumerated, with exact fractions instead of samples.
 
-All probabilities here are multiples of 1/UNITS. Then every number at which the algorithm changes its mind is a fraction
-with a denominator up to UNITS, so that a random number can be replaced by the intervals between such fractions: what
-comes out has an exact probability, and the check has no tolerance. That it can fail is shown by planted bugs.
+All probabilities here are multiples of 1/UNITS. So every threshold at which the algorithm decides differently is a
+fraction with a denominator up to UNITS, and a random number can be replaced by the intervals between such fractions:
+each outcome has an exact probability, and the check needs no tolerance. Planted bugs show that it can fail.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class Exhausted(Exception):
 
 
 class Numbers:
-    """Plays numpy.random.Generator with chosen numbers."""
+    """Stands for numpy.random.Generator and returns chosen numbers."""
 
     def __init__(self, *numbers):
         self.numbers = list(numbers)
@@ -42,9 +42,9 @@ class Numbers:
 
 
 def outcomes(program):
-    """Return {outcome: exact probability} of `program(random, seen)`, which appends to `seen` what it does on its way.
+    """Return {outcome: exact probability} of `program(random, seen)`, which appends its decisions to `seen`.
 
-    Of the intervals of a random number that lead to the same sight one is followed, standing for all of them.
+    Of all intervals of a random number that lead to the same decisions, only one is followed, for all of them.
     """
     result, pending = Counter(), [((), Fraction(1))]
     while pending:
@@ -68,8 +68,8 @@ def outcomes(program):
 
 @dataclass
 class Pair:
-    """A main and a draft model that see one token back: `main[token]` and `draft[token]` count units [V] that add up to
-    UNITS. Text starts behind token 0."""
+    """A main and a draft model that depend on the last token only: `main[token]` and `draft[token]` are probabilities
+    [V] in units of 1/UNITS. Text starts after token 0."""
 
     main: list[list[int]]
     draft: list[list[int]]
@@ -118,7 +118,7 @@ def drafts(pair, token, K, goes_on=always, keeps=always):
 
 
 def verdicts(pair, token, drafted, verify=verify):
-    """Return {Acceptance: exact probability} of `drafted` behind `token`."""
+    """Return {Acceptance: exact probability} of `drafted` after `token`."""
 
     def iteration(random, seen):
         def p(i):
@@ -150,7 +150,7 @@ def speculative_text(pair, length, K, verify=verify, **rule):
 
 @st.composite
 def rows(draw, vocabulary):
-    """A distribution [V] in units; zeros and certainty are as likely as anything."""
+    """A distribution [V] in units, including zeros and one-hot distributions."""
     cuts = sorted(draw(st.lists(st.integers(0, UNITS), min_size=vocabulary - 1, max_size=vocabulary - 1)))
     return [high - low for low, high in zip([0, *cuts], [*cuts, UNITS], strict=True)]
 
@@ -261,7 +261,7 @@ def test_a_planted_bug_is_found(bug):
 
 
 def match(drafted, q, p, random):
-    """Draw from the main model and accept while that is the drafted token: exact as well, but it accepts less."""
+    """Sample from the main model and accept if it is the draft token: also exact, but accepts less."""
     for i, x in enumerate(drafted):
         token = draw(p(i), random)
         if token != x:
@@ -310,7 +310,7 @@ def test_what_the_main_model_excludes_is_never_accepted():
 
 
 def test_a_rejection_by_rounding_alone_is_replaced_from_the_main_model():
-    """Where q exceeds p everywhere by rounding, there is no residual to draw from."""
+    """If q exceeds p everywhere by rounding, there is no residual to sample from."""
     p = np.array([0.25, 0.25, 0.5], np.float32)
     q = np.nextafter(p, np.float32(1))
     assert verify([2], [q], lambda i: p, Numbers(ALMOST_ONE, 0.0)) == (0, 0)

@@ -1,4 +1,4 @@
-"""The metrics against counts made by hand, and against the formulas of the paper."""
+"""The metrics agree with counts by hand and with the formulas of the paper."""
 
 import random
 

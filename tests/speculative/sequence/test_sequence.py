@@ -1,4 +1,4 @@
-"""A text's limits, drafts and ends, without a model: the logits are made up."""
+"""Limits, draft tokens and stop conditions of a sequence, with invented logits instead of a model."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def text_of(prompt, **config):
 
 
 def verify(text, *tokens):
-    """The main model says `tokens`."""
+    """The main model generates `tokens`."""
     return text.verify(np.eye(WIDTH, dtype=np.float32)[list(tokens)])
 
 

@@ -1,4 +1,4 @@
-"""Streamed text ends before a stop string, however tokens cut it, and nothing is streamed that is then taken back."""
+"""Streamed text ends before a stop string, however tokens split it, and no streamed text is ever retracted."""
 
 import itertools
 import sys
@@ -83,7 +83,7 @@ def test_a_stop_string_of_two_real_tokens():
 
 
 def steps_of_python(action):
-    """How many lines of Python `action` runs, which does not depend on the machine."""
+    """The number of lines of Python that `action` executes, the same on every machine."""
     lines = 0
 
     def trace(frame, event, argument):
@@ -102,7 +102,7 @@ def steps_of_python(action):
 
 @pytest.mark.parametrize("stop", ["{}b", "b{}", "{}"], ids=["almost there all the time", "never", "again and again"])
 def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
-    """One client's stop strings must not hold up all texts."""
+    """One client's stop strings must not delay all requests."""
 
     def steps(length):
         stops = [stop.format(pattern * length) for pattern in ("a", "ca", "da", "ea")]
