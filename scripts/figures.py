@@ -44,9 +44,6 @@ PAIRS = {  # generated when needed; the others need the first one
     "build/tinyllama-useless": (
         "scripts/make_benchmark_pair.py build/tinyllama-useless --main-of build/tinyllama --acceptance 0"
     ),
-    "build/tinyllama-medium": (
-        "scripts/make_benchmark_pair.py build/tinyllama-medium --main-of build/tinyllama --acceptance 0.5"
-    ),
 }
 
 
@@ -96,16 +93,6 @@ FIGURES = {
         "scripts/benchmark.py build/tinyllama-useless/main build/tinyllama-useless/draft --paths engine,sampled -k 1 "
         f"--max-prompts 3 --max-new-tokens 48 --no-starts {FAST}",
         5,
-    ),
-    "medium-draft": Figure(
-        "scripts/benchmark.py build/tinyllama-medium/main build/tinyllama-medium/draft --paths engine,sampled -k 3 "
-        f"--max-prompts 3 --max-new-tokens 48 --no-starts {FAST}",
-        4,
-    ),
-    "instructions": Figure(
-        f"scripts/benchmark.py {LARGE} --prompts scripts/prompts/instructions.jsonl --paths engine,sampled -k 3 "
-        f"--max-prompts 6 --max-new-tokens 48 --rounds 2 --no-starts {FAST}",
-        4,
     ),
     "context": Figure(
         f"scripts/benchmark.py {LARGE} --context 2000 --paths genai,engine -k 4 --max-prompts 3 --max-new-tokens 48 "
