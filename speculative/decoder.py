@@ -35,7 +35,7 @@ Prompt = str | ChatHistory | list | np.ndarray
 
 
 LOOKUP_ACCEPTANCE = 0.3  # prior acceptance rate for prompt lookup
-LOOKUP_BUDGET = 1.5  # less than for a draft model: most texts repeat little, and no draft was chosen for them
+LOOKUP_BUDGET = 3.0  # less than for a draft model: most texts repeat little, and no draft was chosen for them
 
 
 class Decoder:

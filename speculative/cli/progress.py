@@ -8,7 +8,7 @@ import tqdm as bars
 SECONDS_PER_LINE = 30.0
 
 
-class tqdm(bars.tqdm):  # noqa: N801: it replaces the original
+class tqdm(bars.tqdm):
     """tqdm's bar. If stderr is not a terminal, it prints whole lines instead of drawing one line again and again: one
     line every 30 seconds at most, over all bars of the process, and none for work that takes less."""
 

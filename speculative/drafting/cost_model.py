@@ -24,7 +24,7 @@ from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
 MEASURED_BATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
-FORMAT = 2  # of the cached file; format 1 may hold costs measured under load
+FORMAT = 3  # of the cached file; format 1 may hold costs measured under load, format 2 includes changes of size
 CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
 TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
 TRIES = 5  # measurements on a busy machine
@@ -70,7 +70,8 @@ def measure_batched(main: CachedModel, draft: CachedModel | None) -> list[Latenc
 
 def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]]) -> Seconds:
     """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
-    the CPU caches. Clears both KV caches."""
+    the CPU caches. Each pass follows one over as many tokens by the same model: after another number of tokens,
+    OpenVINO prepares the pass again. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
     most = max(n for n, _ in counts)
     context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
@@ -79,15 +80,19 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
         model.logits(tokens[:context])
     times = Seconds({}, {}, {})
 
-    def time_one(model: CachedModel, n: int, of_model: dict[int, list[float]]) -> None:
+    def time_one(model: CachedModel, n: int, of_model: dict[int, list[float]] | None = None) -> None:
         if context + n <= model.capacity:
             begin = time.perf_counter()
             model.backend.run(context, tokens[context : context + n], n)
-            of_model.setdefault(n, []).append(time.perf_counter() - begin)
+            if of_model is not None:
+                of_model.setdefault(n, []).append(time.perf_counter() - begin)
 
     started = time.perf_counter()
     while len(times.main.get(counts[0][0], ())) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
         for n, n_draft in counts:
+            time_one(main, n)
+            if draft:
+                time_one(draft, n_draft)
             time_one(main, n, times.main)
             if draft:
                 time_one(draft, n_draft, times.draft)

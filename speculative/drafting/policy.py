@@ -153,6 +153,7 @@ class AdaptiveDraftLength:
         self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
+        self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._measured = Measured()
 
@@ -176,7 +177,7 @@ class AdaptiveDraftLength:
             self._judged[bin_] += 1
             self._all_accepted = self._all_accepted * self.FADE + was_accepted
             self._all_judged = self._all_judged * self.FADE + 1
-        if not self._repeatable:
+        if not self._repeatable and not self._is_switch(drafted):
             distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
             weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
             self._verify_cost *= 1 + weight * excess(main_seconds, self._verify_cost[drafted + 1])
@@ -198,18 +199,27 @@ class AdaptiveDraftLength:
         self._measured.add(min(drafted, accepted + 1), accepted, seconds)
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding."""
-        if not drafted:
-            self._plain_seen += 1
+        """Record what the iteration lost or saved against plain decoding. A switch counts as drafting."""
+        is_switch = self._is_switch(drafted)
+        if drafted:
+            self._in_a_row += 1
+            self._lately = self._lately * self.FADE + (accepted + 1, seconds)
+        elif is_switch:
             self._in_a_row = 0
+        else:
+            self._plain_seen += 1
             weight = max(self.CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
                 self._verify_cost[1] = self._plain_cost()
-        else:
-            self._in_a_row += 1
-            self._lately = self._lately * self.FADE + (accepted + 1, seconds)
-        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted else None)
+        self._is_comparing = is_switch and self._is_comparing
+        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted or is_switch else None)
+
+    def _is_switch(self, drafted: int) -> bool:
+        """Whether an iteration is the first plain one after drafting. OpenVINO prepares a forward pass again if it has
+        another number of tokens than the one before, which takes up to half of a plain one's time: it is no measure of
+        plain decoding, and would not be needed without drafts."""
+        return not drafted and self._in_a_row > 0
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
@@ -218,9 +228,10 @@ class AdaptiveDraftLength:
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately
-        if self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost()):
-            return True
-        return self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
+        unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
+        due = self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
+        self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
+        return self._is_comparing
 
     def acceptance(self) -> float:
         """The probability that the next draft token is accepted, given that those before it were."""

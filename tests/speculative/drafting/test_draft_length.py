@@ -22,12 +22,13 @@ COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 
 SECONDS = COSTS.verify()
 
 
-def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, main=SECONDS):
+def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, main=SECONDS, switch=0.0):
     """Tokens a second of a text whose draft tokens are each accepted with a chance from `chances`; and the iterations.
 
-    The draft is as sure of a token as it should be. Times scatter.
+    The draft is as sure of a token as it should be. Times scatter. `switch` is what a forward pass takes longer
+    that has another number of tokens than the one before.
     """
-    tokens = seconds = 0
+    tokens = seconds = before = 0
     iterations = []
     while tokens < new_tokens:
         accepted, drafted, chance = 0, 0, None
@@ -37,8 +38,9 @@ def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, m
             drafted += 1
         spent = (
             (draft * drafted + first * (drafted > 0)) * random.normal(1, noise),
-            main[drafted + 1] * random.normal(1, noise / 2),
+            (main[drafted + 1] + switch * (drafted != before)) * random.normal(1, noise / 2),
         )
+        before = drafted
         rule.update(drafted, accepted, *spent)
         tokens += accepted + 1
         seconds += sum(spent)
@@ -304,3 +306,31 @@ def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
 )
 def test_a_request_may_set_its_policy(config, policy):
     assert policy_from_params(SamplingParams.resolve(GenerationConfig(**config))) == policy
+
+
+SMOLLM2 = Costs(draft=0.0, main={1: 21.4, 3: 26.4, 5: 30.0, 17: 60.0})  # ms, measured with the same number of tokens
+SWITCH = 10.0  # ms more where the number of tokens is another than that of the forward pass before
+
+
+@pytest.mark.parametrize("chances", [[0.0], [0.1], [0.2], [0.3], [0.02, 0.5]], ids=str)
+def test_forward_passes_of_changing_sizes_do_not_make_prompt_lookup_slower_than_no_draft(chances):
+    """Plain decoding that is timed between drafts seems slower than it is."""
+    speeds = []
+    for seed in range(6):
+        rule = AdaptiveDraftLength(SMOLLM2, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+        options = {"draft": 0.0, "main": SMOLLM2.verify(), "switch": SWITCH}
+        speed, _ = decode(rule, chances, 600, np.random.default_rng(seed), **options)
+        speeds.append(speed * SMOLLM2.verify()[1])
+    assert np.mean(speeds) > 0.985
+
+
+@pytest.mark.parametrize("chance", [0.6, 0.9])
+def test_forward_passes_of_changing_sizes_leave_a_good_draft_its_gain(chance):
+    costs = Costs(draft=1.0, main=SMOLLM2.main)
+    best = best_fixed([chance], costs)  # of a fixed number of tokens, which never changes
+    options = {"draft": 1.0, "main": costs.verify(), "switch": SWITCH}
+    speeds = [
+        decode(AdaptiveDraftLength(costs), [chance], 1500, np.random.default_rng(seed), **options)[0]
+        for seed in range(6)
+    ]
+    assert np.mean(speeds) > 0.8 * best
