@@ -2,7 +2,7 @@
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Greedy; needs only openvino_genai. Tuned settings (--recommended), checks and metrics: speculative_greedy_lm.py."""
+Needs only openvino_genai. More options and metrics, and NPUs, which need a workaround: speculative_greedy_lm.py."""
 
 import argparse
 import signal
