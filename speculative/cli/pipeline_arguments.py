@@ -19,6 +19,7 @@ from speculative.cli.properties import key_value
 from speculative.models.config import context_length, read_config
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.model_info import DamagedFolder, require_runnable
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
@@ -40,7 +41,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     args = parser.parse_args()
     if getattr(args, "recommended", False):
         args = take_recommendation(
-            parser, args, "alone" if "draft" not in names else "ours" if "-k" in names else "GenAI"
+            parser, args, "alone" if "draft" not in names else NATIVE if "-k" in names else GENAI
         )
 
     if "-k" in names:
