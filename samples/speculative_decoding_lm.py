@@ -2,8 +2,7 @@
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Greedy; needs only openvino_genai. Tuned settings (--recommended), more checks and metrics: speculative_greedy_lm.py.
-"""
+Needs only openvino_genai. More options and metrics, and NPUs, which need a workaround: speculative_greedy_lm.py."""
 
 import argparse
 import signal
@@ -56,5 +55,6 @@ def main():
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the program at once, whatever the engine is doing
+    signal.signal(getattr(signal, "SIGPIPE", signal.SIGINT), signal.SIG_DFL)  # and so does the end of a reader: | head
     sys.stdout.reconfigure(encoding="utf-8")
     main()

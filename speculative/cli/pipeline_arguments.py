@@ -19,6 +19,7 @@ from speculative.cli.properties import key_value
 from speculative.models.config import context_length, read_config
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.model_info import DamagedFolder, require_runnable
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
@@ -40,7 +41,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     args = parser.parse_args()
     if getattr(args, "recommended", False):
         args = take_recommendation(
-            parser, args, "alone" if "draft" not in names else "ours" if "-k" in names else "GenAI"
+            parser, args, "alone" if "draft" not in names else NATIVE if "-k" in names else GENAI
         )
 
     if "-k" in names:
@@ -273,11 +274,7 @@ def check_folders(folders: dict[str, Path]) -> None:
 
 def check_pair(main: Path, draft: Path) -> None:
     """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids."""
-    try:
-        findings = compare_tokenizers(main, draft)
-    except DamagedFolder as error:
-        fail(str(error), status=1)
-    for finding in findings:
+    for finding in compare_tokenizers(main, draft):
         if finding.level == "error":
             fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")
         if finding.level == "warning":

@@ -42,6 +42,7 @@ from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.progress import EACH_STEP
 from tests.support.typed import problems
 
 PROMPT = "def read_file(path):"
@@ -205,7 +206,7 @@ def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
 @pytest.mark.parametrize(("seen", "decoded"), [("f32 reference", False), ("finalists", True)])
 def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     pair = copy_pair(tmp_path)
-    command = [sys.executable, "scripts/tune.py", pair / "main", pair / "draft", "--minutes", 0.5, *SHORT]
+    command = [*EACH_STEP, "scripts/tune.py", pair / "main", pair / "draft", "--minutes", 0.5, *SHORT]
     with subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
@@ -608,7 +609,7 @@ def test_samples_start_from_the_recommendation_and_options_override_it(run_here,
 def test_samples_read_a_recommendation_of_format_1(run_here, recommended):
     """Its engines are called GenAI and ours."""
     main, draft, options = recommended.main, recommended.draft, (PROMPT, "--recommended", "--max-new-tokens", 12)
-    greedy, sampled = "samples/speculative_decoding_lm.py", "samples/speculative_sampling_lm.py"
+    greedy, sampled = "samples/speculative_greedy_lm.py", "samples/speculative_sampling_lm.py"
     commands = [(greedy, main, draft, *options), (sampled, main, draft, *options, "--temperature", 0)]
     expected = [run_here(*command) for command in commands]
     content = json.loads(recommended.file.read_text(encoding="utf-8"))
@@ -670,7 +671,7 @@ def test_an_engine_that_gains_nothing_names_the_sample_that_does(run_here, recom
 
 def test_weights_have_a_fingerprint_and_engines_a_sample():
     assert recommendation.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
-    assert set(recommendation.SAMPLE_OF) == {"alone", "GenAI", "ours"}
+    assert set(recommendation.SAMPLE_OF) == {"alone", GENAI, NATIVE}
     for sample in recommendation.SAMPLE_OF.values():
         assert (ROOT / "samples" / sample).exists()
 

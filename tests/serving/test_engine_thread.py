@@ -90,12 +90,12 @@ def test_a_job_that_is_refused_hears_so_even_if_the_step_then_breaks(decoder, mo
 
 
 def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, monkeypatch):
-    add = decoder.add
+    add_request = decoder.add_request
 
     def choosy(prompt, *arguments, **options):
         if 7 in prompt:
             raise OverflowError("seven")
-        return add(prompt, *arguments, **options)
+        return add_request(prompt, *arguments, **options)
 
     monkeypatch.setattr(decoder, "add_request", choosy)
     prompts = [(1, 2), (), (7, 7), (9999,), (3, 4)]
@@ -117,15 +117,15 @@ def test_a_job_that_never_has_room_is_refused(main):
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decoder, monkeypatch):
     """A failure at any point, even in the last action for a job, ends it at once, not at its time limit."""
-    add, broken = decoder.add, []
+    add_request, broken = decoder.add_request, []
 
     def fail(*arguments):
         raise OverflowError(place)
 
     def add_one_that_fails(prompt, *arguments, **options):
-        request = add(prompt, *arguments, **options)
+        request = add_request(prompt, *arguments, **options)
         if 7 in prompt:
-            monkeypatch.setattr(request.text if place == "verify" else request.recording, place, fail)
+            monkeypatch.setattr(request.sequence if place == "verify" else request.output, place, fail)
             broken.append(request)
         return request
 
@@ -141,8 +141,8 @@ def test_drafts_are_the_iterations_with_draft_tokens():
     counts = SimpleNamespace(generated=0, decoded=0, iterations=0, drafts=0, proposed=0, accepted=0)
     steps = [([5], 0, 0), ([6], 0, 0), ([7, 8, 9], 2, 4), ([10], 0, 3), ([], 0, 2)]
     for number, step in enumerate(steps):
-        generation = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
-        Engine._count(counts, SimpleNamespace(step=step, request=SimpleNamespace(generation=generation)))
+        result = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
+        Engine._count(counts, SimpleNamespace(step=step, request=SimpleNamespace(result=result)))
     assert vars(counts) == dict(generated=6, decoded=5, iterations=3, drafts=2, proposed=7, accepted=2)
 
 

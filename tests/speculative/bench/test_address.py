@@ -18,6 +18,7 @@ from speculative.bench.cluster.hosts import Place
 from speculative.bench.devices.matrix import Cell, Device
 from speculative.bench.result import SwapResult, TuneResult
 from tests.support.paths import DRAFT, ROOT
+from tests.support.progress import EACH_STEP
 from tests.support.serving import ray_cluster
 from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
@@ -56,8 +57,8 @@ def two(node):
     return node("one"), node("two")
 
 
-def start(program, *arguments, **options):
-    command = [sys.executable, program, DRAFT, DRAFT, *arguments]
+def start(program, *arguments, python=(sys.executable,), **options):
+    command = [*python, program, DRAFT, DRAFT, *arguments]
     return subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -199,7 +200,7 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     prompts.write_text("def area(width, height):\nimport os\n", encoding="utf-8")
     files = ["--out", tmp_path / "found.json", "--prompts", prompts]
     short = ["--minutes", 0.3, "--max-new-tokens", 12, "--devices", "CPU"]
-    process = start(TUNE, "--address", cluster.address, *files, *short)
+    process = start(TUNE, "--address", cluster.address, *files, *short, python=EACH_STEP)
     early = ""
     while "properties" not in early:
         early += (piece := process.stderr.read(1))
