@@ -175,8 +175,8 @@ def measure(name: str, command: str, commit: str) -> dict:
 
 
 def run(command: str) -> list[str]:
-    """The lines printed by a command of this project; its progress goes to the terminal. Raises RuntimeError if it
-    fails, KeyboardInterrupt if it was interrupted."""
+    """The lines printed by a command of this project, with paths relative to the checkout; its progress goes to the
+    terminal. Raises RuntimeError if it fails, KeyboardInterrupt if it was interrupted."""
     (ROOT / "build").mkdir(exist_ok=True)
     arguments = [sys.executable, *shlex.split(command)]
     usual = signal.signal(signal.SIGINT, lambda *_: None)  # the command handles Ctrl-C and cleans up
@@ -188,7 +188,7 @@ def run(command: str) -> list[str]:
         raise KeyboardInterrupt
     if done.returncode or not done.stdout.strip():
         raise RuntimeError(f"`python {command}` exited with status {done.returncode}: run it to see why")
-    return done.stdout.strip().split("\n")
+    return done.stdout.replace(f"{ROOT}/", "").strip().split("\n")
 
 
 def machine() -> dict:
