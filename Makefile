@@ -1,5 +1,5 @@
 # make demo: the main job on the embedded pair. make test: everything. Other Pythons: make demo PYTHON=python3.12
-# make figures: measure what README and docs show, an hour on a quiet machine; some of it: make figures FIGURES=embedded,lookup
+# make figures: measure what README and docs show, two hours on a quiet machine; some of it: make figures FIGURES=embedded,lookup
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
