@@ -1,4 +1,4 @@
-"""Reproduce all benchmark results in README and docs: `make figures`. Takes an hour; can be interrupted and resumed.
+"""Reproduce all benchmark results in README and docs: `make figures`. Takes two hours; can be interrupted and resumed.
 
     python scripts/figures.py                     measure missing results, one after another
     python scripts/figures.py embedded,lossless   measure only these
@@ -39,7 +39,7 @@ LEFT_OUT = ("token_view",)  # not saved: only for the HTML report
 EMBEDDED = "models/embedded/main models/embedded/draft"
 LARGE = "build/tinyllama/main build/tinyllama/draft"
 FAST = "--huge-pages --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128"
-PAIRS = {  # generated when needed; the others need the first one
+PAIRS = {  # generated when needed; the second one needs the first
     "build/tinyllama": "scripts/make_benchmark_pair.py build/tinyllama --shape TinyLlama-1.1B --acceptance 0.75",
     "build/tinyllama-useless": (
         "scripts/make_benchmark_pair.py build/tinyllama-useless --main-of build/tinyllama --acceptance 0"
@@ -56,20 +56,20 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "embedded": Figure(
-        f"scripts/benchmark.py {EMBEDDED} -k 2,4,8 --max-prompts 8 --starts 3 --rounds 1 --huge-pages", 5
+        f"scripts/benchmark.py {EMBEDDED} -k 2,4,8 --max-prompts 8 --starts 3 --rounds 1 --huge-pages", 6
     ),
     "benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
         f"--starts 3 --rounds 1 {FAST}",
-        8,
+        20,
     ),
     "lookup": Figure(
         f"scripts/benchmark.py {LARGE} --paths lookup --max-prompts 3 --max-new-tokens 48 --starts 2 --rounds 1 "
         f"--no-starts {FAST}",
-        3,
+        6,
     ),
     "server-embedded": Figure(
-        f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 3
+        f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 2
     ),
     "server-benchmark-pair": Figure(
         f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
@@ -82,17 +82,17 @@ FIGURES = {
     "batch-benchmark-pair": Figure(
         f"scripts/benchmark_batching.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --starts 2 --rounds 1 "
         f"--max-new-tokens 32 {FAST}",
-        7,
+        9,
     ),
     "draft-length": Figure(
         f"scripts/sweep_draft_length.py {LARGE} -k 1-10 --temperature 0,1 --max-prompts 3 --max-new-tokens 48 "
         "--rounds 2 --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128 --png docs/speedup.png",
-        5,
+        11,
     ),
     "useless-draft": Figure(
         "scripts/benchmark.py build/tinyllama-useless/main build/tinyllama-useless/draft --paths engine,sampled -k 1 "
         f"--max-prompts 3 --max-new-tokens 48 --no-starts {FAST}",
-        5,
+        8,
     ),
     "context": Figure(
         f"scripts/benchmark.py {LARGE} --context 2000 --paths genai,engine -k 4 --max-prompts 3 --max-new-tokens 48 "
@@ -100,13 +100,13 @@ FIGURES = {
         5,
     ),
     "costs": Figure(f"scripts/benchmark_costs.py {LARGE} --repeat 5 --max-new-tokens 100 {FAST}", 5),
-    "tuning": Figure(f"scripts/tune.py {LARGE} --minutes 5", 6),
+    "tuning": Figure(f"scripts/tune.py {LARGE} --minutes 5", 8),
     "devices": Figure(
         f"scripts/device_swap.py {EMBEDDED} --devices CPU,NPU,AUTO:CPU --emulate-npu --property NPU:MAX_PROMPT_LEN=128 "
         "--max-prompts 3 --max-new-tokens 48 --results build/device_swap.jsonl --fresh",
-        4,
+        2,
     ),
-    "lossless": Figure(f"scripts/verify_lossless.py {EMBEDDED}", 5),
+    "lossless": Figure(f"scripts/verify_lossless.py {EMBEDDED}", 40),
 }
 
 
@@ -178,8 +178,8 @@ def measure(name: str, command: str, commit: str) -> RecordedResult:
 
 
 def run(command: str) -> list[str]:
-    """The lines printed by a command of this project; its progress goes to the terminal. Raises RuntimeError if it
-    fails, KeyboardInterrupt if it was interrupted."""
+    """The lines printed by a command of this project, with paths relative to the checkout; its progress goes to the
+    terminal. Raises RuntimeError if it fails, KeyboardInterrupt if it was interrupted."""
     (ROOT / "build").mkdir(exist_ok=True)
     arguments = [sys.executable, *shlex.split(command)]
     usual = signal.signal(signal.SIGINT, lambda *_: None)  # the command handles Ctrl-C and cleans up
@@ -191,7 +191,7 @@ def run(command: str) -> list[str]:
         raise KeyboardInterrupt
     if done.returncode or not done.stdout.strip():
         raise RuntimeError(f"`python {command}` exited with status {done.returncode}: run it to see why")
-    return done.stdout.strip().split("\n")
+    return done.stdout.replace(f"{ROOT}/", "").strip().split("\n")
 
 
 def machine() -> Machine:

@@ -214,8 +214,8 @@ class BatchDraftLength:
             self._totals += (self._texts, gained, 1, 1)
             self._budget.update(self._plain_change, self._plain_change)
             return
-        taken, worth = seconds / self._without, gained / self._texts
-        self._totals += (self._texts, gained, worth, taken)
+        worth = gained / self._texts
+        self._totals += (self._texts, gained, worth, seconds / self._without)
         # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
         taken = min(seconds, 2 * self._seconds) / self._without
         self._in_a_row += 1

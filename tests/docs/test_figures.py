@@ -38,6 +38,13 @@ def test_the_pages_show_what_is_kept():
     assert not set(kept) - set(figures.FIGURES)
 
 
+def test_no_path_of_this_machine_is_saved():
+    program = (
+        "import json, pathlib; path = str(pathlib.Path('a/b').resolve()); print(path, json.dumps([path]), sep='\\n')"
+    )
+    assert figures.run(f"-c {shlex.quote(program)}") == ["a/b", '["a/b"]']
+
+
 def test_every_figure_is_shown_and_no_other():
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert {name for _, name, _ in figures.BLOCK.findall(text)} == {*figures.FIGURES, "gains", "summary"}

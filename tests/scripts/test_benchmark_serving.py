@@ -266,7 +266,7 @@ def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
     assert [len(way.rounds[1]) for way in ways] == [1, 1]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another thing there")
+@pytest.mark.posix("Ctrl-C")
 def test_ctrl_c_ends_what_was_started(tmp_path):
     command = [sys.executable, SERVING, str(MAIN), str(DRAFT)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
