@@ -35,9 +35,13 @@ def test_a_log_gets_whole_lines_and_few_of_them():
 
 @pytest.mark.posix("a pseudo-terminal")
 def test_a_terminal_gets_a_bar():
+    import fcntl
     import pty
+    import struct
+    import termios
 
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # rows, columns, pixels
     work = [sys.executable, "-c", WORK.format(seconds=30)]
     with subprocess.Popen(work, cwd=ROOT, stderr=theirs, close_fds=True) as process:
         os.close(theirs)
