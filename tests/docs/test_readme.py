@@ -130,12 +130,22 @@ def at_server():
         yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 
+def make_missing_pair(command, checkout):
+    """Make the benchmark pair of a command as documented: the tests that make it may run in another test process."""
+    for making in every("bash")[0]:
+        if making.startswith("python scripts/make_benchmark_pair.py"):
+            pair = making.split()[2]
+            if f"{pair}/main" in command and not (checkout / pair).exists():
+                run(in_bash(making), checkout)
+
+
 @posix
 @pytest.mark.parametrize("command", every("bash")[1])
 def test_serving_command(command, checkout, request):
     if command == "python samples/serve/serve_pair.py models/embedded/main models/embedded/draft":
         request.getfixturevalue("at_server")  # it is what `Server` starts, and runs until Ctrl-C
     elif "benchmark_serving.py" in command:  # with servers of its own
+        make_missing_pair(command, checkout)
         run(in_bash(command), checkout)
     else:
         run(in_bash(request.getfixturevalue("at_server")(command)), checkout)
