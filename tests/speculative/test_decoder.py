@@ -295,6 +295,14 @@ def test_a_streamer_that_stops_gets_no_more_and_one_without_text_is_refused(make
 
 
 @pytest.mark.parametrize(
+    "chat", [[{"role": "user", "content": "hi"}], ChatHistory([{"role": "user", "content": "hi"}])]
+)
+def test_a_chat_needs_a_tokenizer(models, chat):
+    with pytest.raises(ValueError, match="this decoder has no tokenizer"):
+        Decoder(models[0]).encode(chat)
+
+
+@pytest.mark.parametrize(
     ("options", "word"),
     [
         (dict(draft=DRAFT, max_ngram_size=3), "only one"),
