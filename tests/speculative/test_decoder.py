@@ -14,7 +14,7 @@ import numpy as np
 import openvino
 import openvino_genai
 import pytest
-from openvino_genai import GenerationConfig, StreamingStatus
+from openvino_genai import ChatHistory, GenerationConfig, StreamingStatus
 
 from speculative import decoder
 from speculative.bench import genai
