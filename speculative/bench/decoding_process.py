@@ -105,6 +105,6 @@ class Closing:
     def __enter__(self) -> list[DecodingProcess]:
         return self.processes
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.close()

@@ -8,7 +8,7 @@ from speculative import decoder
 from speculative.bench.cluster import worker_process
 from speculative.bench.decoding_process import ProcessJob
 from speculative.bench.genai import Run
-from speculative.bench.harness import time_in
+from speculative.bench.harness import Method, time_in
 from speculative.bench.methods import genai_pipeline, genai_way, our_way
 from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view
@@ -44,12 +44,12 @@ class WorkerPipeline:
     def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)
 
-    def _genai(self):
+    def _genai(self) -> list[Method]:
         job = self.job
         pipe = genai_pipeline(job.main, job.draft, job.lookup, job.keep_caches)
         return [genai_way(name, pipe, k, job.max_new_tokens) for name, k, _ in job.ways]
 
-    def _ours(self):
+    def _ours(self) -> list[Method]:
         job = self.job
         ours = decoder.load(job.main, job.draft)
         self.engine = ours

@@ -53,7 +53,12 @@ def inputs(ids: np.ndarray) -> openvino_genai.TokenizedInputs:
     return openvino_genai.TokenizedInputs(openvino.Tensor(ids[None]), openvino.Tensor(np.ones_like(ids[None])))
 
 
-def generate(pipe, inputs, max_new_tokens: int, draft_length: int | None = None) -> Run:
+def generate(
+    pipe: openvino_genai.LLMPipeline,
+    inputs: openvino_genai.TokenizedInputs,
+    max_new_tokens: int,
+    draft_length: int | None = None,
+) -> Run:
     """Generate max_new_tokens greedily, ignoring EOS.
 
     `draft_length` is K for a pipeline with a draft, None for one without.

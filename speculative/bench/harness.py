@@ -22,7 +22,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -124,7 +124,7 @@ def interleave(
 
 
 @contextmanager
-def ctrl_c_raises():
+def ctrl_c_raises() -> Iterator[None]:
     """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -235,14 +235,14 @@ class BackgroundLoad:
     Other means not this process or its children. Time taken by a virtual machine's host (steal) counts as other.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.share = 0.0
 
     def __enter__(self) -> "BackgroundLoad":
         self._begin = self._now()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         total, busy, own = (now - then for now, then in zip(self._now(), self._begin, strict=True))
         self.share = min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0
 
@@ -362,7 +362,7 @@ def write_outputs(arguments: argparse.Namespace, result: Result, table: str = ""
         sys.exit(1)
 
 
-def _outputs(arguments: argparse.Namespace, result: Result, line: str):
+def _outputs(arguments: argparse.Namespace, result: Result, line: str) -> Iterator[tuple[Path, str]]:
     if arguments.json:
         yield arguments.json, line + "\n"
     if arguments.csv or arguments.html:

@@ -38,7 +38,7 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
+def genai_way(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None if isinstance(draft_length, int) else None
@@ -51,7 +51,7 @@ def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> 
     )
 
 
-def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
+def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, max_new_tokens: int) -> Run:
     """GenAI does not report the number of tokens it looked up, so `proposed` is empty."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM

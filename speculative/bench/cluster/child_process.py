@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from typing import IO
 
 from speculative.cli.processes import kill_group, no_sigpipe, own_group
 
@@ -91,7 +92,7 @@ def how_it_ended(status: int) -> str:
     return f"its process exited with status {status} without an answer"
 
 
-def last_line(file) -> str:
+def last_line(file: IO[bytes]) -> str:
     """The last non-empty line of a file with a process's output."""
     file.seek(0)
     lines = file.read().decode("utf-8", errors="replace").split("\n")

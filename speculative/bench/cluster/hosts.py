@@ -84,7 +84,9 @@ def in_cluster(
     places = []
     for machine in machines:
 
-        def run(job, timeout, waiting=None, machine=machine):
+        def run(
+            job: dict, timeout: float, waiting: Callable[[], None] | None = None, machine: Machine = machine
+        ) -> dict | list:
             return machine.run("speculative.bench.devices.cell", job, timeout)
 
         try:

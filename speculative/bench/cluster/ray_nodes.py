@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from speculative.bench.cluster import child_process, worker_process
@@ -164,7 +165,7 @@ def _look_for(address: str) -> None:
         ) from None
 
 
-def _join(ray, address: str) -> None:
+def _join(ray: ModuleType, address: str) -> None:
     runtime = {"py_modules": [str(PACKAGE)]}
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
@@ -172,7 +173,7 @@ def _join(ray, address: str) -> None:
         raise ValueError(f"cannot connect to the Ray cluster at {address}: {_sentence(error)}") from None
 
 
-def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
+def _machines(ray: ModuleType, actors: list, note: Callable[[str], None]) -> list[Machine]:
     """Start an actor on each node with CPUs; nodes in use by others are skipped."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -255,7 +256,7 @@ class WorkQueue:
         self._stopped = False
         self._changed = threading.Condition()
 
-    def take(self, machine) -> object | None:
+    def take(self, machine: object) -> object | None:
         """The next job for a machine. Waits while another machine runs one that it could do, as that may be lost.
 
         None if there is nothing left to do.
@@ -272,7 +273,7 @@ class WorkQueue:
                 self._changed.wait()
         return None
 
-    def finish(self, job, machine, answer) -> None:
+    def finish(self, job: object, machine: object, answer: object) -> None:
         """End a job with its result. After `stop` the result is dropped."""
         with self._changed:
             self._running.remove(job)
@@ -280,7 +281,7 @@ class WorkQueue:
             if not self._stopped:
                 self._done(job, machine, answer)
 
-    def lose(self, job, machine, reason: str) -> None:
+    def lose(self, job: object, machine: object, reason: str) -> None:
         """Return the job of a lost machine to the queue, as the next one."""
         with self._changed:
             self._running.remove(job)

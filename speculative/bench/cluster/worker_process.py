@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from speculative.bench.cluster import child_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
@@ -81,7 +81,7 @@ class WorkerProcess:
         return answer
 
     def _exchange(self, call: tuple) -> Any:
-        assert self._child is not None
+        assert self._child is not None and self._child.stdin is not None
         done = False
         try:
             with no_sigpipe(), contextlib.suppress(OSError):  # the process may be gone; then there is no answer
@@ -111,14 +111,14 @@ class WorkerProcess:
 # ---- messages, also used in the child -------------------------------------------------------------------------------
 
 
-def write(stream, message: object) -> None:
+def write(stream: IO[bytes], message: object) -> None:
     data = pickle.dumps(message, protocol=5)
     stream.write(LENGTH.pack(len(data)))
     stream.write(data)
     stream.flush()
 
 
-def read(stream) -> object:
+def read(stream: IO[bytes]) -> object:
     """The next message; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -128,7 +128,7 @@ def read(stream) -> object:
     return pickle.loads(data) if len(data) == length else None
 
 
-def _read(stream, answers: queue.Queue) -> None:
+def _read(stream: IO[bytes], answers: queue.Queue) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed here
         seen = b""
         while not seen.endswith(START) and (byte := stream.read(1)):
@@ -156,7 +156,7 @@ def serve(functions: Callable[[str], Callable]) -> None:
         write(answers, answer)
 
 
-def _read_calls(stream, waiting: queue.Queue) -> None:
+def _read_calls(stream: IO[bytes], waiting: queue.Queue) -> None:
     """Read calls in a separate thread, so that the process exits with its parent whatever it is doing."""
     while (call := read(stream)) is not None:
         waiting.put(call)

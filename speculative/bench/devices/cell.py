@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import BinaryIO
 
 import numpy as np
 import openvino as ov
@@ -155,7 +156,7 @@ def sentence(error: Exception) -> str:
     return said[:300]
 
 
-def _end_with(stream) -> None:
+def _end_with(stream: BinaryIO) -> None:
     stream.read()
     os._exit(1)
 

@@ -4,9 +4,13 @@
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
 from speculative.bench.result import Drawn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SIZE = (9.6, 6.6)  # inches
 PANELS = [  # key of a row, its range, axis title, factor from the row's unit
@@ -46,12 +50,12 @@ def png(rows: Sequence[Drawn]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel, way: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel: "Axes", way: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:
         low = [unit * (row[key] - min(row[spread])) for row in line]
         high = [unit * (max(row[spread]) - row[key]) for row in line]
         reach = [low, high]
-    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2.5, "elinewidth": 1}
-    panel.errorbar(x, y, reach, label=way, **style)
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    panel.errorbar(x, y, reach, label=way, color=colour, marker=marker, capsize=2.5, elinewidth=1)

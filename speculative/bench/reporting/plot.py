@@ -2,8 +2,12 @@
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from speculative.bench.result import Drawn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SIZE, DOTS = (7.2, 3.9), 160  # inches, dots per inch
 COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito
@@ -48,7 +52,7 @@ def png(points: Sequence[Drawn]) -> bytes:
     return written.getvalue()
 
 
-def draw_engine(panel, engine: str, line: Sequence[Drawn], i: int, aside: float) -> None:
+def draw_engine(panel: "Axes", engine: str, line: Sequence[Drawn], i: int, aside: float) -> None:
     """Draw one engine's line; `aside` is an x offset that keeps the ranges of two engines apart."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
     k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]

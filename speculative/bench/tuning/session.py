@@ -3,7 +3,7 @@
 import argparse
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -152,7 +152,7 @@ class Session:
         self.share([None], lambda _, bench: found.append(work(bench)))
         return found[-1]
 
-    def remember(self, name: str, *arguments) -> None:
+    def remember(self, name: str, *arguments: object) -> None:
         """Make a remembered call on all machines."""
         for bench in list(self.benches):
             try:
@@ -184,7 +184,7 @@ class Session:
         wanted = [] if isinstance(setting, Setting) else (drafts or self.drafts)
         return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
 
-    def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int):
+    def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int) -> Any:
         """A run, or None if it failed."""
         adaptive = setting.draft_length == "adaptive"
         known = self.costs.get((setting.models, setting.draft)) if adaptive else None
@@ -246,7 +246,9 @@ class Session:
             *(Setting(models, GENAI, scheduler=scheduler) for scheduler in schedulers),
         ]
 
-    def in_turns(self, bench: TuningClient, settings: list[Setting], ids: np.ndarray, tokens: int):
+    def in_turns(
+        self, bench: TuningClient, settings: list[Setting], ids: np.ndarray, tokens: int
+    ) -> Iterator[tuple[Setting, Any]]:
         """Yield each setting with its run. After a failure the other settings are warmed up again."""
         for number, one in enumerate(settings):
             run = self.decode(bench, one, ids, tokens)

@@ -24,6 +24,7 @@ from speculative.bench.result import (
     Recommendation,
     RecommendedSettings,
 )
+from speculative.bench.tuning.session import Candidate, Contest, Session
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair import recommendation, weights
@@ -105,15 +106,15 @@ class TuningChoice:
         return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
 
 
-def figures(tuning) -> list[Figures]:
+def figures(tuning: Session) -> list[Figures]:
     """The results the choice is based on."""
     if tuning.choosing.ways:
         return figures_of(tuning.choosing, tuning.baseline)
     left = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
-    return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left]
+    return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left if one.throughput is not None]
 
 
-def figures_of(contest, baseline: Setting) -> list[Figures]:
+def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
     if not contest.ways:
         return []
     alone = contest.ways[baseline]
@@ -128,7 +129,7 @@ def figures_of(contest, baseline: Setting) -> list[Figures]:
     ]
 
 
-def choose(tuning) -> TuningChoice | None:
+def choose(tuning: Session) -> TuningChoice | None:
     """The fastest methods; None if nothing was decoded with a draft, or nothing without one."""
     found = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
@@ -145,7 +146,7 @@ def choose(tuning) -> TuningChoice | None:
     return TuningChoice(best, fastest(alone), fastest(sample_alone), of_engine)
 
 
-def to_remeasure(tuning) -> list[Setting]:
+def to_remeasure(tuning: Session) -> list[Setting]:
     """The choice and everything its gain is reported against."""
     choice = choose(tuning)
     if not choice:
@@ -156,7 +157,7 @@ def to_remeasure(tuning) -> list[Setting]:
     return list(dict.fromkeys([tuning.baseline, *choice.settings, *([usual] if steps else []), *steps]))
 
 
-def judge(tuning) -> Verdict | None:
+def judge(tuning: Session) -> Verdict | None:
     """The verdict; None if nothing was decoded."""
     choice = choose(tuning)
     if not choice:
@@ -196,7 +197,7 @@ def judge(tuning) -> Verdict | None:
     )
 
 
-def is_worth_it(tuning, one: Figures, best_alone: Figures) -> bool:
+def is_worth_it(tuning: Session, one: Figures, best_alone: Figures) -> bool:
     """Whether a method with a draft gains enough over the fastest one without: 5 % in the median round, and some even
     in the worst round. A draft cannot save more time than forward passes: a larger gain is noise."""
     gains = one.over(best_alone)
@@ -210,12 +211,12 @@ def fastest(found: list[Figures]) -> Figures:
     return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
 
 
-def _usual(tuning) -> Setting:
+def _usual(tuning: Session) -> Setting:
     """The default settings of samples/speculative_decoding_lm.py."""
     return Setting(tuning.default, GENAI, tuning.drafts[0], 5)
 
 
-def _contest(tuning, setting: Setting):
+def _contest(tuning: Session, setting: Setting) -> Contest | None:
     """The rounds to report for a setting, the new ones if any; None if it was not in either contest."""
     return next((one for one in (tuning.remeasured, tuning.choosing) if setting in one.ways), None)
 
@@ -226,10 +227,11 @@ def measured_on(place: Place, models: PropertySet) -> dict[str, str]:
     return {"openvino_genai": place.versions[0], **{name: place.devices[name].full_name for name in names}}
 
 
-def _tokens_each(tuning, one: Figures) -> float:
+def _tokens_each(tuning: Session, one: Figures) -> float:
     """Block efficiency: tokens per main-model forward pass."""
     contest = _contest(tuning, one.setting)
     if not contest:
+        assert one.setting.draft is not None
         return 1 + tuning.alpha[one.setting.draft]
     return metrics.block_efficiency([n for run in contest.ways[one.setting].runs() for n in run.gained]) or 1.0
 
@@ -237,7 +239,7 @@ def _tokens_each(tuning, one: Figures) -> float:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def _sentences(tuning, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
+def _sentences(tuning: Session, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
     best, best_alone = choice.drafted, choice.alone
     lines = [
         f"Use this draft: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
@@ -319,7 +321,7 @@ def _alone_in_sample(choice: TuningChoice) -> list[str]:
     ]
 
 
-def _why(tuning, best: Figures) -> str:
+def _why(tuning: Session, best: Figures) -> str:
     """Acceptance rate, cost ratio, verify ratio, and the main limit on the gain."""
     facts = _facts(tuning, best)
     if not facts:
@@ -347,8 +349,9 @@ def _why(tuning, best: Figures) -> str:
     )
 
 
-def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> str:
+def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[float]) -> str:
     """The measured speed, and how acceptance and costs explain it."""
+    assert best.setting.draft is not None
     measured: Costs = tuning.costs[tuning.default, best.setting.draft]
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
@@ -369,7 +372,7 @@ def _why_not(tuning, best: Figures, best_alone: Figures, gains: list[float]) -> 
     )
 
 
-def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | None:
+def _facts(tuning: Session, one: Figures) -> tuple[float, float, int, float, float] | None:
     """tau, acceptance rate, mean K (rounded), cost ratio, verify ratio."""
     measured = tuning.costs.get((one.setting.models, one.setting.draft))
     contest = _contest(tuning, one.setting)
@@ -387,7 +390,7 @@ def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | Non
     )
 
 
-def _text(tuning, models: PropertySet) -> list[str]:
+def _text(tuning: Session, models: PropertySet) -> list[str]:
     """The effect on the text, and the property sets that exceed the quality limits."""
     quality = tuning.quality.get(models)
     if not quality:
@@ -409,7 +412,7 @@ def _text(tuning, models: PropertySet) -> list[str]:
     return lines
 
 
-def _first_differences(tuning, models: PropertySet) -> str:
+def _first_differences(tuning: Session, models: PropertySet) -> str:
     """How the texts decoded in the last stage compare with their f32 references."""
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
@@ -430,7 +433,7 @@ def _first_differences(tuning, models: PropertySet) -> str:
     )
 
 
-def _command(tuning, setting: Setting, sample_alone: Setting) -> list[str]:
+def _command(tuning: Session, setting: Setting, sample_alone: Setting) -> list[str]:
     """The command, with --recommended and with explicit options, and the Python code. Without a draft the command is
     that of `sample_alone`, as no sample runs the main model alone in our engine or with a scheduler config."""
     main = str(tuning.arguments.main)
@@ -502,7 +505,7 @@ def _python(main: str, setting: Setting) -> list[str]:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def table(tuning) -> str:
+def table(tuning: Session) -> str:
     """The tables: effect of each property set, and decoding speed of the finalists."""
     lines = [f"{'properties, K = ' + str(tuning.k):<58} {'iteration':>9} {'alone':>6}   agreement   mean KL   grade"]
     for one in sorted(tuning.property_candidates.values(), key=lambda one: -one.speedup):
@@ -527,21 +530,24 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
     return lines
 
 
-def rows(tuning) -> list[MethodRow]:
+def rows(tuning: Session) -> list[MethodRow]:
     """The rows of the result object: the finalists, with the new rounds if measured again."""
     contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.remeasured.ways)}
-    return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items()]
+    return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items() if one]
 
 
-def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
+def candidates(tuning: Session) -> list[CandidateRow | FailedCandidate]:
     """All candidates, failed ones included."""
     found: list[CandidateRow | FailedCandidate] = []
     last = {one.setting: one for one in figures(tuning)}
     remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
-    for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
+    tried: list[Candidate[PropertySet] | Candidate[Setting]] = []
+    tried += tuning.property_candidates.values()
+    tried += tuning.candidates.values()
+    for one in tried:
         is_set = isinstance(one.setting, PropertySet)
-        final = remeasured.get(one.setting) or last.get(one.setting)
         setting = Setting(one.models, NATIVE) if isinstance(one.setting, PropertySet) else one.setting
+        final = None if is_set else remeasured.get(setting) or last.get(setting)
         settings: CandidateSettings = {**setting.as_dict()}
         if not is_set:
             settings["engine"] = setting.engine
@@ -553,7 +559,7 @@ def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
-                "measured_afresh": one.setting in remeasured,
+                "measured_afresh": not is_set and setting in remeasured,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }

@@ -5,6 +5,7 @@ One process holds all models under comparison, so that they can be interleaved. 
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,7 @@ class TuningWorker:
 def main() -> None:
     bench: list[TuningWorker] = []
 
-    def function(name: str):
+    def function(name: str) -> Callable:
         if name == "open":
             return lambda main, capacity: bench.append(TuningWorker(main, capacity))
         return getattr(bench[0], name)
