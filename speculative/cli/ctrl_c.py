@@ -19,11 +19,11 @@ class CtrlC:
     streaming it sets `pressed`, which the streamer checks; otherwise, and on the second Ctrl-C, it ends the process.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.pressed = threading.Event()
         self.streaming = False  # a streamer is checking `pressed`
 
-    def listen(self):
+    def listen(self) -> None:
         self._socket, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach())
@@ -32,13 +32,13 @@ class CtrlC:
                 signal.signal(getattr(signal, name), lambda *_: None)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self):
+    def _watch(self) -> None:
         while self._socket.recv(1):
             if self.pressed.is_set() or not self.streaming:
                 os._exit(130)
             self.pressed.set()
 
-    def input(self, prompt):
+    def input(self, prompt: str) -> str:
         """Read a line as input() does, with Ctrl-C as KeyboardInterrupt."""
         wakeup = signal.set_wakeup_fd(-1)
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,6 +52,6 @@ class CtrlC:
 ctrl_c = CtrlC()
 
 
-def raise_keyboard_interrupt():
+def raise_keyboard_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt from now on, so that unfinished work can be cleaned up."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,10 @@ this module, with the published names, numbers and types of those messages in mo
 import difflib
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from speculative.convert.errors import ConvertError
 
@@ -57,7 +60,7 @@ def graph_text(fields: dict[str, object], set_by_user: list[str]) -> str:
     return text_format.MessageToString(graph, descriptor_pool=pool, as_utf8=True)
 
 
-def read_graph(text: str):
+def read_graph(text: str) -> Any:
     """The LLMCalculatorOptions in the text of a graph.pbtxt, as a message.
 
     Raises ConvertError if a field or value is not in the published schema, or a required one is missing.
@@ -79,7 +82,7 @@ def read_graph(text: str):
     return options
 
 
-def _assigned(assignment: str):
+def _assigned(assignment: str) -> Any:
     """LLMCalculatorOptions with the one field of "FIELD=VALUE"."""
     text_format, pool, message = _protobuf()
     options = message(OPTIONS)
@@ -109,7 +112,7 @@ def _assigned(assignment: str):
 
 
 @functools.cache
-def _protobuf():
+def _protobuf() -> tuple[ModuleType, Any, Callable[[str], Any]]:
     """protobuf's text format, the published messages, and a function that creates an empty message by name."""
     try:
         from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, json_format, message_factory, text_format

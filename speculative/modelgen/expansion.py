@@ -13,6 +13,7 @@ but the weights that read them are zero. An embedding row has one scale for all 
 tokens are zero, not random, in the new channels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -186,7 +187,7 @@ class Expansion:
         )
 
 
-def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress) -> Llama:
+def expand(small: Llama, shape: Shape, generator: np.random.Generator, progress: Callable[[], object]) -> Llama:
     """Expand `small` to `shape`, with the same function; calls progress() after each layer.
 
     Raises ValueError if it does not fit.

@@ -61,7 +61,7 @@ def standard_library(modules: tuple[str, ...] | list[str]) -> list[str]:
 class Recipes:
     """Renders the recipes in `recipes.txt`: each is a list of instructions and the code that follows them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         text = Path(__file__).with_name("recipes.txt").read_text(encoding="utf-8")
         head, *recipes = re.split(r"^## ", text, flags=re.MULTILINE)
         self.words = dict(re.findall(r"^(\w+): (.+)$", head, flags=re.MULTILINE))

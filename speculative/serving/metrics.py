@@ -7,6 +7,7 @@ is decoded tokens over iterations. Definitions: speculative/sequence/metrics.py.
 """
 
 import asyncio
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -24,7 +25,7 @@ class Metrics:
         self._engine = engine
         tags = {"model": model}
 
-        def made(kind: type, name: str, description: str, more: tuple = (), **options):
+        def made(kind: type, name: str, description: str, more: tuple = (), **options: Any) -> Any:
             metric = kind(name, description, tag_keys=("model", *more), **options)
             metric.set_default_tags(tags)
             return metric

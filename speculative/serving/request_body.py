@@ -6,6 +6,7 @@ commas are therefore counted before parsing.
 
 import json
 import re
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
@@ -79,7 +80,7 @@ def route_of(tokens: int) -> type[APIRoute]:
             return parsed(await self.body(), tokens)
 
     class BodyRoute(APIRoute):
-        def get_route_handler(self):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def read_and_handle(request: Request) -> Response:
