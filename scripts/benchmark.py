@@ -3,11 +3,11 @@
     python scripts/benchmark.py models/embedded/main models/embedded/draft
 
 The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
-the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine; `engine`, our
-engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless. GenAI's own sampled mode
-with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each
-with its own copy of the main model: choose fewer paths if memory is short. As the memory a model is loaded into changes
-its speed by 5 to 10 %, `--starts 3` starts the processes three times.
+the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine, there also
+adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless.
+GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run
+in their own process, each with its own copy of the main model: choose fewer paths if memory is short. As the memory a
+model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes three times.
 
 All methods get the same token ids and generate the same number of new tokens (`ignore_eos`). In every round, each
 prompt runs with every method, one after another and in varying order, so that background load affects all of them
@@ -42,7 +42,7 @@ from speculative.bench.harness import (
     row,
     write_outputs,
 )
-from speculative.bench.methods import LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
@@ -154,6 +154,7 @@ def our_ways(ks: list[int], paths: list[str], temperature: float):
             yield f"{kind}, adaptive", "adaptive", t
         if path == "engine" and "lookup" in paths:
             yield "ours, prompt lookup", f"lookup {LOOKUP}", 0.0
+            yield "ours, prompt lookup, adaptive", ADAPTIVE_LOOKUP, 0.0
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -239,6 +240,8 @@ def compare(ways: list[Method]) -> list[Ratio]:
             facts.append(ratio(f"best fixed K = {k} / ours alone, {kind}", best, table[0]))
             facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
+        if ADAPTIVE_LOOKUP in table:
+            facts.append(ratio("prompt lookup, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
     return facts
 
 

@@ -14,13 +14,14 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 from speculative.bench import genai
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method
-from speculative.decoder import Decoder, GenerationResult
+from speculative.decoder import Decoder, GenerationResult, lookup_policy
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
+ADAPTIVE_LOOKUP = "lookup adaptive"
 
 
 def genai_pipeline(
@@ -74,12 +75,15 @@ def our_way(
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None
+    costs = engine.draft_length.costs
+    policy = AdaptiveDraftLength(costs)
     if str(draft_length).startswith("lookup"):
-        source = NgramProposer(engine.main.vocab_size, NGRAM)
+        source, policy = NgramProposer(engine.main.vocab_size, NGRAM), lookup_policy(costs)
+    if draft_length == f"lookup {LOOKUP}":
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    decoder = Decoder(engine.main, source, AdaptiveDraftLength(engine.draft_length.costs))
+    decoder = Decoder(engine.main, source, policy)
 
     def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:

@@ -143,7 +143,7 @@ class MethodRow(TypedDict):
     engine: str  # id of the engine: GenAI's pipeline or the project's
     sampled: bool  # whether the temperature is above 0
     temperature: float  # 0: greedy
-    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 4"
+    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"
     throughput: float  # tokens/s, prompts excluded
     throughputs: list[float]  # tokens/s, by round
     speedup: float  # over the main model alone

@@ -134,12 +134,12 @@ def test_benchmark_measures_every_way(measured):
     ours = [0, 2, 4, "adaptive"]
     assert set(rows) == {
         *(("genai", False, k) for k in (2, 4, "lookup 5")),
-        *(("native", False, k) for k in (*ours, "lookup 5")),
+        *(("native", False, k) for k in (*ours, "lookup 5", "lookup adaptive")),
         *(("native", True, k) for k in ours),
     }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for (engine, sampled, k), row in rows.items():
-        if k == "adaptive" and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
+        if "adaptive" in str(k) and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
             assert row["block_efficiency"] == 1
         elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not tell
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
