@@ -42,7 +42,7 @@ def deaf(rule):
 
 class Text:
     def __init__(self, rule, chances):
-        self.history, self.chances = rule.history(), chances
+        self.estimate, self.chances = rule.estimate(), chances
 
 
 def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0):
@@ -51,21 +51,21 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
     drafted = []
     for _ in range(iterations):
         for text in texts:
-            text.history.begin()
-        rule.begin([text.history for text in texts], len(texts))
+            text.estimate.begin()
+        rule.begin([text.estimate for text in texts], len(texts))
         accepted, right = [0] * len(texts), [True] * len(texts)
         tokens = len(texts)
         spent = 0.0
         while True:
-            able = [i for i, text in enumerate(texts) if text.history.drafted < LONGEST]
-            chosen = [able[j] for j in rule.choose([texts[i].history for i in able], tokens + prompts, 0)]
+            able = [i for i, text in enumerate(texts) if text.estimate.drafted < LONGEST]
+            chosen = [able[j] for j in rule.choose([texts[i].estimate for i in able], tokens + prompts, 0)]
             if not chosen:
                 break
             for i in chosen:
                 chance = texts[i].chances[int(random.random() * len(texts[i].chances))]
                 right[i] = right[i] and random.random() < chance
                 accepted[i] += right[i]
-                texts[i].history.draft(chance)
+                texts[i].estimate.draft(chance)
             cost = (further or draft) if tokens > len(texts) else draft
             took = float(cost(len(chosen))) * random.normal(1, 0.1)
             rule.update_draft(len(chosen), took)
@@ -73,7 +73,7 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
         took = float(main(tokens + prompts)) * random.normal(1, 0.05)
         rule.update_main(tokens, prompts, sum(accepted) + len(texts), took)
         for text, n in zip(texts, accepted, strict=True):
-            text.history.update(n)
+            text.estimate.update(text.estimate.drafted, n)
         gained, seconds = gained + sum(accepted) + len(texts), seconds + spent + took
         drafted.append(tokens - len(texts))
     return gained / seconds, drafted
@@ -106,7 +106,7 @@ def test_faster_than_any_length_for_all_where_texts_differ():
 
 
 def test_drafting_shrinks_under_load_and_comes_back():
-    """From one request to many and back, with continuing acceptance histories."""
+    """From one request to many and back, with continuing acceptance estimates."""
     random = np.random.default_rng(2)
     rule = rule_of()
     texts = [Text(rule, [0.8]) for _ in range(24)]
@@ -206,15 +206,6 @@ def test_a_draft_thought_too_slow_is_asked_again():
     assert not any(first)
     _, drafted = decode(rule, texts, 3000, random)
     assert np.mean(drafted[-100:]) > 2
-
-
-def test_the_costs_of_tokens_never_seen_are_a_straight_line():
-    costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
-    assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
-    assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
-    for _ in range(100):
-        costs.update(2, 22.0)
-    assert costs(2) == pytest.approx(22, rel=0.05)
 
 
 @pytest.mark.parametrize(("texts", "chance", "mistaken"), [(1, 0.9, "dear"), (4, 0.6, "cheap")])
