@@ -29,7 +29,8 @@ from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder, Prompt
 from speculative.drafting import cost_model
-from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
@@ -52,10 +53,10 @@ SEEDED_DRAFT = 4  # draft length of seeded sampling: the adaptive one depends on
 class Request:
     """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step."""
 
-    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | DraftHistory):
+    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | AcceptanceEstimate):
         self.sequence = sequence
         self.output = output
-        self.policy = policy  # its own policy, or its acceptance history for the batch's policy
+        self.policy = policy  # its own policy, or its acceptance estimate for the batch's policy
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
@@ -73,7 +74,7 @@ class Request:
     @property
     def follows_batch(self) -> bool:
         """Whether the batch's policy decides its draft length."""
-        return isinstance(self.policy, DraftHistory)
+        return isinstance(self.policy, AcceptanceEstimate)
 
 
 class RequestOutput(NamedTuple):
@@ -215,7 +216,7 @@ class BatchDecoder:
             self._share(request)
         for request in running:
             if request.follows_batch and request in steps:
-                request.policy.update(steps[request].accepted)
+                request.policy.update(steps[request].proposed, steps[request].accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
 
@@ -337,11 +338,11 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | DraftHistory:
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | AcceptanceEstimate:
         if policy := policy_from_params(params):
             return policy
         repeatable = params.do_sample and params.seed is not None
-        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
+        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.estimate()
 
     @staticmethod
     def _try(request: Request, act: Callable, *arguments: object) -> object:

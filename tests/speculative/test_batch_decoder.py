@@ -811,13 +811,13 @@ def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, pie
 class Told(BatchDraftLength):
     """Notes what it is asked and told of an iteration."""
 
-    def begin(self, histories, texts):
-        self.begun, self.asked, self.read = (len(histories), texts), [], []
-        super().begin(histories, texts)
+    def begin(self, estimates, texts):
+        self.begun, self.asked, self.read = (len(estimates), texts), [], []
+        super().begin(estimates, texts)
 
-    def choose(self, histories, tokens, anyway):
-        self.asked.append((len(histories), tokens, anyway))
-        return super().choose(histories, tokens, anyway)
+    def choose(self, estimates, tokens, anyway):
+        self.asked.append((len(estimates), tokens, anyway))
+        return super().choose(estimates, tokens, anyway)
 
     def update_draft(self, tokens, seconds):
         self.read.append(tokens)
