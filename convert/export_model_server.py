@@ -44,6 +44,7 @@ from speculative.convert.model_server_settings import (
     settings,
 )
 from speculative.convert.work_folder import recover
+from speculative.error_text import engine_lines
 from speculative.pair import model_info
 from speculative.pair.check import check_pair
 
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        reason = engine_lines(error)[0]
         print(f"export_model_server: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
         return 1
 

@@ -22,6 +22,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.result import SmokeResult
 from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
+from speculative.error_text import one_line
 from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,7 +176,7 @@ def main() -> int:
     try:
         result = smoke(arguments)
     except (RuntimeError, ValueError) as error:  # from loading: a broken file, a missing device
-        result = {"ok": False, "problems": [" ".join(str(error).split())]}
+        result = {"ok": False, "problems": [one_line(error)]}
     print(json.dumps(result, ensure_ascii=False))
     return 0 if result["ok"] else 1
 

@@ -24,6 +24,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.harness import ctrl_c_raises
 from speculative.bench.result import OneStart, StartCost
+from speculative.error_text import one_line
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
 
@@ -127,4 +128,4 @@ if __name__ == "__main__":
     try:
         print(json.dumps(one_start(json.loads(sys.argv[1]))))
     except (RuntimeError, ValueError, KeyError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {one_line(error)}")

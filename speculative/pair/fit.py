@@ -12,6 +12,7 @@ from pathlib import Path
 
 import openvino as ov
 
+from speculative.error_text import one_line
 from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
 from speculative.models.kv_cache import KvCache
@@ -75,7 +76,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
         try:
             note = cached_model.load(ModelSpec(folder, name), capacity=ROLLBACK_TOKENS).note
         except (ValueError, RuntimeError) as error:
-            yield Finding("error", "rollback", f"{role}: {' '.join(str(error).split())}")
+            yield Finding("error", "rollback", f"{role}: {one_line(error)}")
         else:
             yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no traces beyond rounding'}")
 

@@ -17,6 +17,7 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
+from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, openapi, request_body
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull
@@ -211,8 +212,8 @@ class Endpoint:
             message = f"The request exceeded the time limit of {self.limits.timeout:g} s."
             return ApiError(504, message, "timeout")
         if isinstance(error, ValueError | OutOfBlocks):
-            return ApiError(400, f"The request cannot be decoded: {one_line(error)}", "invalid_request")
-        return ApiError(500, f"Decoding failed: {one_line(error)}", "decoding_failed")
+            return ApiError(400, f"The request cannot be decoded: {' '.join(engine_lines(error))}", "invalid_request")
+        return ApiError(500, f"Decoding failed: {' '.join(engine_lines(error))}", "decoding_failed")
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Endpoint:
         try:
             return self.engine.decoder.encode(asked.prompt, asked.config(1))
         except (ValueError, RuntimeError, OverflowError) as error:
-            message = f"The prompt cannot be encoded: {one_line(error)}"
+            message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
             raise ApiError(400, message, "invalid_prompt") from None
 
     def _room(self, asked: BaseRequest, prompt: int) -> int:
@@ -301,9 +302,3 @@ class EventStream(Response):
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def one_line(error: Exception) -> str:
-    """An error of the engine on one line, without its source locations."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))

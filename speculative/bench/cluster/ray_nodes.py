@@ -27,6 +27,7 @@ from speculative.bench.cluster import child_process, worker_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
+from speculative.error_text import one_line
 
 PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
 RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # Ray resource: device type
@@ -104,7 +105,7 @@ class Machine:
             try:
                 return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise NodeLost(f"machine {self.name} was lost ({_sentence(error)})") from None
+                raise NodeLost(f"machine {self.name} was lost ({one_line(error)[:200]})") from None
 
 
 def ray_address(text: str) -> str:
@@ -165,7 +166,7 @@ def _join(ray, address: str) -> None:
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ValueError(f"cannot connect to the Ray cluster at {address}: {_sentence(error)}") from None
+        raise ValueError(f"cannot connect to the Ray cluster at {address}: {one_line(error)[:200]}") from None
 
 
 def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
@@ -199,7 +200,7 @@ def _machines(ray, actors: list, note: Callable[[str], None]) -> list[Machine]:
                 raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT} seconds")
             facts = ray.get(asked)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            note(f"machine {machine.name} is skipped: {_sentence(error)}")
+            note(f"machine {machine.name} is skipped: {one_line(error)[:200]}")
             continue
         machine.cores = facts["cores"]
         machine.alone = locks.setdefault(facts["computer"], threading.Lock())
@@ -230,10 +231,6 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
                 raise ValueError(f"machine {machine.name} has no model in {folder}: copy it to the same path there")
             if found != here.get(folder):
                 raise ValueError(f"machine {machine.name} has different weights in {folder}: copy this machine's there")
-
-
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # ---- distributing jobs ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from speculative.bench.cluster import child_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.cli.processes import no_sigpipe, own_group
+from speculative.error_text import one_line
 
 SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
 START = b"\0answers\0"  # follows anything libraries print during import
@@ -148,7 +149,7 @@ def serve(functions: Callable[[str], Callable]) -> None:
             answer = "", functions(name)(*arguments)
         except RAISABLE as error:
             kind = next(name for name, kind in RAISED.items() if isinstance(error, kind))
-            answer = kind, " ".join(str(error).split())
+            answer = kind, one_line(error)
         write(answers, answer)
 
 

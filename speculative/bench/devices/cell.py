@@ -23,6 +23,7 @@ from speculative.bench.harness import BackgroundLoad, Method, interleave, precis
 from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.decoder import Decoder, GenerationResult
+from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
@@ -30,7 +31,6 @@ from speculative.pair.engines import GENAI, NATIVE
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # Intel device types, all of which are looked up
-MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate", "exceeded max size", "resource exhausted")
 
 
 def look_up(names: list[str] | None) -> dict:
@@ -144,12 +144,10 @@ def margins(job: dict) -> list[float]:
 
 def sentence(error: Exception) -> str:
     """The last line of an OpenVINO error, which is the cause; earlier lines are its call stack."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith("Exception from")]
-    said = lines[-1] if lines else type(error).__name__
-    if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
-        said += "; probably out of memory: --engine native holds the main model once instead of twice"
-    return said[:300]
+    text = engine_lines(error)[-1]
+    if is_out_of_memory(error):
+        text += "; probably out of memory: --engine native holds the main model once instead of twice"
+    return text[:300]
 
 
 def _end_with(stream) -> None:
