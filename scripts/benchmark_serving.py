@@ -32,7 +32,7 @@ from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 DRAFT, ALONE = "with draft", "main model alone"
@@ -44,10 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
-    parser.add_argument(
-        "--property", type=key_value, action="append", default=[], metavar="KEY=VALUE",
-        help="OpenVINO property for both models (repeatable)",
-    )  # fmt: skip
+    parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
     parser.add_argument("--url", help="a running server with a draft, like http://127.0.0.1:8000/v1")
     parser.add_argument("--baseline-url", metavar="URL", help="a running server without a draft, as the baseline")
     parser.add_argument("--model", help="model name on these servers (default: the first one listed)")

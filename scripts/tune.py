@@ -57,7 +57,7 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
@@ -85,14 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens in the longest runs (default: 100)"
     )
-    parser.add_argument(
-        "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="OpenVINO property for main and draft in every candidate",
-    )
+    parser.add_argument("--property", **PROPERTY, help="OpenVINO property for main and draft in every candidate")
     parser.add_argument(
         "--allow-quality-loss", action="store_true", help="also recommend settings that exceed the quality limits"
     )

@@ -42,7 +42,7 @@ from speculative.bench.prompts import read_prompts
 from speculative.bench.result import ComparedRow, GreedyRow, SampledRow
 from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
@@ -175,9 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
     parser.add_argument(
         "--property",
-        type=key_value,
-        action="append",
-        metavar="KEY=VALUE",
+        **PROPERTY,
         help="OpenVINO property for both models, replaces EXECUTION_MODE_HINT=ACCURACY (repeatable)",
     )
     parser.add_argument("--strict", action="store_true", help="also fail if one of GenAI's paths does not pass")
