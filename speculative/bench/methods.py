@@ -69,8 +69,8 @@ def our_way(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Method:
-    """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
-    adapts its draft length independently."""
+    """A method of `engine`, which has a draft unless `draft_length` is 0; `seconds` are those of its models' forward
+    passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None
@@ -79,7 +79,8 @@ def our_way(
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    decoder = Decoder(engine.main, source, AdaptiveDraftLength(engine.draft_length.costs))
+    policy = AdaptiveDraftLength(engine.draft_length.costs) if source else None
+    decoder = Decoder(engine.main, source, policy)
 
     def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:

@@ -21,6 +21,7 @@ from speculative.bench.devices import cell as device_cell
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
+from speculative.bench.methods import genai_pipeline
 from speculative.bench.result import SwapResult
 from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -213,7 +214,7 @@ def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
     engines = []
     load = device_cell.decoder.load
     monkeypatch.setattr(device_cell.decoder, "load", lambda *given: engines.append(load(*given)) or engines[-1])
-    ways = device_cell._own_ways(JOB)
+    ways = device_cell._native_methods(JOB)
     read = [count_tokens(model) for model in (engines[0].main, engines[0].draft.model)]
     ids = np.arange(300) * 7919 % 4000
     for way in (*ways, *ways):
@@ -227,15 +228,17 @@ def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
     given = []
     load = genai.load
     monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments) or load(*arguments))
-    ways = device_cell._genai_ways(JOB)
+    ways = device_cell._genai_methods(JOB)
     assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
     assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
     assert [draft for _, draft in given] == [None, ModelSpec(DRAFT, "CPU", EXACT)]
     for main, _ in given:
         assert main.properties["scheduler_config"].enable_prefix_caching is False
         assert main.properties["EXECUTION_MODE_HINT"] == "ACCURACY"
-    main = ModelSpec(MAIN, "CPU", EXACT)
-    assert device_cell._without_prefix_cache(main, "CPUNPU") == main
+    monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments))
+    main, draft = ModelSpec(MAIN, "CPU", EXACT), ModelSpec(DRAFT, "NPU")
+    genai_pipeline(main, draft)
+    assert given[-1] == (main, draft)  # pipelines with an NPU have no prefix cache
 
 
 @posix
