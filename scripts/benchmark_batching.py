@@ -25,7 +25,7 @@ import sys
 
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing
-from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment, shuffled
+from speculative.bench.harness import BackgroundLoad, environment, shuffled
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, break_even, counted, row, table, take_turns
@@ -40,6 +40,7 @@ from speculative.cli.arguments import (
     refuse_unsound,
     whole,
 )
+from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt

@@ -24,7 +24,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
+from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.clients import Target, closed_loop, only_model
 from speculative.bench.load.metrics import Load, break_even, counted, losses, row, table, take_turns
@@ -32,6 +32,7 @@ from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt

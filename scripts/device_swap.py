@@ -54,6 +54,7 @@ from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.models import npu_model
@@ -263,7 +264,7 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
     if done:
         say(f"{done} of {len(present)} cells are already in {kept.path}; use --fresh to measure them again")
     try:
-        with harness.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+        with ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
                 measure_in_cluster(todo, kept, arguments, places, bar)
                 return True
@@ -436,7 +437,7 @@ def swap(
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
     try:
-        with harness.ctrl_c_raises():
+        with ctrl_c_raises():
             if finished:
                 judge_differences(cells, kept, places)
     except KeyboardInterrupt:

@@ -57,6 +57,7 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
 from speculative.pair import recommendation
 
@@ -177,7 +178,7 @@ def nothing_lost():
     """Yield a list; Ctrl-C ends the block and appends True to it."""
     interrupted: list[bool] = []
     try:
-        with harness.ctrl_c_raises():
+        with ctrl_c_raises():
             yield interrupted
     except KeyboardInterrupt:
         interrupted.append(True)

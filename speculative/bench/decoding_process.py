@@ -16,8 +16,9 @@ import numpy as np
 
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
-from speculative.bench.harness import Method, ctrl_c_raises, interleave, shuffled
+from speculative.bench.harness import Method, interleave, shuffled
 from speculative.bench.result import ProcessStart, TokenView
+from speculative.cli.processes import ctrl_c_raises
 from speculative.decoder import GenerationResult
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE

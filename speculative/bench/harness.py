@@ -17,13 +17,10 @@ import json
 import os
 import platform
 import shlex
-import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +34,7 @@ import psutil
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
@@ -121,19 +119,6 @@ def interleave(
             raise
         return False
     return True
-
-
-@contextmanager
-def ctrl_c_raises():
-    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def shuffled(items: Sequence[Item], turn: int) -> list[Item]:

@@ -22,8 +22,8 @@ from openvino_genai import GenerationConfig
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.harness import ctrl_c_raises
 from speculative.bench.result import OneStart, StartCost
+from speculative.cli.processes import ctrl_c_raises
 from speculative.error_text import one_line
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE

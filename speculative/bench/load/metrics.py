@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speculative.bench.harness import ctrl_c_raises, shuffled
+from speculative.bench.harness import shuffled
 from speculative.bench.result import LoadRow
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
