@@ -46,7 +46,7 @@ from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.ray_nodes import NodeLost, connect, ray_address, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, connect, spread
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
@@ -57,6 +57,7 @@ from speculative.cli.arguments import above_zero, add_run_arguments, lengths, re
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
+from speculative.cli.ray_address import ray_address
 from speculative.models import npu_model
 from speculative.pair.engines import GENAI, NATIVE, engine_id
 

@@ -59,6 +59,7 @@ from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
+from speculative.cli.ray_address import ray_address
 from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
@@ -125,7 +126,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--address",
-        type=ray_nodes.ray_address,
+        type=ray_address,
         metavar="HOST:PORT",
         help="head of a Ray cluster whose identical machines share the work: HOST:PORT, ray://HOST:PORT or auto",
     )

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import NoReturn
 import psutil
 
 from speculative.cli import console
+from speculative.cli.ray_address import ping
 from speculative.serving import resources
 
 TOKEN = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"
@@ -86,7 +86,7 @@ def wait_until_lost() -> NoReturn:
     known, missed = None, 0
     while missed < MISSES:
         try:
-            _ping(address)
+            ping(address)
             cluster = GcsClient(address=address).cluster_id
             known = known or cluster
             if cluster != known:
@@ -105,20 +105,13 @@ def _join(address: str) -> None:
 
     while True:
         try:
-            _ping(address)
+            ping(address)
             ray.init(address, log_to_driver=False, logging_level="ERROR")
             return
         except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
             if ANEW not in os.environ:  # a lost head may come back; one that never existed will not
                 raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
             time.sleep(EVERY)
-
-
-def _ping(address: str) -> None:
-    """Raise OSError if nothing listens there; Ray itself would take a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdecimal():  # not "auto"
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _start(metrics_port: int, folder: str) -> None:

@@ -12,11 +12,9 @@ start --address=HEAD:6379 --resources='{"intel_gpu": 1, "intel_npu": 1}'`, the s
 without CPUs (`--num-cpus=0`, common for heads) are ignored. Ray is imported only when `connect` is called.
 """
 
-import argparse
 import contextlib
 import logging
 import platform
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +25,7 @@ from speculative.bench.cluster import child_process, worker_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
+from speculative.cli.ray_address import ping
 from speculative.error_text import one_line
 
 PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
@@ -108,16 +107,6 @@ class Machine:
                 raise NodeLost(f"machine {self.name} was lost ({one_line(error)[:200]})") from None
 
 
-def ray_address(text: str) -> str:
-    """An argparse type."""
-    host, _, port = text.removeprefix("ray://").rpartition(":")
-    if text == "auto" or (host and port.isdecimal()):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not the address of a Ray cluster: use HOST:PORT, ray://HOST:PORT or auto"
-    )
-
-
 # ---- the cluster ----------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +120,13 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
         import ray
     except ImportError:
         raise ValueError("--address requires Ray: install it with `pip install -r requirements-serve.txt`") from None
-    _look_for(address)
+    try:
+        ping(address)
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster at {address} ({error.strerror or error}): give HOST:PORT of its head, as printed by "
+            "`ray start --head`"
+        ) from None
     actors: list = []
     with no_sigpipe():
         try:
@@ -145,20 +140,6 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
                     ray.kill(actor)
             with contextlib.suppress(Exception):
                 ray.shutdown()
-
-
-def _look_for(address: str) -> None:
-    """Fail fast: Ray itself would take a minute to report that nothing answers."""
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"no Ray cluster at {address} ({reason}): give HOST:PORT of its head, as printed by `ray start --head`"
-        ) from None
 
 
 def _join(ray, address: str) -> None:

@@ -1,0 +1,21 @@
+"""Address of a Ray cluster's head: how it is written, and whether anything listens there."""
+
+import argparse
+import socket
+
+
+def ray_address(text: str) -> str:
+    """An argparse type: HOST:PORT, ray://HOST:PORT or auto."""
+    host, _, port = text.removeprefix("ray://").rpartition(":")
+    if text == "auto" or (host and port.isdecimal()):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not the address of a Ray cluster: use HOST:PORT, ray://HOST:PORT or auto"
+    )
+
+
+def ping(address: str) -> None:
+    """Raise OSError if nothing listens at the address; Ray itself would take a minute to report it."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():  # not "auto"
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
