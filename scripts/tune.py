@@ -204,7 +204,7 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> ExhaustiveCheck | N
     """Compare the choice with an exhaustive sweep. None after Ctrl-C or if a compared setting failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
-    there = {choice, every.baseline} <= set(every.choosing.ways)
+    there = {choice, every.baseline} <= set(every.choosing.methods)
     return every.result() if there and not interrupted and not ended else None
 
 

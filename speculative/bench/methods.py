@@ -38,7 +38,7 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
+def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None
@@ -60,7 +60,7 @@ def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
     return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
-def our_way(
+def our_method(
     name: str,
     engine: Decoder,
     seconds: list[list[float]],

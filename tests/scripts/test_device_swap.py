@@ -209,28 +209,28 @@ def count_tokens(model):
     return counts
 
 
-def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
+def test_our_engine_reads_each_prompt_again_with_every_method(monkeypatch):
     """Otherwise the prompt would be cached by the run without a draft, and TTFT would be the time of one token."""
     engines = []
     load = device_cell.decoder.load
     monkeypatch.setattr(device_cell.decoder, "load", lambda *given: engines.append(load(*given)) or engines[-1])
-    ways = device_cell._native_methods(JOB)
+    methods = device_cell._native_methods(JOB)
     read = [count_tokens(model) for model in (engines[0].main, engines[0].draft.model)]
     ids = np.arange(300) * 7919 % 4000
-    for way in (*ways, *ways):
-        way.decode(ids)
+    for method in (*methods, *methods):
+        method.decode(ids)
         mains, drafts = ([lengths.pop(0) for _ in range(len(lengths))] for lengths in read)
-        assert mains[0] == 300 and (drafts[0] >= 300 if way.draft_length else not drafts), way.name
+        assert mains[0] == 300 and (drafts[0] >= 300 if method.draft_length else not drafts), method.name
 
 
-def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
+def test_genai_reads_each_prompt_again_with_every_method(monkeypatch):
     """GenAI does not report cache hits, so the test checks the options its pipelines are loaded with."""
     given = []
     load = genai.load
     monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments) or load(*arguments))
-    ways = device_cell._genai_methods(JOB)
-    assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
-    assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
+    methods = device_cell._genai_methods(JOB)
+    assert [method.name for method in methods] == ["alone", "K = 2", "K = 4"]
+    assert all(len(method.decode(np.arange(40, 50)).tokens) == 8 for method in methods)
     assert [draft for _, draft in given] == [None, ModelSpec(DRAFT, "CPU", EXACT)]
     for main, _ in given:
         assert main.properties["scheduler_config"].enable_prefix_caching is False

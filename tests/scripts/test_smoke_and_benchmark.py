@@ -125,7 +125,7 @@ def measured(tmp_path_factory):
     return process, folder
 
 
-def test_benchmark_measures_every_way(measured):
+def test_benchmark_measures_every_method(measured):
     result = last_line(measured[0])
     assert problems(result, BenchmarkResult) == []
     rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in result["rows"][2:]}
@@ -216,7 +216,7 @@ def test_no_prompt_is_answered_from_a_cache():
     import numpy as np
 
     from speculative import decoder
-    from speculative.bench.methods import genai_pipeline, genai_way, our_way
+    from speculative.bench.methods import genai_method, genai_pipeline, our_method
 
     ids = np.arange(900) * 7919 % 4000
     engine = decoder.load(MAIN, draft=DRAFT)
@@ -226,14 +226,14 @@ def test_no_prompt_is_answered_from_a_cache():
         1
     ]
     for keep, expected in ((False, 900), (True, 1)):
-        one = our_way("ours", engine, [], 4, 0.0, 8, keep)
+        one = our_method("ours", engine, [], 4, 0.0, 8, keep)
         one.decode(ids)
         read.clear()
         one.decode(ids)
         assert read[0] == expected
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
-        one = genai_way("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
+        one = genai_method("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
         seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 

@@ -268,8 +268,8 @@ def made_up(choosing, remeasured=None, gained=4):
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
             setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
-            way = contest.ways[setting] = Finals(tuning).way(setting)
-            way.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
+            method = contest.methods[setting] = Finals(tuning).method(setting)
+            method.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
         contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
     return tuning
 
@@ -329,7 +329,7 @@ def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
     assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
     assert verdict.choice.draft is None and verdict.sentences[0] == verdict.reason
     assert verdict.reason.startswith("Do not use this draft: even its best setting gains too little")
-    fastest = max(figures, key=lambda way: figures[way][0] if not way[1] else 0)
+    fastest = max(figures, key=lambda method: figures[method][0] if not method[1] else 0)
     assert (verdict.choice.engine, verdict.choice.scheduler) == (fastest[0], (*fastest, (), ())[3])
 
 

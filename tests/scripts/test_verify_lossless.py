@@ -198,15 +198,15 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
     assert document["ok"]
-    for way in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
-        assert greedy[f"engine {way}"]["verdict"] == "equal" and greedy[f"engine {way}"]["same"] == 3
-        assert sampled[f"engine {way}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {way}"]["draws"] == 100
-    for way in ("draft, K = 2", "draft, by confidence"):
-        assert 0 < sampled[f"engine {way}"]["acceptance_rate"] < 1
+    for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
+        assert greedy[f"engine {method}"]["verdict"] == "equal" and greedy[f"engine {method}"]["same"] == 3
+        assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == 100
+    for method in ("draft, K = 2", "draft, by confidence"):
+        assert 0 < sampled[f"engine {method}"]["acceptance_rate"] < 1
     assert document["reference"] == "GenAI main alone" and greedy["GenAI main alone"]["verdict"] == "reference"
     assert greedy["engine main alone"]["verdict"] == greedy["GenAI lookup, K = 2"]["verdict"] == "equal"
-    for way in ("main alone", "lookup, K = 2"):
-        assert sampled[f"GenAI {way}"]["verdict"] == NO_DIFFERENCE
+    for method in ("main alone", "lookup, K = 2"):
+        assert sampled[f"GenAI {method}"]["verdict"] == NO_DIFFERENCE
     assert greedy["GenAI draft, K = 2"]["verdict"] == "equal"
     assert sampled["GenAI draft, K = 2"]["verdict"] in ("crashes", "NOT lossless")
     assert sampled["GenAI draft, K = 2"]["crashes"] <= 5

@@ -17,7 +17,7 @@ import openvino_genai
 
 from speculative import decoder
 from speculative.bench.harness import BackgroundLoad, Method, interleave, precision, row
-from speculative.bench.methods import genai_pipeline, genai_way, our_way
+from speculative.bench.methods import genai_method, genai_pipeline, our_method
 from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.error_text import engine_lines, is_out_of_memory
@@ -89,10 +89,10 @@ def _spec(job: dict, role: str) -> ModelSpec:
 
 def _genai_methods(job: dict) -> list[Method]:
     main, n = _spec(job, "main"), job["max_new_tokens"]
-    methods = [genai_way("alone", genai_pipeline(main), 0, n)]
+    methods = [genai_method("alone", genai_pipeline(main), 0, n)]
     if job["draft_device"]:
         pair = genai_pipeline(main, _spec(job, "draft"))
-        methods += [genai_way(f"K = {k}", pair, k, n) for k in job["draft_lengths"]]
+        methods += [genai_method(f"K = {k}", pair, k, n) for k in job["draft_lengths"]]
     return methods
 
 
@@ -100,7 +100,7 @@ def _native_methods(job: dict) -> list[Method]:
     draft = _spec(job, "draft") if job["draft_device"] else None
     engine = decoder.load(_spec(job, "main"), draft)
     return [
-        our_way(f"K = {k}" if k else "alone", engine, [], k, 0.0, job["max_new_tokens"])
+        our_method(f"K = {k}" if k else "alone", engine, [], k, 0.0, job["max_new_tokens"])
         for k in [0, *(job["draft_lengths"] if draft else [])]
     ]
 

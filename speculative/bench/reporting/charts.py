@@ -13,7 +13,7 @@ from speculative.bench.reporting.svg import (
     swatch,
     whole_axis,
 )
-from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
+from speculative.bench.reporting.tables import candidate_name, finite, how, method_name, section
 from speculative.bench.result import CandidateRow, MethodRow, Result, SpeedupPoint, TuneResult
 from speculative.pair.engines import GENAI, engine_id, shown_engine
 
@@ -96,7 +96,7 @@ def speedup_panel(
         for j, row in enumerate(row for row in others if row["engine"] == engine):
             style = f"{colour(i)} rule{j % 3}"
             plot.level(row["speedup"], style)
-            entries.append((f"{way(row)}: {row['speedup']:.2f}x", swatch(style)))
+            entries.append((f"{method_name(row)}: {row['speedup']:.2f}x", swatch(style)))
         for p in line:
             low, high = p.get("speedup_range") or [p["speedup"]] * 2
             plot.spread(p["k"] + aside, low, high, colour(i))
@@ -123,7 +123,7 @@ def acceptance(result: Result) -> Markup | str:
     if not rows or result["program"] in OTHER_ROWS:
         return ""
     most = max(len(row["position_acceptance"]) for row in rows)
-    said = "; ".join(f"{way(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows)
+    said = "; ".join(f"{method_name(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows)
     x, y = whole_axis("position in the draft (token)", [1, most]), axis("accepted (share of iterations)", 0, 1)
     plot = Plot("Per-position acceptance", said, x, y)
     entries = []
@@ -131,8 +131,8 @@ def acceptance(result: Result) -> Markup | str:
         points = list(enumerate(row["position_acceptance"], start=1))
         plot.line(points, colour(i))
         for position, share in points:
-            plot.marker(position, share, shape(i), colour(i), f"{way(row)}, position {position}: {share:.2f}")
-        entries.append((way(row), swatch(colour(i), shape(i))))
+            plot.marker(position, share, shape(i), colour(i), f"{method_name(row)}, position {position}: {share:.2f}")
+        entries.append((method_name(row), swatch(colour(i), shape(i))))
     words = "Share of the iterations with an i-th draft token in which it, and so all before it, was accepted."
     return section("acceptance", "Per-position acceptance", how(words), tag("figure", plot.svg(), legend(entries)))
 

@@ -91,7 +91,7 @@ def scroll(table: Markup, label: str) -> Markup:
 def tables(result: Result) -> Markup | str:
     named = {
         "Draft lengths": result.get("sweep", []),
-        "Methods": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
+        "Methods": [{**row, "name": method_name(row)} for row in result.get("rows", []) if "clients" not in row],
         "Under load": [row for row in result.get("rows", []) if "clients" in row],
         "Candidates": [
             {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
@@ -109,7 +109,7 @@ def tables(result: Result) -> Markup | str:
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
 
 
-def way(row: MethodRow) -> str:
+def method_name(row: MethodRow) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
