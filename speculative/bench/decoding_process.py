@@ -53,8 +53,8 @@ class DecodingProcess:
     def start(self) -> None:
         """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
-        told = self._worker.call("load", self.job)
-        self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **told})
+        loading = self._worker.call("load", self.job)
+        self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **loading})
 
     def close(self) -> None:
         self._worker.close()

@@ -76,8 +76,8 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
         bounds = [*fact["range"], *(fact["interval"] or [])]
         kind = "faster" if min(bounds) > 1 else "slower" if max(bounds) < 1 else "level"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
-    said = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
-    lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {said}."]
+    by_outcome = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
+    lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {by_outcome}."]
     if starts == 1:
         lines.append(
             "Each process was started only once, and speed varies by 5 to 10 % between starts: use --starts 3 for a "

@@ -46,8 +46,8 @@ def _chart(key: str, rows: list[LoadRow]) -> Markup | str:
         f"{rows[0]['counted']}s at once", -0.4, len(clients) - 0.6, list(range(len(clients))), list(map(str, clients))
     )
     highest = max(unit * value for row in known for value in [row[key], *(row[spread] if spread else [])])
-    said = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
-    plot = Plot(heading, said, x, axis(title, 0, highest or 1))
+    description = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
+    plot = Plot(heading, description, x, axis(title, 0, highest or 1))
     entries = []
     for i, method in enumerate(methods):
         aside = 0.1 * (i - (len(methods) - 1) / 2)  # keeps the ranges of two methods apart

@@ -177,9 +177,9 @@ def _median_and_spread(name: str, values: list[float | None]) -> dict:
 def _drafting(answers: list[RequestRecord]) -> dict:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
-    told = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
-    accepted, drafted = sum(a.accepted for a in told), sum(a.accepted + a.rejected for a in told)
-    inferences = sum(answer.tokens - 1 - answer.accepted for answer in told)
+    reported = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
+    accepted, drafted = sum(a.accepted for a in reported), sum(a.accepted + a.rejected for a in reported)
+    inferences = sum(answer.tokens - 1 - answer.accepted for answer in reported)
     return {
         "acceptance_rate": metrics.acceptance_rate([drafted], [accepted + 1]) if drafted else None,
         "block_efficiency": (accepted + inferences) / inferences if inferences > 0 else None,

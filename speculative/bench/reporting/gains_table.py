@@ -29,8 +29,8 @@ def gains(kept: dict[str, RecordedResult]) -> str:
         lines.append(f"| {words} | {' | '.join(cells)} |")
     used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
     commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
-    told = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
-    last = f"Measured at {told}." if used else "Not measured yet: `make figures`."
+    listed = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
+    last = f"Measured at {listed}." if used else "Not measured yet: `make figures`."
     return "\n".join([*lines, "", last]) + "\n"
 
 

@@ -294,16 +294,16 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
 
 def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
     """Which changes contributed, each relative to the step before."""
-    told, before = [], usual
+    gains, before = [], usual
     for after in _steps(by_setting, usual, best):
         one, two = before.setting, after.setting
         changed = [str(two.models)] * (one.models != two.models)
         changed += [two.length] * (one.draft_length != two.draft_length)
         changed += ["our engine"] * (one.engine != two.engine)
         changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))
-        told.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
+        gains.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
         before = after
-    return f": {', '.join(told)}" if told else ""
+    return f": {', '.join(gains)}" if gains else ""
 
 
 def _alone_in_sample(choice: TuningChoice) -> list[str]:
