@@ -212,8 +212,8 @@ def test_tokens_count_where_they_fall():
 
 def spans(speed, drafted):
     """Two rounds of one answer: 1 + 5 tokens, of which two were drafted and accepted."""
-    told = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
-    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **told, finish_reason="length", whole=True)], 0, 1)] * 2
+    counts = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
+    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **counts, finish_reason="length", whole=True)], 0, 1)] * 2
 
 
 def test_where_speculation_stops_paying_is_said():
@@ -221,14 +221,14 @@ def test_where_speculation_stops_paying_is_said():
     alone.rounds = {n: spans(10, 0) for n in (1, 4, 16)}
     draft.rounds = {1: spans(20, 100), 4: spans(11, 20), 16: spans(9, 2)}
     rows = [row(draft, n, alone) for n in draft.rounds]
-    said = " ".join(break_even(rows))
-    assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
-    assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in said
+    summary = " ".join(break_even(rows))
+    assert "2.00x (2.00-2.00) with 1 client; 1.10x" in summary
+    assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in summary
     slow_once = [rows[0], {**rows[2], "speedup": 1.17, "speedup_range": [0.56, 1.31]}]  # the median hides a round
     assert "from there on it costs up to 44% of the throughput" in break_even(slow_once)[1]
     level = [rows[0], {**rows[2], "speedup": 1.05, "speedup_range": [0.998, 1.31]}]
     assert "from there on it costs nothing" in break_even(level)[1]
-    assert "draft length shrinks" in said
+    assert "draft length shrinks" in summary
     assert "does not reliably help with 16, 17 clients" in break_even([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
     assert "does not reliably help with 1 client;" in break_even([{**rows[2], "clients": 1}, rows[1]])[1]
     assert break_even(rows[:2])[1] == "The draft helps at every measured number of clients, up to 4."
@@ -279,6 +279,6 @@ def test_ctrl_c_ends_what_was_started(tmp_path):
     wait_until(lambda: len(servers()) == 2, "both servers are started")
     started = servers()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in said
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=PATIENCE)[1]

@@ -91,9 +91,9 @@ def test_bad_input_is_one_sentence(run_here, tmp_path, program, arguments, statu
     prompts.write_text("def f(x):\n", encoding="utf-8")
     extra = ["--prompts", prompts] if "benchmark" in program else []
     process = run_here(program, *arguments, *extra)
-    said = process.stdout + process.stderr
-    assert process.returncode == status, said
-    assert word in said and "Traceback" not in said
+    output = process.stdout + process.stderr
+    assert process.returncode == status, output
+    assert word in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
     facts = result["environment"]
     assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
     assert facts["main_precision"].startswith("int8") and 0 <= facts["other_load"] <= 1
-    said = process.stdout.splitlines()
-    assert "acceptance" in said[0] and all(sentence in said for sentence in result["summary"])
+    printed = process.stdout.splitlines()
+    assert "acceptance" in printed[0] and all(sentence in printed for sentence in result["summary"])
     assert ("Other programs used" in process.stdout) == (facts["other_load"] >= 0.1)
 
 
@@ -347,6 +347,6 @@ def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     wait_until_loaded(loaded, process)
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode in (-signal.SIGINT, 130), said
-    assert "Traceback" not in said and out == "" and not list(tmp_path.iterdir())
+    out, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode in (-signal.SIGINT, 130), stderr
+    assert "Traceback" not in stderr and out == "" and not list(tmp_path.iterdir())

@@ -73,8 +73,8 @@ def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, r
     first = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     wait_until((tmp_path / "shallow").exists, "the first half is trained")
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=PATIENCE)
-    assert first.returncode == 130 and "rerun the command to resume" in said and "Traceback" not in said, said
+    _, stderr = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 130 and "rerun the command to resume" in stderr and "Traceback" not in stderr, stderr
     made = (tmp_path / "shallow/model.safetensors").stat().st_mtime
 
     second = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=300)

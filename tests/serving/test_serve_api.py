@@ -163,12 +163,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "param", "said"), REFUSED, ids=[param for _, param, _ in REFUSED])
-def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, said):
+@pytest.mark.parametrize(("asked", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])
+def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, words):
     answer = post(api, {"model": "embedded", **asked}, "/chat/completions")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
-    assert error["message"].startswith(f"{param}: ") and said in error["message"]
+    assert error["message"].startswith(f"{param}: ") and words in error["message"]
 
 
 NAME = "x" * 5_000
@@ -198,9 +198,9 @@ def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
 
 
 def test_a_prompts_error_names_the_prompt(api):
-    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
+    for prompt, words in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
         error = post(api, {**ONE, "prompt": prompt}).json()["error"]
-        assert error["param"] == "prompt" and said in error["message"]
+        assert error["param"] == "prompt" and words in error["message"]
 
 
 def test_streams_have_no_line_ends_of_unicode():

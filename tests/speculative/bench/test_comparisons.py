@@ -85,8 +85,8 @@ def test_texts_that_differ_stand_apart():
 )
 def test_who_is_faster_is_said_plainly(range_, interval, words):
     fact = {"what": "x", "where": "alone", "ratio": sum(range_) / 2, "range": range_, "interval": interval}
-    said = verdict([fact, {"what": "x, per iteration"}], starts=3)
-    assert len(said) == 1 and f": {words}" in said[0]
+    sentences = verdict([fact, {"what": "x, per iteration"}], starts=3)
+    assert len(sentences) == 1 and f": {words}" in sentences[0]
     assert "--starts 3" in verdict([fact], starts=1)[1]
     assert verdict([{"what": "no engine compared"}], starts=1) == []
 

@@ -115,8 +115,8 @@ def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_the_rows_of_methods_under_load_have_their_type(answered):
-    told = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
-    load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **told)], 0.0, 1.0)] * 2})
+    outcome = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
+    load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **outcome)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
     assert [problems(as_json(row(one, 4, alone)), result.LoadRow) for one in (load, alone)] == [[], []]
     assert problems(as_json(row(load, 4, None, "text")), result.LoadRow) == []
