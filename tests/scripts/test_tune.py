@@ -364,7 +364,7 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     assert "1.70x (1.65-1.75)" in table.partition("new rounds after the choice")[2]
 
 
-def test_what_is_reported_is_measured_afresh_and_no_more():
+def test_what_is_reported_is_remeasured_and_no_more():
     figures = {
         ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], (GENAI, 8): [29, 29],
         (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],

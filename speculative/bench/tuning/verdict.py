@@ -550,7 +550,7 @@ def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
-                "measured_afresh": one.setting in remeasured,
+                "remeasured": one.setting in remeasured,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }
