@@ -139,10 +139,10 @@ def _require_space_for_download(repository: str, sizes: dict[str, int]) -> None:
         )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The innermost cause of a connection error, on one line."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    while cause := error.__cause__ or error.__context__:
+        error = cause
     return one_line(error)[:200]
 
 
@@ -163,7 +163,7 @@ def named_link(source: Source, folder: Path) -> Path:
     except OSError:  # Windows without the permission to create links
         import _winapi
 
-        _winapi.CreateJunction(str(source.folder.resolve()), str(link))
+        _winapi.CreateJunction(str(source.folder.resolve()), str(link))  # type: ignore[attr-defined]
     return link
 
 

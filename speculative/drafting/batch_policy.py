@@ -214,6 +214,7 @@ class BatchDraftLength:
             self._totals += (self._texts, gained, 1, 1)
             self._budget.update(self._plain_change, self._plain_change)
             return
+        assert self._without is not None  # `choose` comes before every draft
         worth = gained / self._texts
         self._totals += (self._texts, gained, worth, seconds / self._without)
         # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
@@ -227,7 +228,7 @@ class BatchDraftLength:
         worth, taken = self._lately
         if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
             return True
-        return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        return self._in_a_row >= AdaptiveDraftLength.COMPARED and bool(worth < AdaptiveDraftLength.CLEAR_GAIN * taken)
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further drafting round: never more than a first one."""

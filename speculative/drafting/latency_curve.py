@@ -1,6 +1,7 @@
 """Latency of a forward pass by its number of tokens: measured once, then updated while decoding."""
 
 from collections.abc import Mapping
+from typing import overload
 
 import numpy as np
 
@@ -33,7 +34,11 @@ class LatencyCurve:
         self._change = np.ones(len(KNOTS))  # learned / measured
         self._of = self._table()
 
-    def __call__(self, n: np.ndarray | int) -> np.ndarray:
+    @overload
+    def __call__(self, n: int) -> np.float64: ...
+    @overload
+    def __call__(self, n: np.ndarray) -> np.ndarray: ...
+    def __call__(self, n: np.ndarray | int) -> np.ndarray | np.float64:
         """Seconds of forward passes over n tokens; 0 for n = 0."""
         return self._of[np.minimum(n, KNOTS[-1])]
 

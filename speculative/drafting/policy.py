@@ -60,7 +60,7 @@ class ConfidenceDraftLength:
     longest: int = LONGEST
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        return drafted < self.longest and (drafted == 0 or confidence() >= self.threshold)
+        return drafted < self.longest and (confidence is None or drafted == 0 or confidence() >= self.threshold)
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
@@ -158,7 +158,7 @@ class AdaptiveDraftLength:
         self._measured = Measured()
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        if drafted == 0:
+        if drafted == 0 or confidence is None:
             self._bins, self._survival = [], 1.0
             self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
             wanted = self._is_worth_it(0) or self._plain >= self._probe_every
@@ -229,7 +229,7 @@ class AdaptiveDraftLength:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
-        due = self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
+        due = self._in_a_row >= self.COMPARED and bool(tokens * self._plain_cost() < self.CLEAR_GAIN * seconds)
         self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
         return self._is_comparing
 

@@ -132,6 +132,6 @@ def _windows_memory() -> Memory:
         )
 
     status = Status(length=ctypes.sizeof(Status))
-    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # type: ignore[attr-defined]
         return Memory(None, None)
     return Memory(status.total, status.available)

@@ -84,6 +84,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
 def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
     require_ir(folder)
     model = core.read_model(folder / "openvino_model.xml")
+    cache: KvCache | str
     try:
         cache = kv_cache.read(model)
     except ValueError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import openvino as ov
@@ -40,13 +41,21 @@ class DamagedFolder(UnusableFolder):
     """A file of the folder is missing, truncated or corrupt: no mistake of whoever named the folder."""
 
 
+class TokenizerRules(NamedTuple):
+    """What tokenizer.json says about splitting text."""
+
+    merges: list[tuple[str, ...]]  # pairs
+    normalizer: object
+    pre_tokenizer: object
+
+
 @dataclass
 class ModelFacts:
     """Model information that the pair check compares; None or empty if the folder does not give it."""
 
     folder: Path
     tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
-    rules: dict[str, object] = field(default_factory=dict)  # tokenizer.json: merges, normalizer, pre_tokenizer, ...
+    rules: TokenizerRules | None = None
     special_ids: dict[str, int | None] = field(default_factory=dict)  # bos, eos, pad
     encode: Callable[[list[str]], list[list[int]]] | None = None  # texts -> token ids of each; IR only
     chat_template: str = ""
@@ -122,7 +131,7 @@ def checkpoint_facts(folder: Path) -> ModelFacts:
         for name in ("bos", "eos", "pad"):
             token = settings.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            facts.special_ids[name] = ids.get(token)
+            facts.special_ids[name] = ids.get(token) if isinstance(token, str) else None
         if facts.special_ids["pad"] is None:  # as GenAI does
             facts.special_ids["pad"] = facts.special_ids["eos"]
     template_file = folder / "chat_template.jinja"
@@ -196,11 +205,13 @@ def _require_part(folder: Path, part: str) -> None:
 
 def _weight_bytes(xml: Path) -> int:
     """The size of the .bin file that an IR's .xml describes: where its last constant ends."""
-    nodes = ElementTree.iterparse(xml)
-    constants = (node.attrib for _, node in nodes if node.tag == "data" and {"offset", "size"} <= node.attrib.keys())
-    needed = max((int(constant["offset"]) + int(constant["size"]) for constant in constants), default=0)
-    if nodes.root.tag != "net":
-        raise ElementTree.ParseError(f"<{nodes.root.tag}> is not <net>")
+    needed, tag = 0, ""
+    for _, node in ElementTree.iterparse(xml):
+        tag = node.tag  # the last is the root's
+        if tag == "data" and {"offset", "size"} <= node.attrib.keys():
+            needed = max(needed, int(node.attrib["offset"]) + int(node.attrib["size"]))
+    if tag != "net":
+        raise ElementTree.ParseError(f"<{tag}> is not <net>")
     return needed
 
 
@@ -237,11 +248,11 @@ def _tokenizer_tokens(description: dict) -> dict[int, bytes]:
     return tokens
 
 
-def _tokenizer_rules(description: dict) -> dict[str, object]:
-    """Merges, normalizer and pre-tokenizer; merges always as pairs (older files write "left right")."""
+def _tokenizer_rules(description: dict) -> TokenizerRules:
+    """The rules of a tokenizer.json; merges always as pairs (older files write "left right")."""
     merges = description.get("model", {}).get("merges") or []
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in merges]
-    return {"merges": merges, **{part: description.get(part) for part in ("normalizer", "pre_tokenizer")}}
+    return TokenizerRules(merges, description.get("normalizer"), description.get("pre_tokenizer"))
 
 
 def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[list[int]]:

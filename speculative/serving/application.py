@@ -34,7 +34,7 @@ def start(args: argparse.Namespace) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    app = Replica.options(**options(args)).bind(args.pair, args.limits, args.keys)
+    app = Replica.options(**options(args)).bind(args.pair, args.limits, args.keys)  # type: ignore[attr-defined]
     try:
         handle = serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:

@@ -11,6 +11,7 @@ from speculative.cli import console, former_options
 from speculative.cli.pipeline_arguments import (
     ARGUMENTS,
     DRAFT_LENGTH,
+    Parser,
     check_models,
     decimal,
     take_recommendation,
@@ -56,8 +57,7 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: console.fail(f"{message} (see --help)")
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
         flags = DRAFT_LENGTH if name == "-k" else (name,)
         parser.add_argument(*flags, **ARGUMENTS[name])
@@ -197,7 +197,7 @@ def _keys(file: Path | None) -> frozenset[bytes] | None:
 def is_loopback(host: str) -> bool:
     """Whether this address is reachable only from this machine."""
     try:
-        addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError:
         return False  # listening will fail
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

@@ -16,7 +16,9 @@ from speculative.serving.pair import Pair
 @serve.deployment
 @serve.ingress()
 class Replica:
-    async def __init__(self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None):
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None
+    ):
         """`keys`: digests of the API keys (`middleware.digest`), or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,

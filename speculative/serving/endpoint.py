@@ -5,9 +5,10 @@ A request that ends early (its client disconnected, its time limit passed) frees
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
@@ -26,7 +27,6 @@ from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
     ApiError,
-    BaseRequest,
     ChatCompletionRequest,
     CompletionRequest,
     ResponseBuilder,
@@ -82,11 +82,12 @@ class Endpoint:
             limits=self.limits,
             refused=self.metrics.refused,
         )
-        for kind, answer in (
-            (StarletteHTTPException, self._refuse),
-            (RequestValidationError, self._refuse_body),
-            (Exception, self._fail),
-        ):
+        handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
+            StarletteHTTPException: self._refuse,
+            RequestValidationError: self._refuse_body,
+            Exception: self._fail,
+        }
+        for kind, answer in handlers.items():
             app.add_exception_handler(kind, answer)
         for method, path, handle in (
             ("GET", "/health", self.health),
@@ -120,7 +121,8 @@ class Endpoint:
         return model_card(self.name, self._created)
 
     async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
-        if not self.engine.decoder.tokenizer.chat_template:
+        tokenizer = self.engine.decoder.tokenizer
+        if not tokenizer or not tokenizer.chat_template:
             raise ApiError(400, f"The model {self.name} has no chat template: use /v1/completions.")
         return await self._answer(asked, request)
 
@@ -129,7 +131,7 @@ class Endpoint:
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, asked: BaseRequest, request: Request) -> Response:
+    async def _answer(self, asked: ChatCompletionRequest | CompletionRequest, request: Request) -> Response:
         self._check_open()
         self._check_model(asked.model)
         if self.engine.error:
@@ -145,9 +147,9 @@ class Endpoint:
             return EventStream(self._until_over(job), lambda: self._events(job, answer))
         with self._until_over(job):
             generation = await job.end()
-            return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.request.cached_tokens)))
+            return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.cached_tokens)))
 
-    async def _submit(self, asked: BaseRequest, salt: bytes) -> GenerationHandle:
+    async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> GenerationHandle:
         """Encode the prompt and submit a job. If the queue is full, nothing is encoded."""
         try:
             self.engine.check_queue(self._coming)
@@ -160,7 +162,7 @@ class Endpoint:
         except (QueueFull, EngineFailed, Stopped) as error:
             raise self._as_answer(error) from error
 
-    async def _encoded(self, asked: BaseRequest) -> np.ndarray:
+    async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
         self._coming += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
@@ -173,7 +175,7 @@ class Endpoint:
         try:
             async for text in job.pieces():
                 yield answer.piece(text)
-            yield answer.end(job.result.finish_reason, usage(len(job.prompt), job.result, job.request.cached_tokens))
+            yield answer.end(job.result.finish_reason, usage(len(job.prompt), job.result, job.cached_tokens))
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _Said from error
@@ -188,7 +190,7 @@ class Endpoint:
             outcome = job.result.finish_reason
         except Exception as error:
             answer = self._as_answer(error.__cause__ if isinstance(error, _Said) else error)
-            outcome = answer.body["error"]["code"]
+            outcome = answer.body["error"]["code"] or "decoding_failed"
             if not isinstance(error, _Said):
                 raise answer from error
         finally:
@@ -197,7 +199,7 @@ class Endpoint:
             self.engine.cancel(job)
             self.metrics.over(job, outcome)
 
-    def _as_answer(self, error: Exception) -> ApiError:
+    def _as_answer(self, error: BaseException | None) -> ApiError:
         """The response to an error: 4xx if the request is at fault, 503 if a retry helps, 500 for a defect."""
         if isinstance(error, QueueFull):
             message = f"The queue is full ({self.limits.max_queue} requests): retry in {error.seconds} s."
@@ -226,14 +228,14 @@ class Endpoint:
             message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _encode(self, asked: BaseRequest) -> np.ndarray:
+    def _encode(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
         try:
             return self.engine.decoder.encode(asked.prompt, asked.config(1))
         except (ValueError, RuntimeError, OverflowError) as error:
             message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
             raise ApiError(400, message, "invalid_prompt") from None
 
-    def _room(self, asked: BaseRequest, prompt: int) -> int:
+    def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
         """Most new tokens after a prompt of `prompt` tokens: as requested, by default as many as the limits allow."""
         limits, context = self.limits, self.engine.decoder.main.context
         where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"

@@ -9,6 +9,7 @@ with a million invalid ones costs no more than one.
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import HTTPException
@@ -306,7 +307,7 @@ class CompletionRequest(BaseRequest):
         return self.max_tokens or COMPLETION_TOKENS
 
 
-def described(error: dict, off: dict[str, tuple]) -> tuple[str, str]:
+def described(error: Mapping[str, Any], off: dict[str, tuple]) -> tuple[str, str]:
     """Parameter of a pydantic error, in the API's notation (`messages[0].content`), and what is wrong with it."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
     place = shown("".join(parts).removeprefix("."))
@@ -338,7 +339,7 @@ class ResponseBuilder:
         }
 
     def whole(self, generation: GenerationResult, usage: dict) -> dict:
-        choice = {"index": 0, "logprobs": None, "finish_reason": generation.finish_reason}
+        choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": generation.finish_reason}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
         else:

@@ -79,7 +79,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
 def wait_until_lost() -> NoReturn:
     """Raise HeadLost once Ray's head has been unreachable for some seconds or has been replaced by another."""
     import ray
-    from ray._raylet import GcsClient  # no public API distinguishes a restarted head from the previous one
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # no public API distinguishes a restarted head from the previous one
     from ray.exceptions import AuthenticationError, RayError
 
     address = ray.get_runtime_context().gcs_address
@@ -106,7 +106,7 @@ def _join(address: str) -> None:
     while True:
         try:
             ping(address)
-            ray.init(address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
             if ANEW not in os.environ:  # a lost head may come back; one that never existed will not
@@ -114,12 +114,12 @@ def _join(address: str) -> None:
             time.sleep(EVERY)
 
 
-def _start(metrics_port: int, folder: str) -> None:
+def _start(metrics_port: int, folder: str | None) -> None:
     import ray
 
     try:
         ray.init(
-            "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE, resources=resources.here(), _metrics_export_port=metrics_port,
             _temp_dir=folder,
         )  # fmt: skip
