@@ -22,7 +22,6 @@ from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, openapi, request_body
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull
-from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
@@ -35,6 +34,7 @@ from speculative.serving.protocol import (
     shown,
     usage,
 )
+from speculative.serving.settings import Limits
 
 RETRY = 10  # seconds after which a broken replica is expected to be replaced
 
