@@ -57,7 +57,7 @@ from speculative.cli.arguments import above_zero, add_run_arguments, lengths, re
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
-from speculative.cli.ray_address import ray_address
+from speculative.cli.ray_cluster import ray_address
 from speculative.models import npu_model
 from speculative.pair.engines import GENAI, NATIVE, engine_id
 

@@ -59,7 +59,7 @@ from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
-from speculative.cli.ray_address import ray_address
+from speculative.cli.ray_cluster import ray_address
 from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured

@@ -19,7 +19,7 @@ from typing import NoReturn
 import psutil
 
 from speculative.cli import console
-from speculative.cli.ray_address import ping
+from speculative.cli.ray_cluster import ping
 from speculative.serving import resources
 
 TOKEN = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"

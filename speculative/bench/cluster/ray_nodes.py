@@ -25,11 +25,11 @@ from speculative.bench.cluster import child_process, worker_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
-from speculative.cli.ray_address import ping
+from speculative.cli.ray_cluster import DEVICE_RESOURCES, ping
 from speculative.error_text import one_line
 
 PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
-RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # Ray resource: device type
+RESOURCES = {name: kind for kind, name in DEVICE_RESOURCES.items()}  # Ray resource: device type
 WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 

@@ -1,7 +1,9 @@
-"""Address of a Ray cluster's head: how it is written, and whether anything listens there."""
+"""Ray clusters: the address of the head, whether anything listens there, and device types as Ray resources."""
 
 import argparse
 import socket
+
+DEVICE_RESOURCES = {"GPU": "intel_gpu", "NPU": "intel_npu"}  # device type: Ray resource; Ray counts CPUs itself
 
 
 def ray_address(text: str) -> str:
