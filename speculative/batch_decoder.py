@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import openvino_genai
@@ -48,6 +48,8 @@ PREFILL_CHUNK = 256  # most prompt tokens in one forward pass
 LEAST_PREFILL_CHUNK = 8  # prompt tokens that a forward pass may always include
 PREFILL_SLOWDOWN = 3.0  # a forward pass with prompt tokens may take this many times as long as without
 SEEDED_DRAFT = 4  # draft length of seeded sampling: the adaptive one depends on timings and on other requests
+
+T = TypeVar("T")
 
 
 class Request:
@@ -206,7 +208,7 @@ class BatchDecoder:
 
         begin = time.perf_counter()
         logits = self.main.logits(list(parts.values()))
-        steps = {}
+        steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):
             if len(rows) and (step := self._try(request, request.sequence.verify, rows)):
                 steps[request] = step
@@ -215,7 +217,7 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if request.follows_batch and request in steps:
+            if isinstance(request.policy, AcceptanceEstimate) and request in steps:
                 request.policy.update(steps[request].proposed, steps[request].accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
@@ -240,15 +242,13 @@ class BatchDecoder:
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.idle = None, False
-            if request.follows_batch:
+            if isinstance(request.policy, AcceptanceEstimate):
                 request.policy.begin()
-        self.draft_length.begin(
-            [request.policy for request in running if request.follows_batch and request.sequence.can_draft],
-            len(running),
-        )
+        drafting = [request.policy for request in running if request.sequence.can_draft]
+        self.draft_length.begin([policy for policy in drafting if isinstance(policy, AcceptanceEstimate)], len(running))
         while chosen := self._choose(running, read):
             begin = time.perf_counter()
-            computed = self._read(chosen) if isinstance(self.draft, BatchModel) else 0
+            computed = self._read(self.draft, chosen) if isinstance(self.draft, BatchModel) else 0
             for request in chosen:
                 if not request.idle:
                     self._try(request, self._propose, request)
@@ -256,46 +256,56 @@ class BatchDecoder:
 
     def _choose(self, running: list[Request], read: int) -> list[Request]:
         """The requests that draft another token."""
-        able = [request for request in running if request.sequence.can_draft and not request.idle and not request.error]
-        own = [request for request in able if not request.follows_batch]
-        for request in own:  # ask only once: the confidence is overwritten by the next forward pass
-            request.idle = not self._try(
-                request, request.policy.should_draft, request.sequence.drafted, request.confidence
-            )
-        own = [request for request in own if not request.idle]
-        others = [request for request in able if request.follows_batch and request.sequence.drafted < LONGEST]
+        own: list[Request] = []
+        others: list[Request] = []
+        histories: list[AcceptanceEstimate] = []  # of `others`
+        for request in running:
+            policy, drafted = request.policy, request.sequence.drafted
+            if not request.sequence.can_draft or request.idle or request.error:
+                continue
+            if isinstance(policy, AcceptanceEstimate):
+                if drafted < LONGEST:
+                    others.append(request)
+                    histories.append(policy)
+            elif self._try(request, policy.should_draft, drafted, request.confidence):
+                own.append(request)
+            else:  # ask only once: the confidence is overwritten by the next forward pass
+                request.idle = True
         tokens = read + sum(request.sequence.num_logits for request in running)
-        places = self.draft_length.choose([request.policy for request in others], tokens, len(own))
+        places = self.draft_length.choose(histories, tokens, len(own))
         return own + [others[i] for i in places]
 
-    def _read(self, requests: list[Request]) -> int:
+    @staticmethod
+    def _read(draft: BatchModel, requests: list[Request]) -> int:
         """Run the draft model over the requests' missing tokens; long ones are split over several iterations.
 
         Returns the number of tokens computed.
         """
         asked = {}
         for request in requests:
-            if request.proposer.can_read(request.sequence.token_ids):
-                request.draft_slot.match_prefix(request.sequence.token_ids)
-                asked[request] = ScheduledTokens(request.draft_slot, request.sequence.token_ids, 1)
+            slot, proposer, tokens = request.draft_slot, request.proposer, request.sequence.token_ids
+            if slot and isinstance(proposer, DraftModelProposer) and proposer.can_read(tokens):
+                slot.match_prefix(tokens)
+                asked[request] = ScheduledTokens(slot, tokens, 1)
         parts = _within(PREFILL_CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
         if parts:
-            for request, rows in zip(parts, self.draft.logits(list(parts.values())), strict=True):
-                request.draft_slot.rows = rows
+            for part, rows in zip(parts.values(), draft.logits(list(parts.values())), strict=True):
+                part.slot.rows = rows
         for request in requests:
             request.idle = request not in parts or not parts[request].last
         return computed
 
     def _propose(self, request: Request) -> None:
         text = request.sequence
-        proposal = request.proposer.propose(text.token_ids, text.distribution, text.random)
+        source = request.proposer
+        proposal = source.propose(text.token_ids, text.distribution, text.random) if source else None
         if proposal is None:
             request.idle = True
             return
         text.draft(proposal)
         request.confidence = proposal.confidence
-        if request.follows_batch:
+        if isinstance(request.policy, AcceptanceEstimate):
             request.policy.draft(proposal.confidence())
 
     @staticmethod
@@ -315,7 +325,8 @@ class BatchDecoder:
 
     def _finish(self, request: Request) -> str:
         if request.proposer:
-            request.result.draft_length = (self.draft_length if request.follows_batch else request.policy).describe()
+            policy = self.draft_length if isinstance(request.policy, AcceptanceEstimate) else request.policy
+            request.result.draft_length = policy.describe()
         else:
             request.result.draft_length = "no draft"
         rest = request.output.end()
@@ -345,7 +356,7 @@ class BatchDecoder:
         return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.estimate()
 
     @staticmethod
-    def _try(request: Request, act: Callable, *arguments: object) -> object:
+    def _try(request: Request, act: Callable[..., T], *arguments: object) -> T | None:
         """Return what `act` returns. An exception ends only this request: it is stored as its error, None returned."""
         try:
             return act(*arguments)
@@ -393,8 +404,10 @@ def load(
     if use_huge_pages:
         huge_pages.move(before)
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
-    source = NgramProposer(batch.vocab_size, max_ngram_size) if max_ngram_size else None
-    if draft:
+    source: BatchModel | NgramProposer | None = None
+    if max_ngram_size:
+        source = NgramProposer(batch.vocab_size, max_ngram_size)
+    if draft and draft_model:
         source = BatchModel(draft_model, config_facts(draft.folder).context_length, prefix_cache)
     policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main.folder))

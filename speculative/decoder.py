@@ -11,10 +11,11 @@ passes the whole sequence, and the model reuses the cached prefix.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import openvino_genai
@@ -37,12 +38,16 @@ from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
 
-Prompt = str | ChatHistory | list | np.ndarray
+Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
 LOOKUP_ACCEPTANCE = 0.3  # prior acceptance rate for prompt lookup
 LOOKUP_BUDGET = 3.0  # less than for a draft model: most texts repeat little, and no draft was chosen for them
+
+
+class HasTokenizer(Protocol):
+    tokenizer: openvino_genai.Tokenizer | None
 
 
 class Decoder:
@@ -82,7 +87,7 @@ class Decoder:
         self.draft_length.reset(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 
-    def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Iterator[Step]:
+    def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Generator[Step, None, None]:
         """Yield one `Step` per forward pass of the main model, until `max_new_tokens`, a stop token or a full context.
 
         Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first; the
@@ -105,41 +110,46 @@ class Decoder:
         With `seed`, or the config's `rng_seed`, the decoder is reset first. Raises the same errors as `stream`.
         """
         begin = time.perf_counter()
-        takes_tokens = isinstance(streamer, StreamerBase)
-        takes_text = streamer is not None and not takes_tokens
+        takes_text = streamer is not None and not isinstance(streamer, StreamerBase)
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
         text = self._sequence(prompt, config or GenerationConfig(), seed)
         policy = self._policy(text.params)
-        recording = OutputProcessor(text.params, self.tokenizer and self._decode, piecewise=takes_text, begin=begin)
+        decode = self.tokenizer.decode if self.tokenizer else None
+        recording = OutputProcessor(text.params, decode, piecewise=takes_text, begin=begin)
         result = recording.result
         # closing frees the decoder even if a streamer raises
         with closing(self._alone(text, policy, text.params.seed)) as steps:
             for step in steps:
                 tokens, piece = recording.take(step)
-                answer = streamer.write(tokens) if takes_tokens else streamer(piece) if takes_text and piece else None
+                answer: object = None
+                if isinstance(streamer, StreamerBase):
+                    answer = streamer.write(tokens)
+                elif streamer is not None and piece:
+                    answer = streamer(piece)
                 if answer is True or answer in (StreamingStatus.STOP, StreamingStatus.CANCEL):
                     result.finish_reason = "cancelled"
                 if result.finish_reason != "length":
                     break
         rest = recording.end()
-        if takes_tokens:
+        if isinstance(streamer, StreamerBase):
             streamer.end()
-        elif takes_text and rest and result.finish_reason != "cancelled":
+        elif streamer is not None and rest and result.finish_reason != "cancelled":
             streamer(rest)
         result.draft_length = policy.describe() if self.draft else "no draft"
         result.kv_cache = self.kv_cache
         return result
 
-    def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
+    def encode(self: "HasTokenizer", prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
         """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
-        if isinstance(prompt, str):
+        is_list_of_dict = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        if isinstance(prompt, (str, ChatHistory)) or is_list_of_dict:
             if not self.tokenizer:
                 raise ValueError("this decoder has no tokenizer: pass token ids, not text")
-            if not self.tokenizer.chat_template or (config and not config.apply_chat_template):
-                return self.tokenizer.encode(prompt).input_ids.data[0]
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, ChatHistory) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+            if isinstance(prompt, str):
+                if not self.tokenizer.chat_template or (config and not config.apply_chat_template):
+                    return self.tokenizer.encode(prompt).input_ids.data[0]
+                prompt = [{"role": "user", "content": prompt}]
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
         ids = np.asarray(prompt, None if len(prompt) else np.int64)
@@ -153,7 +163,7 @@ class Decoder:
         params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
         return Sequence(ids, params, self.main.vocab_size, self._random)
 
-    def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Iterator[Step]:
+    def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
         """Yield the steps of `text`, with the decoder locked."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this decoder is busy with another request: wait for it, or create one decoder each")
@@ -165,7 +175,7 @@ class Decoder:
         finally:
             self._busy.release()
 
-    def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Iterator[Step]:
+    def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
         while not text.is_finished:
             is_prefill, confidence = text.is_prefill, None
             begin = time.perf_counter()
@@ -183,9 +193,6 @@ class Decoder:
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids)
 
 
 def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
@@ -228,15 +235,14 @@ def load(
     draft_model = cached_model.load(draft) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
-    source, policy = None, None
+    source: Proposer | None = None
+    policy: DraftLengthPolicy | None = None
     if draft_model or max_ngram_size:
-        source = (
-            DraftModelProposer(draft_model, main_model.vocab_size)
-            if draft_model
-            else NgramProposer(main_model.vocab_size, max_ngram_size)
-        )
         key = cost_model.key(main, draft)
         measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
-        policy = AdaptiveDraftLength(measured) if draft_model else lookup_policy(measured)
+        if draft_model:
+            source, policy = DraftModelProposer(draft_model, main_model.vocab_size), AdaptiveDraftLength(measured)
+        elif max_ngram_size:
+            source, policy = NgramProposer(main_model.vocab_size, max_ngram_size), lookup_policy(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

@@ -39,7 +39,7 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
+def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None
@@ -61,7 +61,7 @@ def _looked_up(pipe, ids: np.ndarray, max_new_tokens: int) -> Run:
     return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
-def our_way(
+def our_method(
     name: str,
     engine: Decoder,
     seconds: list[list[float]],
@@ -70,8 +70,8 @@ def our_way(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Method:
-    """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
-    adapts its draft length independently."""
+    """A method of `engine`, which has a draft unless `draft_length` is 0; `seconds` are those of its models' forward
+    passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source = engine.draft if draft_length else None

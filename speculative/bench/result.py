@@ -629,7 +629,7 @@ class _CandidateRow(TypedDict):
     throughput: float | None  # tokens/s, decode only
     speedup: float  # over the main model alone with its defaults; of a property set: of one iteration
     spread: Range | None  # of the speedup; None if it was not in the last rounds
-    measured_afresh: bool  # whether the figures are of new rounds after the choice
+    remeasured: bool  # whether the figures are of new rounds after the choice
     dropped_in_round: str  # the round, or the reason; "" if it was kept
 
 

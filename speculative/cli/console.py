@@ -3,6 +3,7 @@
 from speculative.cli.ctrl_c import ctrl_c
 
 import errno
+import io
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import openvino
 import openvino_genai
 from openvino_genai import DecodedResults, GenerationConfig
 
+from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.pair.weights import read as read_weights
 from speculative.sampling.params import stop_ids_of
 from speculative.sequence.detokenizer import IncrementalDetokenizer
@@ -22,13 +24,13 @@ from speculative.sequence.metrics import block_efficiency
 from speculative.sequence.result import GenerationResult
 
 ALL_TOKENS = GenerationConfig().top_k
-MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 
 
 def run(main: Callable[[], object]) -> None:
     """Run a sample and exit: 0 success, 1 failure, 2 bad usage, 130 Ctrl-C. Stack traces only with --debug."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
     ctrl_c.listen()
     try:
         main()
@@ -57,12 +59,10 @@ def fail(sentence: str, status: int = 2) -> NoReturn:
 
 def sentence(error: BaseException) -> str:
     """Return an engine error on one line, without source locations."""
-    text = getattr(error, "strerror", None) or str(error)
-    if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
+    if is_out_of_memory(error):
         return "not enough memory for the models and their KV caches: close programs or use a smaller format (int4)."
-    lines = (line.strip() for line in text.splitlines())
-    kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return " ".join(kept or [text or type(error).__name__]) + " (use --debug for a stack trace)"
+    text = getattr(error, "strerror", None) or " ".join(engine_lines(error))
+    return f"{text} (use --debug for a stack trace)"
 
 
 class Streamer(openvino_genai.StreamerBase):
@@ -77,9 +77,10 @@ class Streamer(openvino_genai.StreamerBase):
         self.detokenizer = IncrementalDetokenizer(tokenizer.decode)
         self.stop_tokens = stop_ids_of(folder, tokenizer)
         self.started = time.perf_counter()
-        self.times, self.gained = [], []
+        self.times: list[float] = []
+        self.gained: list[int] = []
         self.at_end = False  # the last token ended the text
-        self.error = None  # an error of stdout; an exception would be lost in the engine's thread
+        self.error: OSError | None = None  # an error of stdout; an exception would be lost in the engine's thread
         ctrl_c.pressed.clear()
 
     def write(self, tokens: int | list[int]) -> openvino_genai.StreamingStatus:
@@ -146,8 +147,8 @@ def print_summary(
         rows["settings"] = f"recommended {args.recommended}"
     rows["main"] = f"{args.main} on {args.device}, {precision(args.main, args.device, args.property)}"
     if "draft" in args:
-        rows["draft"] = f"{args.draft} on {args.draft_device}, "
-        rows["draft"] += precision(args.draft, args.draft_device, args.draft_property)
+        formats = precision(args.draft, args.draft_device, args.draft_property)
+        rows["draft"] = f"{args.draft} on {args.draft_device}, {formats}"
     say("\n\n" + "\n".join(f"{name:20} {value}" for name, value in rows.items()))
 
 
@@ -157,7 +158,8 @@ def figures(
     """Return {name: value with unit}. The prompt's forward pass yields the first token; the others are decoding."""
     first, last = streamer.times[0], streamer.times[-1]
     tokens, inferences = sum(streamer.gained) - 1, len(streamer.gained) - 1
-    rows = {"new tokens": tokens + 1, "time to first token": f"{(first - streamer.started) * 1000:.0f} ms"}
+    rows: dict[str, object] = {"new tokens": tokens + 1}
+    rows["time to first token"] = f"{(first - streamer.started) * 1000:.0f} ms"
     if tokens:
         rows["throughput"] = f"{tokens / (last - first):.1f} tokens/s (decode only)"
         rows["forward passes"] = f"{inferences} of the main model after the prompt"

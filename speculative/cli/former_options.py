@@ -6,4 +6,5 @@ import argparse
 def accept(parser: argparse._ActionsContainer, action: argparse.Action, *names: str) -> None:
     """Accept `names` for the option `action` of `parser`, too."""
     for name in names:
-        parser.add_argument(name, dest=action.dest, type=action.type, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        hidden = argparse.SUPPRESS
+        parser.add_argument(name, dest=action.dest, type=action.type or str, default=hidden, help=hidden)

@@ -10,12 +10,13 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import openvino
 import openvino_genai
 
 from speculative.cli.console import ALL_TOKENS, fail, say
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
@@ -27,12 +28,18 @@ MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: 
 MAX_NEW_TOKENS = 1_000_000
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see --help)")
+
+
 def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE overrides a default), check everything that can be
     checked before compiling a model, and print what is loaded. `args.property` and `args.draft_property` are
     dictionaries."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: fail(f"{message} (see --help)")
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in (*names, "--debug"):
         name, _, default = name.partition("=")
         flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name,)
@@ -71,7 +78,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
 def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `low` to `high` inclusive."""
 
-    def parse(text):
+    def parse(text: str) -> int:
         if text.isdecimal() and low <= int(text) <= high:
             return int(text)
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
@@ -99,7 +106,7 @@ def set_draft_length(args: argparse.Namespace, value: float) -> None:
 def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], float]:
     """Return an argparse type for numbers for which `valid` is true; `range_` describes them."""
 
-    def parse(text):
+    def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
@@ -121,7 +128,7 @@ def scheduler_config(settings: list[tuple[str, object]]) -> openvino_genai.Sched
         if not hasattr(config, name):
             fail(f"--scheduler {name}={value}: GenAI's SchedulerConfig has no {name}.")
         try:
-            setattr(config, name, {"True": True, "False": False}.get(value, value))
+            setattr(config, name, value == "True" if value in ("True", "False") else value)
         except TypeError:
             fail(f"--scheduler {name}={value}: not a valid value for {name} in GenAI's SchedulerConfig.")
     return config
@@ -129,8 +136,7 @@ def scheduler_config(settings: list[tuple[str, object]]) -> openvino_genai.Sched
 
 DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
 DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our engine, with auto; and for GenAI
-PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
-ARGUMENTS = {
+ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
     "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
     "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
@@ -204,6 +210,7 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
     main, draft = Path(args.main), Path(args.draft) if "draft" in args else None
     check_folders({"main": main, "draft": draft} if draft else {"main": main})
     file = recommendation.place(main, [])
+    assert file is not None  # one folder has one parent
     try:
         found = recommendation.read(file)
     except ValueError as error:

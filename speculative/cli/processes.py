@@ -1,6 +1,7 @@
-"""Process handling that differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
+"""Process handling, which differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ def own_group() -> dict:
 def interrupt_group(leader: subprocess.Popen) -> None:
     """Send Ctrl-C to a whole group; on Windows Ctrl-Break, as Ctrl-C cannot be sent to a single group of a console."""
     if os.name == "nt":
-        leader.send_signal(signal.CTRL_BREAK_EVENT)
+        leader.send_signal(signal.CTRL_BREAK_EVENT)  # type: ignore[attr-defined]
     else:
         _signal_group(leader, signal.SIGINT)
 
@@ -50,7 +51,8 @@ def _signal_group(leader: subprocess.Popen, number: int) -> None:
 def utf8_output() -> None:
     """Switch output to UTF-8, whatever the console's code page; characters that cannot be encoded are escaped."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def end_with_reader() -> None:
@@ -79,6 +81,24 @@ def no_sigpipe() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, usual)
 
 
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
+    if not _sets_signals():
+        yield
+        return
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 def _pipes_have_a_signal() -> bool:
-    """Windows has none, and Python sets signals in the main thread only."""
-    return hasattr(signal, "SIGPIPE") and threading.current_thread() is threading.main_thread()
+    """Windows has none."""
+    return hasattr(signal, "SIGPIPE") and _sets_signals()
+
+
+def _sets_signals() -> bool:
+    """Python sets signal handlers in the main thread only."""
+    return threading.current_thread() is threading.main_thread()

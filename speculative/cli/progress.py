@@ -12,6 +12,7 @@ class tqdm(bars.tqdm):
     """tqdm's bar. If stderr is not a terminal, it prints whole lines instead of drawing one line again and again: one
     line every 30 seconds at most, over all bars of the process, and none for work that takes less."""
 
+    leave: bool
     _last_line = time.monotonic()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:

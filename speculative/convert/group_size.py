@@ -6,6 +6,7 @@ SmolLM2-135M.
 
 import json
 from pathlib import Path
+from typing import TypeGuard
 
 from speculative.convert.errors import ConvertError
 
@@ -88,5 +89,5 @@ def _option(given: list[str], name: str) -> str | None:
     return value
 
 
-def _is_width(value: object) -> bool:
+def _is_width(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and value > 0

@@ -51,7 +51,7 @@ class Guide:
 
     def request(self) -> dict:
         """Body of an example request."""
-        prompt = {"messages": [{"role": "user", "content": "Write a function that reads a file."}]}
+        prompt: dict[str, object] = {"messages": [{"role": "user", "content": "Write a function that reads a file."}]}
         if not self.chat:
             prompt = {"prompt": "def read_file(path):"}
         return {"model": self.name, **prompt, "max_tokens": 100, "temperature": 0, **self.drafting}

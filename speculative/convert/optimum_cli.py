@@ -41,7 +41,7 @@ def npu_arguments(weight_format: str, parameters: int, channel_wise: bool, given
     if weight_format == "fp16":
         return [], "for the NPU: nothing added, it supports fp16 weights directly"
     if weight_format == "int8":
-        needed = {"--sym": []}
+        needed: dict[str, list[str]] = {"--sym": []}
     elif weight_format == "int4":
         needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if channel_wise else "128"]}
     else:
@@ -89,7 +89,7 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
     if not _needs_hub(typed):
         environment["HF_HUB_OFFLINE"] = "1"  # all files are local: do not wait for an unreachable hub
-    arrived = []  # signals while the child starts: delayed until it is known and can be ended
+    arrived: list[int] = []  # signals while the child starts: delayed until it is known and can be ended
     handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
     child = None
     try:
@@ -104,8 +104,8 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
             )
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        for got in arrived:
+            signal.raise_signal(got)
         _wait(child, quiet=verbose)
     finally:
         for number, handler in handlers.items():

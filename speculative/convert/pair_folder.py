@@ -8,6 +8,7 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from typing import TypedDict, TypeGuard
 
 from speculative.atomic_write import atomic_write
 from speculative.convert.errors import ConvertError
@@ -16,6 +17,13 @@ from speculative.pair.model_info import is_ir
 
 HALVES = ("main", "draft")
 SAME = ("source", "revision", "content", "arguments")  # a half is reused if these are equal
+
+
+class Record(TypedDict):
+    """What `_foreign` reads in the record of a half."""
+
+    source: str
+    bytes: int
 
 
 class PairFolder(WorkFolder):
@@ -150,7 +158,7 @@ def _as_wanted(folder: Path, record: dict | None, wanted: dict) -> bool:
     return is_ir(folder) and folder_bytes(folder) == record.get("bytes")
 
 
-def _is_record(record: object) -> bool:
+def _is_record(record: object) -> TypeGuard[Record]:
     """Whether this is a valid record of a half in pair.json."""
     return isinstance(record, dict) and isinstance(record.get("source"), str) and isinstance(record.get("bytes"), int)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
+from speculative.error_text import one_line
 from speculative.pair.model_info import is_checkpoint, is_ir
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -138,11 +139,11 @@ def _require_space_for_download(repository: str, sizes: dict[str, int]) -> None:
         )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The innermost cause of a connection error, on one line."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return one_line(error)[:200]
 
 
 def named_link(source: Source, folder: Path) -> Path:
@@ -162,7 +163,7 @@ def named_link(source: Source, folder: Path) -> Path:
     except OSError:  # Windows without the permission to create links
         import _winapi
 
-        _winapi.CreateJunction(str(source.folder.resolve()), str(link))
+        _winapi.CreateJunction(str(source.folder.resolve()), str(link))  # type: ignore[attr-defined]
     return link
 
 

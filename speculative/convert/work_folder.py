@@ -156,7 +156,7 @@ def _lock_now(file: TextIO) -> None:
     if os.name == "nt":
         import msvcrt
 
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     else:
         import fcntl
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, draw
@@ -29,7 +30,7 @@ class DraftModelProposer:
     token that is not in its vocabulary.
     """
 
-    def __init__(self, model: CachedModel, vocab_size: int):
+    def __init__(self, model: CachedModel | Slot, vocab_size: int):
         self.model = model
         self._vocab_size = vocab_size
 
@@ -48,7 +49,8 @@ class DraftModelProposer:
         return Proposal(token, q, lambda: softmax_at(logits, token))
 
     def reset(self) -> None:
-        self.model.reset()
+        if not isinstance(self.model, Slot):  # a slot belongs to one sequence
+            self.model.reset()
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:

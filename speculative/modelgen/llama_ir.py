@@ -122,7 +122,7 @@ def build(llama: Llama) -> ov.Model:
     hidden = ops.gather(embedding, ops.convert(inputs["input_ids"], "i32"), np.int32(0))
     cos, sin = _rotation(llama.frequencies, inputs["position_ids"])
     batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
-    mask, sinks = None, []
+    mask, sinks = None, list[ov.Node]()
     for i, layer in enumerate(llama.layers):
         name = f"self.model.layers.{i}."
         x = _rms_norm(hidden, layer.attention_norm, llama.epsilon)
@@ -194,7 +194,7 @@ def _rotate(x: ov.Node, cos: ov.Node, sin: ov.Node, head_dim: int) -> ov.Node:
     return ops.add(ops.multiply(x, cos), ops.multiply(turned, sin))
 
 
-def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Llama, sinks: list) -> tuple:
+def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Llama, sinks: list[ov.Node]) -> tuple:
     """The cached tensor, and the same with x appended; the new state is added to `sinks`."""
     info = VariableInfo()
     info.data_shape = ov.PartialShape([-1, llama.kv_heads, -1, llama.head_dim])

@@ -17,7 +17,7 @@ class ModelSpec:
     device: str = "CPU"
     properties: dict = field(default_factory=dict, hash=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
         object.__setattr__(self, "properties", dict(self.properties))
 

@@ -64,14 +64,16 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
         is_checkpoint(folder) and not (folder / "openvino_model.xml").is_file() for folder in (main, draft)
     )
     read = checkpoint_facts if unexported else ir_facts
-    facts, findings = [], []
+    readable: list[ModelFacts] = []
+    findings: list[Finding] = []
     for folder in (main, draft):
         try:
-            facts.append(read(folder))
+            readable.append(read(folder))
         except UnusableFolder as error:
             findings.append(Finding("error", "files", str(error)))
     if findings:
         return PairCheck(findings, None)
+    facts = readable[0], readable[1]
     findings = [
         *([] if unexported else [Finding("ok", "files", "both folders are complete and readable OpenVINO IR")]),
         *_compare_vocabularies(*facts),
@@ -93,7 +95,7 @@ def compare_tokenizers(main: Path, draft: Path) -> list[Finding]:
     Encodes a test text; every token only if the draft has no detokenizer, which lists them. Raises UnusableFolder if a
     tokenizer cannot be loaded.
     """
-    facts = [tokenizer_facts(Path(folder)) for folder in (main, draft)]
+    facts = tokenizer_facts(Path(main)), tokenizer_facts(Path(draft))
     texts = TEST_TEXT if facts[1].tokens else _texts(facts[0])
     return [*_compare_vocabularies(*facts), *_compare_encodings(*facts, texts), *_compare_sizes(*facts)]
 
@@ -107,6 +109,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def _fingerprint(main: ModelFacts) -> str:
+    assert main.encode is not None  # an IR has a tokenizer
     tokens = [[token_id, token.hex()] for token_id, token in sorted(main.tokens.items())]
     content = json.dumps([tokens, main.special_ids, main.encode(_texts(main))])
     return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
@@ -154,7 +157,7 @@ def _compare_vocabularies(main: ModelFacts, draft: ModelFacts) -> Iterator[Findi
 def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
     if not main.rules or not draft.rules:
         return
-    ours, theirs = main.rules["merges"], draft.rules["merges"]
+    ours, theirs = main.rules.merges, draft.rules.merges
     if ours != theirs:
         first = next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
@@ -168,7 +171,7 @@ def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
     else:
         yield Finding("ok", "merges", f"{len(ours):,} identical merges in both")
     for part in ("normalizer", "pre_tokenizer"):
-        if main.rules[part] != draft.rules[part]:
+        if getattr(main.rules, part) != getattr(draft.rules, part):
             message = f"the two tokenizer.json have different {part} settings; the encodings show whether it matters"
             yield Finding("warning", part, message)
 

@@ -5,16 +5,17 @@ export (`config.json`, `tokenizer.json`, weights).
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import openvino as ov
 import openvino_genai
 
+from speculative.error_text import engine_lines
 from speculative.models.config import context_length, sliding_window, text_config
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
@@ -40,13 +41,21 @@ class DamagedFolder(UnusableFolder):
     """A file of the folder is missing, truncated or corrupt: no mistake of whoever named the folder."""
 
 
+class TokenizerRules(NamedTuple):
+    """What tokenizer.json says about splitting text."""
+
+    merges: list[tuple[str, ...]]  # pairs
+    normalizer: object
+    pre_tokenizer: object
+
+
 @dataclass
 class ModelFacts:
     """Model information that the pair check compares; None or empty if the folder does not give it."""
 
     folder: Path
     tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
-    rules: dict[str, object] = field(default_factory=dict)  # tokenizer.json: merges, normalizer, pre_tokenizer, ...
+    rules: TokenizerRules | None = None
     special_ids: dict[str, int | None] = field(default_factory=dict)  # bos, eos, pad
     encode: Callable[[list[str]], list[list[int]]] | None = None  # texts -> token ids of each; IR only
     chat_template: str = ""
@@ -76,7 +85,7 @@ def ir_facts(folder: Path) -> ModelFacts:
         model = ov.Core().read_model(folder / "openvino_model.xml")
     except RuntimeError as error:
         raise DamagedFolder(
-            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_reason(error)}); export or copy it again"
+            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_cause(error)}); export or copy it again"
         ) from error
     if "logits" not in {name for output in model.outputs for name in output.names}:
         raise UnusableFolder(f"{folder}/openvino_model.xml has no output 'logits', so it is not a language model")
@@ -95,7 +104,7 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
         tokenizer = openvino_genai.Tokenizer(str(folder))
     except RuntimeError as error:
         raise DamagedFolder(
-            f"the tokenizer IR in {folder} cannot be loaded ({_reason(error)}); export or copy it again"
+            f"the tokenizer IR in {folder} cannot be loaded ({_cause(error)}); export or copy it again"
         ) from error
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
     if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
@@ -122,7 +131,7 @@ def checkpoint_facts(folder: Path) -> ModelFacts:
         for name in ("bos", "eos", "pad"):
             token = settings.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            facts.special_ids[name] = ids.get(token)
+            facts.special_ids[name] = ids.get(token) if isinstance(token, str) else None
         if facts.special_ids["pad"] is None:  # as GenAI does
             facts.special_ids["pad"] = facts.special_ids["eos"]
     template_file = folder / "chat_template.jinja"
@@ -196,11 +205,13 @@ def _require_part(folder: Path, part: str) -> None:
 
 def _weight_bytes(xml: Path) -> int:
     """The size of the .bin file that an IR's .xml describes: where its last constant ends."""
-    nodes = ElementTree.iterparse(xml)
-    constants = (node.attrib for _, node in nodes if node.tag == "data" and {"offset", "size"} <= node.attrib.keys())
-    needed = max((int(constant["offset"]) + int(constant["size"]) for constant in constants), default=0)
-    if nodes.root.tag != "net":
-        raise ElementTree.ParseError(f"<{nodes.root.tag}> is not <net>")
+    needed, tag = 0, ""
+    for _, node in ElementTree.iterparse(xml):
+        tag = node.tag  # the last is the root's
+        if tag == "data" and {"offset", "size"} <= node.attrib.keys():
+            needed = max(needed, int(node.attrib["offset"]) + int(node.attrib["size"]))
+    if tag != "net":
+        raise ElementTree.ParseError(f"<{tag}> is not <net>")
     return needed
 
 
@@ -237,11 +248,11 @@ def _tokenizer_tokens(description: dict) -> dict[int, bytes]:
     return tokens
 
 
-def _tokenizer_rules(description: dict) -> dict[str, object]:
-    """Merges, normalizer and pre-tokenizer; merges always as pairs (older files write "left right")."""
+def _tokenizer_rules(description: dict) -> TokenizerRules:
+    """The rules of a tokenizer.json; merges always as pairs (older files write "left right")."""
     merges = description.get("model", {}).get("merges") or []
     merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in merges]
-    return {"merges": merges, **{part: description.get(part) for part in ("normalizer", "pre_tokenizer")}}
+    return TokenizerRules(merges, description.get("normalizer"), description.get("pre_tokenizer"))
 
 
 def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -274,8 +285,6 @@ def _known(token_id: int) -> int | None:
     return None if token_id == -1 else token_id
 
 
-def _reason(error: Exception) -> str:
-    """The line of an OpenVINO error that gives the reason: the last that is neither empty nor a source position."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not re.match(r"^(Exception from|Check ')", line)]
-    return lines[-1].rstrip(".:") if lines else type(error).__name__
+def _cause(error: Exception) -> str:
+    """The last line of an OpenVINO error."""
+    return engine_lines(error)[-1].rstrip(".:")

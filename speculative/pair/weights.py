@@ -49,7 +49,7 @@ def read(model: ov.Model) -> Weights:
 
 def _uses(node: ov.Node) -> set[str]:
     """The types of the operations that use a constant, after unpacking."""
-    names = set()
+    names: set[str] = set()
     for taken in node.output(0).get_target_inputs():
         user = taken.get_node()
         name = user.get_type_name()

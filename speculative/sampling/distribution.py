@@ -36,7 +36,7 @@ class Distribution:
         """
         params = self._params
         logits = self._penalised(logits, prompt, generated)
-        best = logits.argmax()
+        best = int(logits.argmax())
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
             raise ValueError(
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
@@ -104,12 +104,12 @@ def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
     bucket = (head.view(np.int32) >> 16).astype(np.intp)
     bucket = bucket.max() - bucket  # 0 holds the largest
     reached = np.bincount(bucket, weights=head).cumsum()
-    last = min(reached.searchsorted(mass, side="right"), len(reached) - 1)
+    last = min(int(reached.searchsorted(mass, side="right")), len(reached) - 1)
     before = reached[last - 1] if last else 0.0
 
     edges = head.compress(bucket == last)
     edges[::-1].sort()
-    place = min(edges.cumsum(dtype=np.float64).searchsorted(mass - before, side="right"), len(edges) - 1)
+    place = min(int(edges.cumsum(dtype=np.float64).searchsorted(mass - before, side="right")), len(edges) - 1)
     inside = weights >= edges[place]
     surplus = np.count_nonzero(inside) - np.count_nonzero(bucket < last) - (place + 1)
     if surplus:

@@ -17,6 +17,7 @@ import numpy as np
 
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.params import SamplingParams
+from speculative.sampling.rejection_sampling import OneHot
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
@@ -27,6 +28,9 @@ MOST_PREFIXES = 20_000  # most prefixes whose next-token distribution is compute
 Cells = dict[tuple[int, ...], float]
 """Probabilities of mutually exclusive sequences, which sum to 1. A sequence that ends in OTHER stands for all with that
 prefix whose next token is not listed after it."""
+
+NextToken = Callable[[tuple[int, ...]], np.ndarray | OneHot]
+"""The distribution [V] of the token after those generated so far."""
 
 
 class Comparison(NamedTuple):
@@ -48,22 +52,22 @@ class Model(Protocol):
         """Logits float32 [1, V] after `tokens` (int64 [n])."""
 
 
-def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> Callable[[tuple[int, ...]], np.ndarray]:
+def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> NextToken:
     """Return the `next_token` for `exact_joint`: the main model's distribution after `prompt` (token ids int64 [n]) and
     the tokens generated so far, processed as `params` say and computed without a cache."""
     transform = Distribution(params)
 
-    def next_token(generated: tuple[int, ...]) -> np.ndarray:
+    def next_token(generated: tuple[int, ...]) -> np.ndarray | OneHot:
         main.reset()
-        generated = np.array(generated, np.int64)
-        logits = main.logits(np.concatenate([prompt, generated]))[0]
-        return transform(logits, prompt, generated)
+        tokens = np.array(generated, np.int64)
+        logits = main.logits(np.concatenate([prompt, tokens]))[0]
+        return transform(logits, prompt, tokens)
 
     return next_token
 
 
 def exact_joint(
-    next_token: Callable[[tuple[int, ...]], np.ndarray],
+    next_token: NextToken,
     length: int,
     resolution: float = 0.0,
     stop_token_ids: Collection[int] = (),
@@ -91,9 +95,11 @@ def exact_joint(
             is_listed = (joint > 0) & (joint >= resolution)
             for token in np.flatnonzero(is_listed).tolist():
                 ends = token in stop_token_ids
-                (cells if ends else longer)[(*prefix, token)] = float(joint[token])
+                tokens = (*prefix, token)
+                (cells if ends else longer)[tokens] = float(joint[token])
             if not is_listed.all():
-                cells[(*prefix, OTHER)] = float(joint[~is_listed].sum())
+                others = (*prefix, OTHER)
+                cells[others] = float(joint[~is_listed].sum())
         going_on = longer
     return cells | going_on
 
@@ -172,7 +178,7 @@ def _cells_of_test(probabilities: np.ndarray, draws: int) -> tuple[np.ndarray, n
     order = np.argsort(-probabilities)
     expected = probabilities[order] * draws
     rest = expected[::-1].cumsum()[::-1]  # a cell and all rarer ones
-    kept = max(1, np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED)))
+    kept = max(1, int(np.count_nonzero((expected >= EXPECTED) & (rest - expected >= EXPECTED))))
     return order, np.arange(kept + 1) if kept < len(expected) else np.arange(kept)
 
 

@@ -116,8 +116,7 @@ def _check_supported(config: GenerationConfig) -> None:
 
 def _max_new_tokens(config: GenerationConfig, num_prompt_tokens: int, context_length: int | None) -> int:
     """The most new tokens: the config's limit, or what is left of the context if that is less."""
-    room = None if context_length is None else context_length - num_prompt_tokens
-    if room is not None and room < 1:
+    if context_length is not None and num_prompt_tokens >= context_length:
         raise ValueError(f"the prompt has {num_prompt_tokens} tokens, but the context only fits {context_length - 1}")
     limit = config.max_new_tokens  # takes precedence over max_length, as in GenAI
     if limit == NEUTRAL.max_new_tokens:
@@ -127,7 +126,7 @@ def _max_new_tokens(config: GenerationConfig, num_prompt_tokens: int, context_le
             f"the prompt has {num_prompt_tokens} tokens and max_length is {config.max_length}, which leaves no room "
             "for new tokens: raise it, or set max_new_tokens"
         )
-    return limit if room is None else min(limit, room)
+    return limit if context_length is None else min(limit, context_length - num_prompt_tokens)
 
 
 def _check_ranges(config: GenerationConfig) -> None:
@@ -145,7 +144,8 @@ def _check_ranges(config: GenerationConfig) -> None:
 
 
 def stop_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer."""
+    """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer; none if
+    neither names one."""
     file = Path(folder, "generation_config.json")
     named = GenerationConfig(file).stop_token_ids if file.exists() else set()
-    return frozenset(named or {tokenizer.get_eos_token_id()})
+    return frozenset(named or {tokenizer.get_eos_token_id()}) - {-1}  # -1: a tokenizer without an EOS token

@@ -40,7 +40,7 @@ class OneHot:
         return self.size
 
     def __array__(self, dtype: type | None = None, copy: bool | None = None) -> np.ndarray:
-        array = np.zeros(self.size, dtype or np.float32)
+        array: np.ndarray = np.zeros(self.size, dtype or np.float32)
         array[self.token] = 1
         return array
 
@@ -127,7 +127,8 @@ def speculative_decoding(
     """
     tokens, length = list(tokens), len(tokens) + new_tokens
     while len(tokens) < length:
-        drafted, q = [], []
+        drafted: list[int] = []
+        q: list[np.ndarray] = []
         for _ in range(min(K, length - len(tokens) - 1)):  # the main model adds one more
             q.append(draft(tokens + drafted))
             drafted.append(draw(q[-1], random))

@@ -27,14 +27,15 @@ class OutputProcessor:
         self.result = GenerationResult()
         self._stop_token_ids = params.stop_token_ids
         self._decode = decode
-        self._watched = bool(params.stop_strings) or (piecewise and decode is not None)
-        self._text = IncrementalDetokenizer(decode, params.stop_strings, params.include_stop_str_in_output)
+        self._text: IncrementalDetokenizer | None = None  # only if text is needed before the end
+        if decode and (params.stop_strings or piecewise):
+            self._text = IncrementalDetokenizer(decode, params.stop_strings, params.include_stop_str_in_output)
         self._begin = time.perf_counter() if begin is None else begin
 
     def take(self, step: Step) -> tuple[list[int], str]:
         """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
         final now. Sets `finish_reason` to "stop" at a stop token or stop string."""
-        piece, used = self._text.push(step.tokens) if self._watched else ("", len(step.tokens))
+        piece, used = self._text.push(step.tokens) if self._text else ("", len(step.tokens))
         result, gained = self.result, step.tokens[:used]
         result.tokens += gained
         result.from_draft += [i < step.accepted for i in range(used)]
@@ -45,14 +46,14 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        if self._text.stopped or gained[-1] in self._stop_token_ids:
+        if (self._text and self._text.stopped) or gained[-1] in self._stop_token_ids:
             result.finish_reason = "stop"
         return gained, piece
 
     def end(self) -> str:
         """Complete the result and return the rest of the text."""
         rest = ""
-        if self._watched:
+        if self._text:
             rest = self._text.end()
             self.result.text = self._text.text
         elif self._decode:

@@ -21,7 +21,7 @@ def bound() -> list:
 def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = IDLE) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol that closes a connection after `idle` to 2 `idle` seconds without a request."""
 
-    class Bounded(protocol):
+    class Bounded(protocol):  # type: ignore[valid-type, misc]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:

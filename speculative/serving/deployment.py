@@ -8,15 +8,16 @@ from ray import serve
 from speculative import batch_decoder
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
-from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
-from speculative.serving.pair import Pair
+from speculative.serving.settings import Limits, Pair
 
 
 @serve.deployment
 @serve.ingress()
 class Replica:
-    async def __init__(self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None):
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None
+    ):
         """`keys`: digests of the API keys (`middleware.digest`), or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,

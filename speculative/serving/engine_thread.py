@@ -64,7 +64,13 @@ class GenerationHandle:
 
     @property
     def result(self) -> GenerationResult:
+        assert self.request is not None  # it has been in the batch
         return self.request.result
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache."""
+        return self.request.cached_tokens if self.request else 0
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it is generated. Raises the error that ended the job early."""
@@ -217,7 +223,7 @@ class Engine:
 
     def _admit(self) -> list[News]:
         """Move waiting jobs into the batch in order; returns those that the decoder rejects."""
-        refused = []
+        refused: list[News] = []
         while self._waiting and len(self._running) < self.max_num_seqs:
             job = self._waiting[0]
             if self._running and not self.decoder.has_room(len(job.prompt) + job.config.max_new_tokens):

@@ -83,9 +83,12 @@ class Usage(Schema):
     completion_tokens_details: CompletionTokens
 
 
-class Choice(Schema):
+class AnyChoice(Schema):
     index: Literal[0]
     logprobs: None
+
+
+class Choice(AnyChoice):
     finish_reason: Literal["stop", "length"]
 
 
@@ -121,7 +124,7 @@ class Completion(Head):
     usage: Usage
 
 
-class ChunkChoice(Choice):
+class ChunkChoice(AnyChoice):
     finish_reason: Literal["stop", "length"] | None
 
 
@@ -161,7 +164,7 @@ ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, err
 }
 
 
-def answers(path: str, keys: bool) -> dict[int, dict[str, Any]]:
+def answers(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
     """The responses of a path, in FastAPI's form. `keys`: whether an API key is required."""
     whole, chunk, errors = ANSWERS[path]
     answer: dict[str, Any] = {"model": whole, "description": "The response"}
@@ -170,7 +173,8 @@ def answers(path: str, keys: bool) -> dict[int, dict[str, Any]]:
         answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
     if keys and path not in OPEN:
         errors += (401,)
-    return {200: answer} | {status: error(status) for status in sorted(errors)}
+    described: dict[int | str, dict[str, Any]] = {200: answer}
+    return described | {status: error(status) for status in sorted(errors)}
 
 
 def error(status: int) -> dict[str, Any]:
@@ -200,8 +204,10 @@ def describe(app: FastAPI) -> None:
         schemas = found["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        chunks = [(shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk)]
+        chunks: list[tuple[type[BaseModel], Literal["serialization"]]] = [
+            (shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk)
+        ]
         schemas |= models_json_schema(chunks, ref_template=REFERENCE)[1]["$defs"]
         return found
 
-    app.openapi = document
+    app.openapi = document  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
     process = BatchingProcess({"name": "ours, draft", "engine": "native", "main": "models/embedded/main", ...})
     process.start()
-    way = process.way("ours, adaptive draft", 0)
+    method = process.method("ours, adaptive draft", 0)
 
 Both get the same token ids. GenAI alone runs with its default scheduler. With a draft, prompts must not be split
 (`dynamic_split_fuse=False`), as GenAI's output otherwise differs from the main model's. Its prefix cache is off.
@@ -50,7 +50,7 @@ class Prompts:
 # ---- our engine -----------------------------------------------------------------------------------------------------
 
 
-def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
+def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
     """Our batch decoder with its adaptive draft length."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
 
@@ -99,7 +99,7 @@ def genai_pipeline(
     return ContinuousBatchingPipeline(str(main.folder), config, main.device, given)
 
 
-def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
+def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
     """GenAI's pipeline with `k` draft tokens per iteration, or 0 for a pipeline without a draft."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if k:
@@ -149,7 +149,7 @@ class BatchingProcess:
     def close(self) -> None:
         self._worker.close()
 
-    def way(self, name: str, k: int) -> Load:
+    def method(self, name: str, k: int) -> Load:
         return Load(name, lambda *load: self._worker.call("run", k, *load))
 
     def memory(self) -> ProcessMemory:
@@ -163,7 +163,7 @@ class Batch:
     def load(self, job: dict) -> None:
         main = ModelSpec(job["main"], job["device"], job["properties"])
         draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
-        self.job, self.prompts, self.ways = job, Prompts(main.folder, job["prompts"]), {}
+        self.job, self.prompts, self.methods = job, Prompts(main.folder, job["prompts"]), {}
         self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
@@ -177,11 +177,11 @@ class Batch:
             huge_pages.move(before)
 
     def run(self, k: int, clients: int, seconds: float, first: int) -> Span:
-        if k not in self.ways:
-            make = our_way if self.ours else genai_way
+        if k not in self.methods:
+            make = our_method if self.ours else genai_method
             arguments = (self.pipeline,) if self.ours else (self.pipeline, k)
-            self.ways[k] = make("", *arguments, self.prompts, self.job["max_new_tokens"])
-        return self.ways[k].run(clients, seconds, first)
+            self.methods[k] = make("", *arguments, self.prompts, self.job["max_new_tokens"])
+        return self.methods[k].run(clients, seconds, first)
 
     def memory(self) -> dict:
         return {"first_seconds": self.seconds, "peak_bytes": peak_memory(), "cache_bytes": self.cache_bytes}

@@ -23,13 +23,13 @@ def png(rows: list[LoadRow]) -> bytes:
 
     figure = Figure(figsize=SIZE, dpi=DOTS)
     panels = figure.subplots(2, 2)
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    methods = list(dict.fromkeys(row["way"] for row in rows))
     clients = sorted({row["clients"] for row in rows})
     for panel, (key, spread, title, unit) in zip(panels.flat, PANELS, strict=True):
-        for i, way in enumerate(ways):
-            line = [row for row in rows if row["way"] == way and row[key] is not None]
+        for i, method in enumerate(methods):
+            line = [row for row in rows if row["way"] == method and row[key] is not None]
             if line:
-                _draw(panel, way, line, i, key, spread, unit)
+                _draw(panel, method, line, i, key, spread, unit)
         panel.set_xscale("log", base=2)
         panel.set_xticks(clients, [str(n) for n in clients])
         panel.set_xticks([], minor=True)
@@ -45,7 +45,7 @@ def png(rows: list[LoadRow]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel, way: str, line: list[LoadRow], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel, method: str, line: list[LoadRow], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:
@@ -53,4 +53,4 @@ def _draw(panel, way: str, line: list[LoadRow], i: int, key: str, spread: str | 
         high = [unit * (max(row[spread]) - row[key]) for row in line]
         reach = [low, high]
     style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2.5, "elinewidth": 1}
-    panel.errorbar(x, y, reach, label=way, **style)
+    panel.errorbar(x, y, reach, label=method, **style)
