@@ -76,6 +76,12 @@ class Decoder:
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
 
+    @property
+    def models(self) -> list[CachedModel]:
+        """The main model, and the draft model if there is one."""
+        draft = getattr(self.draft, "model", None)
+        return [self.main, *([draft] if draft else [])]
+
     def reset(self, seed: int | None = None) -> None:
         """Clear the caches and what the draft-length policy has learned, and seed the random generator.
 

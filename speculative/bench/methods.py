@@ -16,7 +16,7 @@ from speculative.bench.genai import Run
 from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult, lookup_policy
 from speculative.drafting.policy import AdaptiveDraftLength
-from speculative.drafting.proposers import NgramProposer
+from speculative.drafting.proposers import NgramProposer, Proposer
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
 
@@ -42,7 +42,7 @@ def genai_pipeline(
 def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
-    k = draft_length or None
+    k = draft_length or None if isinstance(draft_length, int) else None
     return Method(
         name,
         GENAI,
@@ -74,11 +74,12 @@ def our_method(
     passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
-    source = engine.draft if draft_length else None
-    costs = engine.draft_length.costs
-    policy = AdaptiveDraftLength(costs)
-    if str(draft_length).startswith("lookup"):
-        source, policy = NgramProposer(engine.main.vocab_size, NGRAM), lookup_policy(costs)
+    source: Proposer | None = engine.draft if draft_length else None
+    policy = engine.draft_length
+    if isinstance(policy, AdaptiveDraftLength):
+        lookup = str(draft_length).startswith("lookup")
+        source = NgramProposer(engine.main.vocab_size, NGRAM) if lookup else source
+        policy = lookup_policy(policy.costs) if lookup else AdaptiveDraftLength(policy.costs)
     if draft_length == f"lookup {LOOKUP}":
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
