@@ -35,7 +35,7 @@ def rule_of(first=small, further=None):
 
 def deaf(rule):
     """A policy that does not learn costs or losses from measured times."""
-    rule.draft.update = rule.draft_further.update = lambda *_: None
+    rule.draft.update = rule.draft_further.update = lambda *told: None
     rule._budget.left = lambda plain: 1.0
     return rule
 
@@ -181,8 +181,8 @@ def test_while_prompts_fill_the_inference_drafts_are_shorter():
     rule = rule_of()
     texts = [Text(rule, [0.65])]
     _, alone = decode(rule, texts, 200, np.random.default_rng(5))
-    _, joined = decode(rule, texts, 200, np.random.default_rng(5), prompts=64)
-    assert np.mean(joined[20:]) < np.mean(alone[20:]) - 0.5
+    _, beside = decode(rule, texts, 200, np.random.default_rng(5), prompts=64)
+    assert np.mean(beside[20:]) < np.mean(alone[20:]) - 0.5
 
 
 def test_costs_that_were_wrong_are_learnt_from_the_clock():
