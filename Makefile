@@ -38,6 +38,7 @@ smoke: .venv/run-installed
 lint: .venv/all-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy speculative
 	$(BIN)/lint-imports
 
 # The documentation as a site, in build/site.
@@ -58,4 +59,4 @@ figures: .venv/all-installed
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build

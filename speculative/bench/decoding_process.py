@@ -17,7 +17,7 @@ import numpy as np
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method, interleave, shuffled
-from speculative.bench.result import ProcessStart, TokenView
+from speculative.bench.result import Loading, ProcessStart, TokenView
 from speculative.cli.processes import ctrl_c_raises
 from speculative.decoder import GenerationResult
 from speculative.models.spec import ModelSpec
@@ -53,7 +53,7 @@ class DecodingProcess:
     def start(self) -> None:
         """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
-        loading = self._worker.call("load", self.job)
+        loading: Loading = self._worker.call("load", self.job)
         self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **loading})
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class WorkerPipeline:
         job = self.job
         ours = decoder.load(job.main, job.draft)
         self.engine = ours
-        seconds = [time_in(model) for model in (ours.main, *([ours.draft.model] if job.draft else []))]
+        seconds = [time_in(model) for model in ours.models]
         return [
             our_method(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.methods
         ]

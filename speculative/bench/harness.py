@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import openvino as ov
@@ -86,7 +86,7 @@ def time_in(model: CachedModel) -> list[float]:
         seconds.append(time.perf_counter() - begin)
         return logits
 
-    model.backend.run = timed
+    model.backend.run = timed  # type: ignore[method-assign]
     return seconds
 
 
@@ -164,6 +164,9 @@ def row(method: Method, baseline: Method) -> MethodRow:
     texts = [run.tokens for run in method.rounds[0]]
     speedup = statistics.median(speedups)
     same = sum(a == b.tokens for a, b in zip(texts, baseline.rounds[0], strict=True))
+    # with the prompts' forward passes, which give one token each
+    forward_speedup = metrics.block_efficiency([*gained, *[1] * len(runs)])
+    assert forward_speedup is not None  # there is a run
     return {
         "name": method.name,
         "engine": method.engine,
@@ -175,7 +178,7 @@ def row(method: Method, baseline: Method) -> MethodRow:
         "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
         "gain_percent": 100 * (speedup - 1),
-        "forward_speedup": metrics.block_efficiency([*gained, *[1] * len(runs)]),  # plus the prompts' forward passes
+        "forward_speedup": forward_speedup,
         "acceptance_rate": metrics.acceptance_rate(proposed, gained),
         "position_acceptance": metrics.position_acceptance(proposed, gained),
         "block_efficiency": metrics.block_efficiency(gained),
@@ -199,9 +202,13 @@ def iteration_split(method: Method) -> IterationSplit | None:
         return None
     drafting, verifying = sum(method.drafting), sum(method.verifying)
     overhead = max(0.0, sum(run.decode_seconds for run in runs) - drafting - verifying)
-    parts = {"draft_ms": drafting, "verify_ms": verifying, "overhead_ms": overhead}
-    milliseconds = {name: 1000 * seconds / iterations for name, seconds in parts.items()}
-    return {"name": method.name, "draft_length": method.draft_length, **milliseconds}
+    return {
+        "name": method.name,
+        "draft_length": method.draft_length,
+        "draft_ms": 1000 * drafting / iterations,
+        "verify_ms": 1000 * verifying / iterations,
+        "overhead_ms": 1000 * overhead / iterations,
+    }
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
@@ -259,12 +266,12 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
     core = ov.Core()
     properties = dict(getattr(arguments, "property", None) or [])
     memory = devices.main_memory()
-    facts = {
+    facts: dict[str, Any] = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", *sys.argv]),
         "processor": str(core.get_property("CPU", "FULL_DEVICE_NAME")).strip(),
         "cores": usable_cores(),
-        "memory": f"{memory.total / 2**30:.0f} GiB",
+        "memory": f"{memory.total / 2**30:.0f} GiB" if memory.total else "unknown",
         "os": platform.platform(),
         "python": platform.python_version(),
         "openvino": importlib.metadata.version("openvino"),
@@ -281,7 +288,7 @@ def environment(arguments: argparse.Namespace, load: BackgroundLoad | None = Non
     facts["properties"] = properties
     if load:
         facts["other_load"] = load.share
-    return facts
+    return cast(Environment, facts)
 
 
 def precision(model: ModelSpec) -> str:

@@ -41,7 +41,7 @@ def genai_pipeline(
 def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
-    k = draft_length or None
+    k = draft_length or None if isinstance(draft_length, int) else None
     return Method(
         name,
         GENAI,
@@ -79,7 +79,9 @@ def our_method(
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    policy = AdaptiveDraftLength(engine.draft_length.costs) if source else None
+    policy = engine.draft_length
+    if isinstance(policy, AdaptiveDraftLength):
+        policy = AdaptiveDraftLength(policy.costs)
     decoder = Decoder(engine.main, source, policy)
 
     def decode(ids: np.ndarray) -> GenerationResult:

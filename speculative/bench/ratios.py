@@ -13,17 +13,18 @@ import numpy as np
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method
 from speculative.bench.result import Ratio
+from speculative.sequence.result import GenerationResult
 
 RESAMPLES = 2000
-Units = Callable[[Run], int]
+Units = Callable[[Run | GenerationResult], int]
 
 
-def tokens(run: Run) -> int:
+def tokens(run: Run | GenerationResult) -> int:
     """New tokens in the timed part: all but the first."""
     return len(run.tokens) - 1
 
 
-def iterations(run: Run) -> int:
+def iterations(run: Run | GenerationResult) -> int:
     """Forward passes of the main model after the prompt."""
     return len(run.gained)
 
@@ -57,7 +58,8 @@ def engines(where: str, ours: Method, genai: Method) -> list[Ratio]:
     """Our engine over GenAI's pipeline: per token and per iteration on identical texts, and on the others."""
     same = same_tokens(ours, genai)
     others = [i for i in range(len(ours.rounds[0])) if i not in same]
-    what, found = f"ours / GenAI, greedy, {where}", []
+    what = f"ours / GenAI, greedy, {where}"
+    found: list[Ratio] = []
     if same:
         found.append({**ratio(what, ours, genai, same), "where": where})
         found.append(ratio(f"{what}, per iteration", ours, genai, same, iterations))

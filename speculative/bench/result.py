@@ -8,7 +8,8 @@ is [lowest, highest] over the rounds, and a value is the median over them. None 
 keys of a class with total=False may be missing. The metrics are defined in speculative/sequence/metrics.py.
 """
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
 
 Properties = dict[str, str | int | bool]
 """OpenVINO properties by name."""
@@ -152,7 +153,7 @@ class MethodRow(TypedDict):
     forward_speedup: float  # new tokens per main-model forward pass, those of the prompts included
     acceptance_rate: float | None  # accepted / proposed draft tokens, from 0 to 1
     position_acceptance: list[float]  # share of the iterations with an i-th draft token that accepted it
-    block_efficiency: float  # new tokens per main-model forward pass after the prompt
+    block_efficiency: float | None  # new tokens per main-model forward pass after the prompt
     mean_draft_length: float | None  # proposed draft tokens per iteration
     ttft: float | None  # seconds to the first token, prompt included; None with --context
     tpot: float  # seconds per output token after the first
@@ -185,7 +186,15 @@ class Outcomes(_CutOff):
     lost: int  # without an end that the client can notice
 
 
-class LoadRow(Outcomes):
+class Drafting(TypedDict):
+    """What the draft did; None if it is not known."""
+
+    acceptance_rate: float | None  # accepted / proposed draft tokens, from 0 to 1
+    block_efficiency: float | None  # new tokens per main-model forward pass after the prompt
+    mean_draft_length: float | None  # draft tokens of a text per main-model forward pass
+
+
+class LoadRow(Outcomes, Drafting):
     """A method under load with a number of clients, relative to the main model alone in the same rounds."""
 
     name: str  # method and number of clients
@@ -200,9 +209,6 @@ class LoadRow(Outcomes):
     ttft_range: Range | None  # 5th and 95th percentile
     tpot: float | None  # seconds per output token after the first: median over the requests
     tpot_range: Range | None  # 5th and 95th percentile
-    acceptance_rate: float | None  # accepted / proposed draft tokens, from 0 to 1
-    block_efficiency: float | None  # new tokens per main-model forward pass after the prompt
-    mean_draft_length: float | None  # draft tokens of a text per main-model forward pass
     same_text: int | None  # answers equal to the baseline's; None if sampled
     texts: int  # answers compared with the baseline's
     requests: int  # sent
@@ -853,6 +859,11 @@ RESULTS = {
 """The type of each program's result, by the program's name in scripts/ without ".py"."""
 
 
+Drawn = Mapping[str, Any]
+"""A result, or a row of one, as the report reads it: of any program, and perhaps of an earlier version, so that any key
+may be missing."""
+
+
 class RecordedResult(TypedDict):
     """A file in docs/figures, written by scripts/figures.py."""
 
@@ -863,18 +874,3 @@ class RecordedResult(TypedDict):
     minutes: float  # that the command took
     output: list[str]  # lines printed before the result
     result: Result | CostsResult | LosslessResult
-
-
-class _SpeedupPoint(TypedDict):
-    temperature: float  # 0: greedy
-    k: int  # draft tokens per iteration
-    engine: str  # as in MethodRow
-    speedup: float  # over the main model alone
-
-
-class SpeedupPoint(_SpeedupPoint, total=False):
-    """What the charts of speedup against draft length read of a SweepPoint, or of a MethodRow with `k`."""
-
-    speedup_range: Range
-    predicted: float  # speedup
-    best: bool  # whether it is marked

@@ -56,12 +56,18 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
 
 
 def _row(kind: Start, pairs: list[list[OneStart]]) -> StartCost:
-    row: dict = {"name": kind.name}
-    for place, starts in zip(("first", "second"), zip(*pairs, strict=True), strict=True):
-        seconds = [start["seconds"] for start in starts]
-        row |= {f"{place}_seconds": statistics.median(seconds), f"{place}_range": [min(seconds), max(seconds)]}
-    first, second = (max((start["peak_bytes"] or 0) for start in starts) for starts in zip(*pairs, strict=True))
-    return row | {"peak_bytes": first or None, "second_peak_bytes": second or None}
+    first, second = zip(*pairs, strict=True)
+    first_seconds, second_seconds = ([start["seconds"] for start in starts] for starts in (first, second))
+    peak, second_peak = (max((start["peak_bytes"] or 0) for start in starts) for starts in (first, second))
+    return {
+        "name": kind.name,
+        "first_seconds": statistics.median(first_seconds),
+        "first_range": [min(first_seconds), max(first_seconds)],
+        "second_seconds": statistics.median(second_seconds),
+        "second_range": [min(second_seconds), max(second_seconds)],
+        "peak_bytes": peak or None,
+        "second_peak_bytes": second_peak or None,
+    }
 
 
 def read_files(*folders: Path) -> None:
@@ -106,8 +112,7 @@ def one_start(asked: dict) -> OneStart:
         ours = decoder.load(main, draft)
         seconds = time.perf_counter() - begin
         ours.generate(prompt, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True))
-        models = [ours.main, *([ours.draft.model] if draft else [])]
-        cache_bytes = sum(model.backend.cache_bytes for model in models)
+        cache_bytes = sum(model.backend.cache_bytes for model in ours.models)
     else:
         pipe = genai.load(main, draft)
         seconds = time.perf_counter() - begin

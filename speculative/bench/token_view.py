@@ -6,7 +6,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.bench.result import TokenView
+from speculative.bench.result import TokenStep, TokenView
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import Proposer, Transform
 from speculative.sampling.proposal import Proposal
@@ -37,13 +37,15 @@ def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if isinstance(draft_length, int):
         config.num_assistant_tokens = draft_length
+    assert engine.draft is not None and engine.tokenizer is not None
     noted = Noted(engine.draft)
     decoder = Decoder(engine.main, noted, engine.draft_length)
-    text, steps = [], []
+    text: list[int] = []
+    steps: list[TokenStep] = []
     for step in decoder.stream(prompt, config):
         *accepted, own = step.tokens
         rejected = noted.tokens[len(accepted) :]
-        shown = {
+        shown: TokenStep = {
             "accepted": pieces(engine.tokenizer, text, accepted),
             "rejected": pieces(engine.tokenizer, text + accepted, rejected),
             "main": pieces(engine.tokenizer, text + accepted, [own])[0],

@@ -143,7 +143,7 @@ def _check_ranges(config: GenerationConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name):g}, but must be {range_}")
 
 
-def stop_ids_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+def stop_ids_of(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer; none if
     neither names one."""
     file = Path(folder, "generation_config.json")

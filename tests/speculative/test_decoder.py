@@ -14,7 +14,7 @@ import numpy as np
 import openvino
 import openvino_genai
 import pytest
-from openvino_genai import GenerationConfig, StreamingStatus
+from openvino_genai import ChatHistory, GenerationConfig, StreamingStatus
 
 from speculative import decoder
 from speculative.bench import genai
@@ -292,6 +292,14 @@ def test_a_streamer_that_stops_gets_no_more_and_one_without_text_is_refused(make
     assert result.finish_reason == "cancelled" and len(pieces) == 1
     with pytest.raises(ValueError, match="no tokenizer"):
         Decoder(models[0]).generate(np.array([1, 2, 3]), greedy(3), print)
+
+
+@pytest.mark.parametrize(
+    "chat", [[{"role": "user", "content": "hi"}], ChatHistory([{"role": "user", "content": "hi"}])]
+)
+def test_a_chat_needs_a_tokenizer(models, chat):
+    with pytest.raises(ValueError, match="this decoder has no tokenizer"):
+        Decoder(models[0]).encode(chat)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], Non
         try:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=quiet, **own_group())
             with no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
+                assert child.stdin is not None  # a pipe
                 child.stdin.write(json.dumps(job).encode() + b"\n")
                 child.stdin.flush()
             _wait(child, timeout, waiting)
@@ -64,7 +65,8 @@ def end(child: subprocess.Popen) -> None:
     kill_group(child)
     child.wait()
     with no_sigpipe(), contextlib.suppress(OSError):  # closing flushes the buffer
-        child.stdin.close()
+        if child.stdin:
+            child.stdin.close()
 
 
 def _answer(status: int, answered: str, message: str) -> dict | list:

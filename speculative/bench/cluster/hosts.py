@@ -95,7 +95,7 @@ def in_cluster(
         names is None and len({tuple(place.devices) for place in places}) > 1
     ):  # look up every known device on all of them
         all_names = dict.fromkeys(name for place in places for name in place.devices)
-        return in_cluster([place.machine for place in places], list(all_names), emulate_npu, note)
+        return in_cluster([place.machine for place in places if place.machine], list(all_names), emulate_npu, note)
     return places
 
 

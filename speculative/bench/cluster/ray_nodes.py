@@ -20,10 +20,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from speculative.bench.cluster import child_process, worker_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
-from speculative.bench.cluster.worker_process import RAISED, WorkerProcess
+from speculative.bench.cluster.worker_process import RAISABLE, RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
 from speculative.cli.ray_cluster import DEVICE_RESOURCES, ping
 from speculative.error_text import one_line
@@ -32,6 +33,9 @@ PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
 RESOURCES = {name: kind for kind, name in DEVICE_RESOURCES.items()}  # Ray resource: device type
 WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
+
+
+M = TypeVar("M")  # a machine, or its client
 
 
 class NodeLost(Exception):
@@ -60,13 +64,13 @@ class Host:
         except ChildFailed as error:
             return "timeout" if isinstance(error, OutOfTime) else "failed", str(error)
 
-    def worker(self, what: str, program: str, *arguments) -> tuple[str, object]:
+    def worker(self, what: str, program: str, *arguments: object) -> tuple[str, object]:
         """Invoke `what` ("call" or "remember") of this machine's WorkerProcess. Returns the error's name, the
         answer."""
         self._worker = getattr(self, "_worker", None) or WorkerProcess([sys.executable, "-m", program])
         try:
             return "", getattr(self._worker, what)(*arguments)
-        except (ChildFailed, *RAISED.values()) as error:
+        except (ChildFailed, *RAISABLE) as error:
             return type(error).__name__, str(error)
 
 
@@ -77,7 +81,7 @@ class Machine:
 
     name: str
     declared: list[str]
-    actor: object
+    actor: Any  # Ray's handle of a `Host`
     cores: int = 0
     alone: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
 
@@ -88,7 +92,7 @@ class Machine:
             raise (OutOfTime if state == "timeout" else ChildFailed)(answer)
         return answer
 
-    def worker(self, what: str, program: str, *arguments) -> object:
+    def worker(self, what: str, program: str, *arguments: object) -> Any:
         """Like the methods of WorkerProcess, on that machine; its errors are raised here."""
         asked = self.actor.worker.remote
         error, answer = self.ask(asked, what, program, *arguments, timeout=worker_process.SECONDS)
@@ -96,7 +100,7 @@ class Machine:
             raise RAISED.get(error, ChildFailed)(answer)
         return answer
 
-    def ask(self, method: Callable, *arguments, timeout: float) -> object:
+    def ask(self, method: Callable, *arguments: object, timeout: float) -> Any:
         """The result of an actor method, called while nothing else runs on its computer."""
         import ray
 
@@ -270,7 +274,7 @@ class WorkQueue:
             self._changed.notify_all()
 
 
-def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, done: Callable) -> list[tuple]:
+def spread(jobs: list, machines: list[M], can: Callable, work: Callable, done: Callable) -> list[tuple]:
     """Give each free machine the next job it can do, one at a time.
 
     `can(job, machine)` says whether it can; `work(job, machine)` runs in the machine's thread; its result is passed to
@@ -280,7 +284,7 @@ def spread(jobs: list, machines: list[Machine], can: Callable, work: Callable, d
     queue = WorkQueue(jobs, can, done)
     problems: list[BaseException] = []
 
-    def serve(machine: Machine) -> None:
+    def serve(machine: M) -> None:
         while (job := queue.take(machine)) is not None:
             try:
                 answer = work(job, machine)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from speculative.bench.cluster import child_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
@@ -28,8 +29,8 @@ from speculative.error_text import one_line
 SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
 START = b"\0answers\0"  # follows anything libraries print during import
 LENGTH = struct.Struct("<Q")  # precedes each message
-RAISED = {kind.__name__: kind for kind in (RuntimeError, ValueError, KeyError, TypeError, MemoryError)}
-RAISABLE = tuple(RAISED.values())
+RAISABLE = (RuntimeError, ValueError, KeyError, TypeError, MemoryError)
+RAISED: dict[str, type[Exception]] = {kind.__name__: kind for kind in RAISABLE}
 
 
 class WorkerProcess:
@@ -42,7 +43,7 @@ class WorkerProcess:
         self._remembered: list[tuple] = []
         self._child: subprocess.Popen | None = None
 
-    def remember(self, name: str, *arguments) -> object:
+    def remember(self, name: str, *arguments: object) -> Any:
         """Call now and in every process started later, unless the call raises now."""
         call = (name, *arguments)
         self._remembered.append(call)
@@ -52,7 +53,7 @@ class WorkerProcess:
             self._remembered.pop()
             raise
 
-    def call(self, name: str, *arguments) -> object:
+    def call(self, name: str, *arguments: object) -> Any:
         if not self._child:
             self._start()
         return self._exchange((name, *arguments))
@@ -62,12 +63,13 @@ class WorkerProcess:
             child_process.end(self._child)
             self._child = None
 
-    def _start(self) -> object:
+    def _start(self) -> Any:
         quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (kept open as long as the process)
         self._answers: queue.Queue = queue.Queue()
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._stderr}
-        self._child = subprocess.Popen(self._command, env=quiet, **pipes, **own_group())
+        self._child = subprocess.Popen(
+            self._command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, **own_group()
+        )
         self.started += 1
         threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
         answer = None
@@ -79,7 +81,8 @@ class WorkerProcess:
             raise
         return answer
 
-    def _exchange(self, call: tuple) -> object:
+    def _exchange(self, call: tuple) -> Any:
+        assert self._child is not None
         done = False
         try:
             with no_sigpipe(), contextlib.suppress(OSError):  # the process may be gone; then there is no answer
@@ -99,6 +102,7 @@ class WorkerProcess:
         except queue.Empty:
             raise OutOfTime(f"timed out after {self._seconds:g} seconds") from None
         if message is None:
+            assert self._child is not None
             status = self._child.wait()
             last = child_process.last_line(self._stderr)[: child_process.SHOWN]
             raise ChildFailed(child_process.how_it_ended(status) + (f"; its last message: {last}" if last else ""))

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import openvino as ov
@@ -73,14 +74,16 @@ def measure(job: dict) -> CellAnswer:
     if job["engine"] == GENAI and "NPU" in (job["main_device"], job["draft_device"]):
         for one in rows:  # there GenAI varies K and does not report the drafted tokens
             one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
-    roles = ("main", "draft") if job["draft_device"] else ("main",)
-    return {
+    answer: CellAnswer = {
         "rows": rows,
         "tokens": [[run.tokens for run in method.rounds[0]] for method in methods],
         "load_seconds": load_seconds,
         "other_load": load.share,
-        **{f"{role}_precision": precision(_spec(job, role)) for role in roles},
+        "main_precision": precision(_spec(job, "main")),
     }
+    if job["draft_device"]:
+        answer["draft_precision"] = precision(_spec(job, "draft"))
+    return answer
 
 
 def _spec(job: dict, role: str) -> ModelSpec:
@@ -133,6 +136,7 @@ def main() -> None:
         sys.exit("no job on standard input: this program is started by device_swap.py")
     job = json.loads(line)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    answer: Mapping[str, object]
     try:
         if "look_up" in job:
             answer = look_up(job["look_up"])

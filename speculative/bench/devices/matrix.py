@@ -5,12 +5,13 @@ import hashlib
 import json
 import statistics
 from dataclasses import dataclass, field
+from typing import cast
 
 import openvino_genai
 
 from speculative.bench.harness import BackgroundLoad
 from speculative.bench.quality import NEAR_TIE
-from speculative.bench.result import CellResult, MethodRow, SwapRow
+from speculative.bench.result import CellResult, Drawn, MethodRow, SwapRow
 from speculative.pair.devices import VIRTUAL
 from speculative.pair.engines import NATIVE
 
@@ -91,12 +92,21 @@ class Cell:
     @property
     def best(self) -> int:
         """Index of the row shown: main alone, or the K with the highest throughput."""
-        rows = self.answer["rows"]
+        rows = self.rows
         return max(range(1, len(rows)), key=lambda i: rows[i]["throughput"]) if self.draft else 0
 
     @property
+    def rows(self) -> list[MethodRow]:
+        return self.answer["rows"]
+
+    @property
     def row(self) -> MethodRow:
-        return self.answer["rows"][self.best]
+        return self.rows[self.best]
+
+    @property
+    def margins(self) -> list[float]:
+        """Those of the differences from the first cell's text; empty: none, or not judged."""
+        return self.difference["margins"] if self.difference else []
 
     @property
     def throughput(self) -> float:
@@ -151,11 +161,11 @@ def compare(cells: list[Cell], ids: list[str], tokenizer: openvino_genai.Tokeniz
 def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_genai.Tokenizer) -> dict | None:
     texts, expected = cell.answer["tokens"], first.answer["tokens"][0]
     places = [_place(a, b) for a, b in zip(expected, texts[cell.best], strict=True)]
-    different = [i for i, place in enumerate(places) if place is not None]
+    different = [(i, place) for i, place in enumerate(places) if place is not None]
     if not different:
         return None
-    number = different[0]
-    at, ours, theirs = places[number], expected[number], texts[cell.best][number]
+    number, at = different[0]
+    ours, theirs = expected[number], texts[cell.best][number]
     already = any(_place(a, b) is not None for a, b in zip(expected, texts[0], strict=True))
     return {
         "prompt": ids[number],
@@ -170,8 +180,8 @@ def _difference(first: Cell, cell: Cell, ids: list[str], tokenizer: openvino_gen
         "already_alone": already,  # main alone on this device differs, too
         "margins": [],  # in nats, at the first difference of each differing text; empty: not judged
         "places": [
-            {"text": cell.job["prompts"][i] + expected[i][: places[i]], "token": texts[cell.best][i][places[i]]}
-            for i in different
+            {"text": cell.job["prompts"][i] + expected[i][:place], "token": texts[cell.best][i][place]}
+            for i, place in different
         ],
     }
 
@@ -199,21 +209,25 @@ def verdict(difference: dict) -> str:
 
 
 def is_real(difference: dict | None) -> bool:
-    return bool(difference) and max(difference["margins"], default=0.0) > NEAR_TIE
+    return difference is not None and max(difference["margins"], default=0.0) > NEAR_TIE
 
 
 def described(cell: Cell) -> CellResult:
     """The cell in the JSON result."""
-    one = {
+    one: dict[str, object] = {
         "main_device": cell.main.label,
         "draft_device": cell.draft.label if cell.draft else ALONE,
         "status": cell.status,
         "reason": cell.reason,
     }
     if cell.has_figures:
-        names = ("draft_length", "throughputs", "speedup", "speedup_range", "acceptance_rate", "block_efficiency")
+        names = (
+            *("draft_length", "throughputs", "speedup", "speedup_range", "acceptance_rate", "block_efficiency"),
+            *("ttft", "tpot", "repetition"),
+        )
         one["throughput"], one["throughput_range"] = cell.throughput, cell.throughput_range
-        one |= {name: cell.row[name] for name in (*names, "ttft", "tpot", "repetition")}
+        row: Drawn = cell.row
+        one |= {name: row[name] for name in names}
         one |= {name: value for name, value in cell.answer.items() if name not in ("rows", "tokens")}
         one["same_text"] = cell.difference is None
         one["first_difference"] = cell.difference["position"] if cell.difference else None
@@ -224,7 +238,7 @@ def described(cell: Cell) -> CellResult:
     if cell.measured:
         one["measured"] = cell.measured
         one["properties"] = {"main": cell.job["main_properties"], "draft": cell.job["draft_properties"]}
-    return one
+    return cast(CellResult, one)
 
 
 def rows(cells: list[Cell]) -> list[SwapRow]:
@@ -239,7 +253,7 @@ def rows(cells: list[Cell]) -> list[SwapRow]:
         }
         for cell in cells
         if cell.has_figures
-        for row in cell.answer["rows"]
+        for row in cell.rows
     ]
 
 
@@ -284,9 +298,9 @@ def _changed_texts(measured: list[Cell]) -> list[str]:
     listing = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
     if real := [cell for cell in changed if is_real(cell.difference)]:
         lines.append(f"The greedy text really differs from that of {first} in: {listing(real)}.")
-    if ties := [cell for cell in changed if cell.difference["margins"] and cell not in real]:
+    if ties := [cell for cell in changed if cell.margins and cell not in real]:
         lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {listing(ties)}.")
-    if unknown := [cell.name for cell in changed if not cell.difference["margins"]]:
+    if unknown := [cell.name for cell in changed if not cell.margins]:
         lines.append(f"It differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}.")
     return lines
 
@@ -339,7 +353,7 @@ def table(cells: list[Cell]) -> str:
     text = ["tokens/s, decode only; speedup over the main model alone on the same device", ""]
     for line in lines:
         text.append("   ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-    return "\n".join([*text, "", *(line for cell in cells if cell.difference for line in _told_difference(cell))])
+    return "\n".join([*text, "", *(line for cell in cells for line in _told_difference(cell))])
 
 
 def _figure(cell: Cell) -> str:
@@ -352,11 +366,13 @@ def _figure(cell: Cell) -> str:
 def _mark(cell: Cell) -> str:
     if not cell.difference:
         return ""
-    return " !" if is_real(cell.difference) or not cell.difference["margins"] else " ~"
+    return " !" if is_real(cell.difference) or not cell.margins else " ~"
 
 
 def _told_difference(cell: Cell) -> list[str]:
     found = cell.difference
+    if not found:
+        return []
     where = ", as with main alone on this device" if cell.draft and found["already_alone"] else ""
     return [
         f"{_mark(cell).strip()} {cell.name}: {found['different_texts']} of {found['texts']} texts differ{where} "

@@ -20,7 +20,7 @@ import openvino_genai
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 
 from speculative import batch_decoder
-from speculative.batch_decoder import BatchDecoder
+from speculative.batch_decoder import BatchDecoder, Request
 from speculative.bench import genai
 from speculative.bench.cluster import worker_process
 from speculative.bench.cluster.worker_process import WorkerProcess
@@ -55,7 +55,9 @@ def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_token
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
 
     def run(clients: int, seconds: float, first: int) -> Span:
-        numbers, begin, answers, going = itertools.count(first), time.perf_counter(), [], {}
+        numbers, begin = itertools.count(first), time.perf_counter()
+        answers: list[RequestRecord] = []
+        going: dict[Request, RequestRecord] = {}
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
@@ -107,7 +109,9 @@ def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: P
     ids = itertools.count()
 
     def run(clients: int, seconds: float, first: int) -> Span:
-        numbers, begin, answers, going = itertools.count(first), time.perf_counter(), [], {}
+        numbers, begin = itertools.count(first), time.perf_counter()
+        answers: list[RequestRecord] = []
+        going: dict[openvino_genai.GenerationHandle, RequestRecord] = {}
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
@@ -154,7 +158,14 @@ class BatchingProcess:
 
     def memory(self) -> ProcessMemory:
         """The process's load time and peak memory so far."""
-        return {"name": self.job["name"], "texts": self.job["texts"], **self._worker.call("memory")}
+        memory = self._worker.call("memory")
+        return {
+            "name": self.job["name"],
+            "texts": self.job["texts"],
+            "first_seconds": memory["first_seconds"],
+            "peak_bytes": memory["peak_bytes"],
+            "cache_bytes": memory["cache_bytes"],
+        }
 
 
 class Batch:
@@ -163,7 +174,8 @@ class Batch:
     def load(self, job: dict) -> None:
         main = ModelSpec(job["main"], job["device"], job["properties"])
         draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
-        self.job, self.prompts, self.methods = job, Prompts(main.folder, job["prompts"]), {}
+        self.job, self.prompts = job, Prompts(main.folder, job["prompts"])
+        self.methods: dict[int, Load] = {}
         self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
@@ -178,9 +190,11 @@ class Batch:
 
     def run(self, k: int, clients: int, seconds: float, first: int) -> Span:
         if k not in self.methods:
-            make = our_method if self.ours else genai_method
-            arguments = (self.pipeline,) if self.ours else (self.pipeline, k)
-            self.methods[k] = make("", *arguments, self.prompts, self.job["max_new_tokens"])
+            new_tokens = self.job["max_new_tokens"]
+            if self.ours:
+                self.methods[k] = our_method("", self.pipeline, self.prompts, new_tokens)
+            else:
+                self.methods[k] = genai_method("", self.pipeline, k, self.prompts, new_tokens)
         return self.methods[k].run(clients, seconds, first)
 
     def memory(self) -> dict:

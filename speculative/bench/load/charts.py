@@ -3,7 +3,7 @@
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import Axis, Plot, axis, colour, legend, shape, swatch
 from speculative.bench.reporting.tables import finite, how, section
-from speculative.bench.result import LoadRow, Result
+from speculative.bench.result import Drawn
 
 PANELS = {  # key of a row: its range, heading, axis title, factor from the row's unit, explanation
     "throughput": (
@@ -25,21 +25,21 @@ PANELS = {  # key of a row: its range, heading, axis title, factor from the row'
 }
 
 
-def loads(result: Result) -> list[LoadRow]:
+def loads(result: Drawn) -> list[Drawn]:
     """The rows measured with a number of clients."""
     return [row for row in result.get("rows", []) if "clients" in row]
 
 
-def load_charts(result: Result) -> list[Markup]:
+def load_charts(result: Drawn) -> list[Markup]:
     rows = loads(result)
     return [chart for key in PANELS if (chart := _chart(key, rows))] if rows else []
 
 
-def _chart(key: str, rows: list[LoadRow]) -> Markup | str:
+def _chart(key: str, rows: list[Drawn]) -> Markup | None:
     spread, heading, title, unit, words = PANELS[key]
     known = [row for row in rows if finite(row[key])]
     if not known:
-        return ""
+        return None
     clients = sorted({row["clients"] for row in rows})
     methods = list(dict.fromkeys(row["way"] for row in rows))
     x = Axis(

@@ -32,7 +32,7 @@ class Target(NamedTuple):
     def connect(self, timeout: float = PATIENCE) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname, parts.port, timeout=timeout)
+        return kind(parts.hostname or "localhost", parts.port, timeout=timeout)
 
     @property
     def headers(self) -> dict[str, str]:

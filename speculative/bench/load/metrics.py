@@ -11,17 +11,19 @@ medians and ranges over the rounds.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from speculative.bench.harness import shuffled
-from speculative.bench.result import LoadRow
+from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, Range
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
-OUTCOMES = ("answered", "refused", "cut off", "lost")
+Outcome = Literal["answered", "refused", "cut off", "lost"]
+OUTCOMES: tuple[Outcome, ...] = ("answered", "refused", "cut off", "lost")
 EACH = 100_000  # prompt numbers reserved for each measurement
 WARM_UP = 0.2  # maximum seconds of load; each client generates at least one text
 MIDDLE = (0.05, 0.95)  # quantiles shown as the range of TTFT and TPOT
@@ -47,7 +49,7 @@ class RequestRecord:
     cut: bool = False  # the connection broke or could not be made, or the error was not an API error object
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Outcome:
         """One of OUTCOMES. A client that is cut off notices; one that is lost waits in vain or mistakes a partial
         answer for a complete one."""
         if self.error:
@@ -142,6 +144,8 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         ratios = [a / b.throughput for a, b in zip(throughputs, others, strict=True) if b.throughput]
         texts = {answer.number: answer.text for span in others for answer in span.answers if answer.whole}
         same = [answer.text == texts[answer.number] for answer in answered if answer.number in texts]
+    ttft, ttft_range = _median_and_spread([answer.ttft for answer in answered])
+    tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
     return {
         "name": f"{method.name}, {counted(clients, counts)}",
         "way": method.name,
@@ -151,8 +155,10 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         "throughputs": throughputs,
         "speedup": statistics.median(ratios) if ratios else None,
         "speedup_range": [min(ratios), max(ratios)] if ratios else None,
-        **_median_and_spread("ttft", [answer.ttft for answer in answered]),
-        **_median_and_spread("tpot", [answer.tpot for answer in answered]),
+        "ttft": ttft,
+        "ttft_range": ttft_range,
+        "tpot": tpot,
+        "tpot_range": tpot_range,
         **_drafting(answered),
         "same_text": sum(same) if same else None,
         "texts": len(same),
@@ -161,25 +167,31 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
     }
 
 
-def outcomes(answers: Sequence[RequestRecord]) -> dict[str, int]:
+def outcomes(answers: Sequence[RequestRecord]) -> Outcomes:
     """Number of requests per outcome."""
-    return {outcome: sum(answer.outcome == outcome for answer in answers) for outcome in OUTCOMES}
+    counts = Counter(answer.outcome for answer in answers)
+    return {
+        "answered": counts["answered"],
+        "refused": counts["refused"],
+        "cut off": counts["cut off"],
+        "lost": counts["lost"],
+    }
 
 
-def _median_and_spread(name: str, values: list[float | None]) -> dict:
+def _median_and_spread(values: list[float | None]) -> tuple[float | None, Range | None]:
     known = sorted(value for value in values if value is not None)
     if not known:
-        return {name: None, f"{name}_range": None}
+        return None, None
     low, high = (known[min(int(share * len(known)), len(known) - 1)] for share in MIDDLE)
-    return {name: statistics.median(known), f"{name}_range": [low, high]}
+    return statistics.median(known), [low, high]
 
 
-def _drafting(answers: list[RequestRecord]) -> dict:
+def _drafting(answers: list[RequestRecord]) -> Drafting:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
-    reported = [answer for answer in answers if answer.accepted is not None and answer.rejected is not None]
-    accepted, drafted = sum(a.accepted for a in reported), sum(a.accepted + a.rejected for a in reported)
-    inferences = sum(answer.tokens - 1 - answer.accepted for answer in reported)
+    counts = [(a.tokens, a.accepted, a.rejected) for a in answers if a.accepted is not None and a.rejected is not None]
+    accepted, drafted = sum(kept for _, kept, _ in counts), sum(kept + rejected for _, kept, rejected in counts)
+    inferences = sum(tokens - 1 - kept for tokens, kept, _ in counts)
     return {
         "acceptance_rate": metrics.acceptance_rate([drafted], [accepted + 1]) if drafted else None,
         "block_efficiency": (accepted + inferences) / inferences if inferences > 0 else None,
@@ -202,13 +214,13 @@ def break_even(rows: list[LoadRow]) -> list[str]:
         return []
     first, last = rows[0], rows[-1]
     lines = [f"Throughput with a draft relative to the main model alone: {'; '.join(map(_times, rows))}."]
-    unpaid = [one for one in rows if one["speedup_range"][0] <= 1]
+    unpaid = [one for one in rows if _lowest(one) <= 1]
     if not unpaid:
         lines.append(f"The draft helps at every measured number of {last['counted']}s, up to {last['clients']}.")
     elif len(unpaid) == len(rows):
         lines.append(f"The draft does not reliably help at any measured number of {last['counted']}s.")
     else:
-        worst = min(one["speedup_range"][0] for one in unpaid)  # over all rounds: a median hides slower ones
+        worst = min(map(_lowest, unpaid))  # over all rounds: a median hides slower ones
         cost = f"costs up to {1 - worst:.0%} of the throughput" if worst < 0.995 else "costs nothing"
         if unpaid == rows[-len(unpaid) :]:
             stop = counted(unpaid[0]["clients"], unpaid[0]["counted"])
@@ -227,22 +239,28 @@ def break_even(rows: list[LoadRow]) -> list[str]:
     return lines
 
 
+def _lowest(row: LoadRow) -> float:
+    """The lowest speedup of a row that has one."""
+    assert row["speedup_range"] is not None
+    return row["speedup_range"][0]
+
+
 def _times(row: LoadRow) -> str:
     return f"{_speedup(row)} with {counted(row['clients'], row['counted'])}"
 
 
 def losses(rows: list[LoadRow]) -> str:
     """The outcomes of the requests, in one sentence."""
-    total = {what: sum(row[what] for row in rows) for what in ("requests", *OUTCOMES)}
+    requests, total = sum(row["requests"] for row in rows), {what: sum(row[what] for row in rows) for what in OUTCOMES}
     return (
-        f"Of {total['requests']:,} requests {total['answered']:,} were answered, {total['refused']:,} refused with an "
+        f"Of {requests:,} requests {total['answered']:,} were answered, {total['refused']:,} refused with an "
         f"API error, {total['cut off']:,} cut off, {total['lost']:,} lost."
     )
 
 
 def table(rows: list[LoadRow]) -> str:
     """The table of the rows."""
-    columns = {
+    columns: dict[str, list[str]] = {
         "method": [one["way"] for one in rows],
         f"{rows[0]['counted']}s": [str(one["clients"]) for one in rows],
         "tokens/s": [f"{one['throughput']:.1f}" for one in rows],
@@ -268,7 +286,7 @@ def _number(value: float | None) -> str:
 
 
 def _speedup(row: LoadRow) -> str:
-    if row["speedup"] is None:
+    if row["speedup"] is None or row["speedup_range"] is None:
         return ""
     low, high = row["speedup_range"]
     return f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})"
@@ -278,7 +296,7 @@ def _same(row: LoadRow) -> str:
     return "" if row["same_text"] is None else f"{row['same_text']}/{row['texts']}"
 
 
-def _spread(row: LoadRow, name: str) -> str:
+def _spread(row: Drawn, name: str) -> str:
     if row[name] is None:
         return ""
     low, high = row[f"{name}_range"]

@@ -3,9 +3,10 @@
 """
 
 import io
+from collections.abc import Sequence
 
 from speculative.bench.reporting.plot import COLOURS, DOTS, MARKERS
-from speculative.bench.result import LoadRow
+from speculative.bench.result import Drawn
 
 SIZE = (9.6, 6.6)  # inches
 PANELS = [  # key of a row, its range, axis title, factor from the row's unit
@@ -16,7 +17,7 @@ PANELS = [  # key of a row, its range, axis title, factor from the row's unit
 ]
 
 
-def png(rows: list[LoadRow]) -> bytes:
+def png(rows: Sequence[Drawn]) -> bytes:
     """One panel per metric, one line per method."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def png(rows: list[LoadRow]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel, method: str, line: list[LoadRow], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel, method: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:

@@ -42,7 +42,7 @@ class StartedServer:
             **own_group(),  # Ctrl-C must reach only this program
         )
         self._url = ""
-        self._output = collections.deque(maxlen=20)
+        self._output = collections.deque[str](maxlen=20)
         self._ready = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -65,6 +65,7 @@ class StartedServer:
             self.process.wait()
 
     def _listen(self) -> None:
+        assert self.process.stderr is not None  # a pipe
         for line in self.process.stderr:
             if line.startswith(READY):
                 self._url = line.removeprefix(READY).split()[0]

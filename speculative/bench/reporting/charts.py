@@ -1,5 +1,8 @@
 """Charts of the HTML report: speedup, acceptance, time per iteration, tuning candidates."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import (
     Axis,
@@ -14,7 +17,7 @@ from speculative.bench.reporting.svg import (
     whole_axis,
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, method_name, section
-from speculative.bench.result import CandidateRow, MethodRow, Result, SpeedupPoint, TuneResult
+from speculative.bench.result import Drawn
 from speculative.pair.engines import GENAI, engine_id, shown_engine
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
@@ -23,7 +26,7 @@ FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendat
 # ---- speedup against draft length -----------------------------------------------------------------------------------
 
 
-def speedup(result: Result) -> Markup | str:
+def speedup(result: Drawn) -> Markup | str:
     """One panel per temperature: measured with the range over the rounds, predicted dashed."""
     points = speedup_points(result)
     if not points:
@@ -37,8 +40,8 @@ def speedup(result: Result) -> Markup | str:
     engines = list(dict.fromkeys(p["engine"] for p in points + others))
     panels = []
     for t in dict.fromkeys(p["temperature"] for p in points):
-        of_t = [[p for p in group if p.get("temperature", 0) == t] for group in (points, others)]
-        panels.append(speedup_panel(t, *of_t, engines, x, y))
+        points_of_t, others_of_t = ([p for p in group if p.get("temperature", 0) == t] for group in (points, others))
+        panels.append(speedup_panel(t, points_of_t, others_of_t, engines, x, y))
     notes = "Relative to the main model alone in the same rounds; bars show the range over the rounds."
     if any(finite(p.get("predicted")) for p in points):
         notes += " Predicted: tau / (v(K) + K c), from measured acceptance and costs"
@@ -47,11 +50,11 @@ def speedup(result: Result) -> Markup | str:
         )
     if len(panels) == 1:
         return section("speedup", "Speedup against draft length", how(notes), panels[0])
-    panels = tag("div", *panels, class_="panels")
-    return section("speedup", "Speedup against draft length", how(notes), panels, kind="card wide")
+    side_by_side = tag("div", *panels, class_="panels")
+    return section("speedup", "Speedup against draft length", how(notes), side_by_side, kind="card wide")
 
 
-def speedup_points(result: Result) -> list[SpeedupPoint]:
+def speedup_points(result: Drawn) -> list[dict[str, Any]]:
     """The points of the sweep, or of the rows with a fixed draft length; the best per temperature is marked.
 
     Empty if the rows differ in more than the draft length.
@@ -70,12 +73,12 @@ def speedup_points(result: Result) -> list[SpeedupPoint]:
     return points
 
 
-def _with_shown_engine(row: dict) -> dict:
+def _with_shown_engine(row: Drawn) -> dict[str, Any]:
     return {**row, "engine": shown_engine(row["engine"])}
 
 
 def speedup_panel(
-    t: float, points: list[SpeedupPoint], others: list[MethodRow], engines: list[str], x: Axis, y: Axis
+    t: float, points: Sequence[Drawn], others: Sequence[Drawn], engines: list[str], x: Axis, y: Axis
 ) -> Markup:
     title = f"Temperature {t:g}" if t else "Greedy"
     best = max(points, key=lambda p: p["speedup"])
@@ -113,9 +116,9 @@ def speedup_panel(
 # ---- acceptance per position ----------------------------------------------------------------------------------------
 
 
-def acceptance(result: Result) -> Markup | str:
+def acceptance(result: Drawn) -> Markup | str:
     """Per engine and temperature: the longest fixed draft length, and every other policy."""
-    longest: dict[tuple, MethodRow] = {}
+    longest: dict[tuple, Drawn] = {}
     for row in result.get("rows", []):
         rule = row["draft_length"] if isinstance(row.get("draft_length"), str) else "fixed"
         kind = (row.get("engine"), row.get("temperature"), rule)
@@ -144,7 +147,7 @@ def acceptance(result: Result) -> Markup | str:
 # ---- time per iteration ---------------------------------------------------------------------------------------------
 
 
-def iteration(result: Result) -> Markup | str:
+def iteration(result: Drawn) -> Markup | str:
     rows = result.get("iteration")
     if not rows:
         return ""
@@ -161,7 +164,7 @@ def iteration(result: Result) -> Markup | str:
 # ---- tune's candidates ----------------------------------------------------------------------------------------------
 
 
-def candidates(result: Result) -> Markup | str:
+def candidates(result: Drawn) -> Markup | str:
     """Speed against agreement; candidates never compared with the f32 text are in the table only."""
     found = list(enumerate(result.get("candidates", []), start=1))
     if not found:
@@ -177,7 +180,7 @@ def candidates(result: Result) -> Markup | str:
     return section("candidates", "Speed against agreement", *content)
 
 
-def candidates_figure(shown: list[tuple[int, CandidateRow]], recommended: CandidateRow | None) -> Markup:
+def candidates_figure(shown: list[tuple[int, Drawn]], recommended: Drawn | None) -> Markup:
     agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
     top = max((one for _, one in shown), key=lambda one: one["throughput"])
     description = (
@@ -200,7 +203,7 @@ def candidates_figure(shown: list[tuple[int, CandidateRow]], recommended: Candid
     return tag("figure", plot.svg(), legend(entries))
 
 
-def chosen(result: TuneResult) -> CandidateRow | None:
+def chosen(result: Drawn) -> Drawn | None:
     """The candidate with the recommended settings."""
     found = result.get("recommendation") or {}
     best = found.get("settings", {}).get(found.get("best"))
@@ -211,7 +214,7 @@ def chosen(result: TuneResult) -> CandidateRow | None:
     return next((one for one in result["candidates"] if _with_engine_id(one.get("settings")) == wanted), None)
 
 
-def _with_engine_id(settings: dict | None) -> dict:
+def _with_engine_id(settings: Drawn | None) -> Drawn:
     """The settings of a candidate, the engine by its present id; a device or property set has none."""
     settings = settings or {}
     return {**settings, "engine": engine_id(settings["engine"])} if "engine" in settings else settings

@@ -1,6 +1,7 @@
 """Markdown tables of the speedups of both pairs in README and docs, from the recorded results."""
 
 from collections.abc import Callable
+from typing import Any
 
 from speculative.bench.result import (
     BatchingResult,
@@ -8,7 +9,6 @@ from speculative.bench.result import (
     LoadRow,
     MethodRow,
     RecordedResult,
-    Result,
     ServingResult,
 )
 from speculative.pair.engines import GENAI, NATIVE, engine_id
@@ -17,7 +17,7 @@ PAIRS = {
     "embedded": "embedded pair (31.6 M + 2.0 M)",
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
 }
-Cell = Callable[[Result], str]
+Cell = Callable[[Any], str]  # of the result of the program that `figures` come from
 
 
 def gains(kept: dict[str, RecordedResult]) -> str:
@@ -109,8 +109,8 @@ def times(row: MethodRow | LoadRow) -> str:
     return f"{row['speedup']:.2f}x{span(row['speedup_range'])}"
 
 
-def span(bounds: list[float]) -> str:
-    return f" ({bounds[0]:.2f}-{bounds[1]:.2f})"
+def span(bounds: list[float] | None) -> str:
+    return f" ({bounds[0]:.2f}-{bounds[1]:.2f})" if bounds else ""
 
 
 ROWS: list[tuple[str, str, Cell]] = [

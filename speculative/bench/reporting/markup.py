@@ -1,5 +1,6 @@
 """HTML and SVG builder, escaped by construction: anything not made by `tag` is treated as text."""
 
+from collections.abc import Iterable
 from html import escape
 
 
@@ -24,5 +25,5 @@ def tag(name: str, *content: object, **attributes: object) -> Markup:
     return Markup(f"<{name}{written}>{join(content)}</{name}>")
 
 
-def join(parts) -> Markup:
+def join(parts: Iterable[object]) -> Markup:
     return Markup("".join(text(part) for part in parts))

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from speculative.bench.reporting.charts import acceptance, candidates, iteration
 from speculative.bench.reporting.markup import Markup, tag
 from speculative.bench.reporting.svg import PATTERNS
 from speculative.bench.reporting.tables import categories, devices, environment, recommendation, tables, tokens
-from speculative.bench.result import Result
+from speculative.bench.result import Drawn
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
@@ -29,9 +30,10 @@ ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # no external resourc
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def html_text(result: Result) -> str:
+def html_text(result: Drawn) -> str:
     """The HTML page: summary, charts, tables, environment; a part is left out if `result` has no data for it."""
-    title = TITLES.get(result["program"], result["program"])
+    program: str = result["program"]
+    title = TITLES.get(program, program)
     charts = [chart for chart in (f(result) for f in (speedup, acceptance, iteration, candidates)) if chart]
     charts += load_charts(result)
     parts = [summary(result, title), devices(result), tag("div", *charts, class_="pair") if charts else ""]
@@ -46,7 +48,7 @@ def html_text(result: Result) -> str:
     return f"<!DOCTYPE html>\n{page}\n"
 
 
-def commands_apart(sentences: list[str]):
+def commands_apart(sentences: list[str]) -> Iterator[str]:
     """Yield the sentences, with a command at the end of one moved to its own indented line."""
     for sentence in sentences:
         words, found, command = sentence.partition(": python ")
@@ -55,7 +57,7 @@ def commands_apart(sentences: list[str]):
             yield f"{INDENT}python {command}"
 
 
-def summary(result: Result, title: str) -> Markup:
+def summary(result: Drawn, title: str) -> Markup:
     """The summary sentences, the first one large; indented ones are code."""
     facts = result.get("environment", {})
     about = [str(facts[key]) for key in ("main", "draft") if facts.get(key)]
@@ -72,7 +74,7 @@ def summary(result: Result, title: str) -> Markup:
 # ---- CSV ------------------------------------------------------------------------------------------------------------
 
 
-def csv_text(result: Result) -> str:
+def csv_text(result: Drawn) -> str:
     """The main table of a result: draft lengths, candidates, methods, or device cells."""
     rows = result.get("sweep") or result.get("candidates") or result.get("rows")
     rows = rows or result.get("matrix", {}).get("cells", [])
@@ -84,7 +86,7 @@ def csv_text(result: Result) -> str:
     return written.getvalue()
 
 
-def flatten(row: dict, before: str = ""):
+def flatten(row: Drawn, before: str = "") -> Iterator[tuple[str, object]]:
     """Yield (column, value): nested keys become settings.K; lists are joined by spaces."""
     for key, value in row.items():
         if isinstance(value, dict):
@@ -97,7 +99,7 @@ def flatten(row: dict, before: str = ""):
             yield before + key, value
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(result: Drawn, path: Path) -> None:
     if path.suffix == ".png" and loads(result):
         from speculative.bench.load import plot as load_plot
 

@@ -1,14 +1,15 @@
 """PNG plot of speedup against draft length, with matplotlib: `python scripts/report.py result.json speedup.png`."""
 
 import io
+from collections.abc import Sequence
 
-from speculative.bench.result import SpeedupPoint
+from speculative.bench.result import Drawn
 
 SIZE, DOTS = (7.2, 3.9), 160  # inches, dots per inch
 COLOURS, MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"), "os^Dv"  # Okabe and Ito
 
 
-def png(points: list[SpeedupPoint]) -> bytes:
+def png(points: Sequence[Drawn]) -> bytes:
     """One panel per temperature: measured with the range over the rounds, predicted dashed, the best K as a star.
 
     Raises ValueError if there are no points.
@@ -47,7 +48,7 @@ def png(points: list[SpeedupPoint]) -> bytes:
     return written.getvalue()
 
 
-def draw_engine(panel, engine: str, line: list[SpeedupPoint], i: int, aside: float) -> None:
+def draw_engine(panel, engine: str, line: Sequence[Drawn], i: int, aside: float) -> None:
     """Draw one engine's line; `aside` is an x offset that keeps the ranges of two engines apart."""
     colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
     k, speedup = [p["k"] + aside for p in line], [p["speedup"] for p in line]

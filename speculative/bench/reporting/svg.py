@@ -38,7 +38,7 @@ class Axis(NamedTuple):
     title: str  # including the unit
     low: float
     high: float
-    ticks: list[float]
+    ticks: Sequence[float]
     labels: list[str]
 
 
@@ -59,7 +59,7 @@ def axis(title: str, low: float, high: float, form: str = "{:g}") -> Axis:
     return Axis(title, values[0], values[-1], values, [form.format(value) for value in values])
 
 
-def whole_axis(title: str, values) -> Axis:
+def whole_axis(title: str, values: Sequence[int]) -> Axis:
     """An axis over whole numbers, half a step wider on both sides."""
     low, high = min(values), max(values)
     step = math.ceil((high - low + 1) / 12)
@@ -85,7 +85,7 @@ class Plot:
     def at_y(self, value: float) -> float:
         return self.height - BOTTOM - (value - self.y.low) / (self.y.high - self.y.low) * (self.height - TOP - BOTTOM)
 
-    def line(self, points: list[tuple[float, float]], style: str) -> None:
+    def line(self, points: Sequence[tuple[float, float]], style: str) -> None:
         path = " ".join(f"{number(self.at_x(x))},{number(self.at_y(y))}" for x, y in points)
         self.parts.append(tag("polyline", points=path, class_=f"line {style}"))
 

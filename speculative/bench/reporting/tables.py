@@ -1,9 +1,11 @@
 """Tables of the HTML report: results, environment, heat maps of devices and categories, token-by-token text."""
 
 import math
+from collections.abc import Sequence
+from typing import TypeGuard
 
 from speculative.bench.reporting.markup import Markup, join, tag
-from speculative.bench.result import CandidateRow, CategoryRow, CellResult, FailedCandidate, MethodRow, Result
+from speculative.bench.result import CategoryRow, Drawn
 from speculative.pair.engines import shown_engine
 from speculative.sequence import metrics
 
@@ -66,7 +68,7 @@ UNITS = dict.fromkeys(("ttft", "ttft_range", "tpot", "tpot_range"), 1e3) | {
 }  # factor from the result's unit to the column's
 
 
-def finite(value: object) -> bool:
+def finite(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
@@ -88,8 +90,8 @@ def scroll(table: Markup, label: str) -> Markup:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def tables(result: Result) -> Markup | str:
-    named = {
+def tables(result: Drawn) -> Markup | str:
+    named: dict[str, list[Drawn]] = {
         "Draft lengths": result.get("sweep", []),
         "Methods": [{**row, "name": method_name(row)} for row in result.get("rows", []) if "clients" not in row],
         "Under load": [row for row in result.get("rows", []) if "clients" in row],
@@ -101,7 +103,7 @@ def tables(result: Result) -> Markup | str:
         "Loading": result.get("starts", []),
     }
     named = {name: rows for name, rows in named.items() if rows}
-    drawn = []
+    drawn: list[Markup] = []
     for name, rows in named.items():
         table = tag("summary", name), data_table(CAPTIONS.get(name, name), rows)
         drawn.append(tag("details", *table, open=None if drawn else ""))  # the first one is open
@@ -109,7 +111,7 @@ def tables(result: Result) -> Markup | str:
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
 
 
-def method_name(row: MethodRow) -> str:
+def method_name(row: Drawn) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
@@ -118,12 +120,12 @@ def method_name(row: MethodRow) -> str:
     return f"{shown_engine(row['engine'])}, {words}"
 
 
-def candidate_name(number: int, candidate: CandidateRow | FailedCandidate) -> str:
+def candidate_name(number: int, candidate: Drawn) -> str:
     settings = candidate.get("settings", {})
     return f"{number}: {candidate.get('name') or ', '.join(f'{key} = {value}' for key, value in settings.items())}"
 
 
-def data_table(caption: str, rows: list[dict]) -> Markup:
+def data_table(caption: str, rows: Sequence[Drawn]) -> Markup:
     """A table of the known columns for which any row has a value."""
     used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     in_name = {"engine", "temperature", "k"} if "name" in used else set()  # contained in the name
@@ -143,7 +145,7 @@ def unbroken(name: str) -> str:
     return name.replace(" = ", "\u00a0=\u00a0")
 
 
-def alignment(rows: list[dict], key: str) -> str | None:
+def alignment(rows: Sequence[Drawn], key: str) -> str | None:
     return None if any(isinstance(row.get(key), str) for row in rows) else "number"
 
 
@@ -169,7 +171,7 @@ def terms(keys: set[str]) -> Markup:
 # ---- facts ----------------------------------------------------------------------------------------------------------
 
 
-def environment(result: Result) -> Markup | str:
+def environment(result: Drawn) -> Markup | str:
     facts = result.get("environment")
     if not facts:
         return ""
@@ -178,7 +180,7 @@ def environment(result: Result) -> Markup | str:
     return section("environment", "Environment", facts_table("Measurement environment", facts))
 
 
-def recommendation(result: Result) -> Markup | str:
+def recommendation(result: Drawn) -> Markup | str:
     """The recommendation of tune.py without its sentences, which are in the summary."""
     found = result.get("recommendation")
     if not found:
@@ -187,7 +189,7 @@ def recommendation(result: Result) -> Markup | str:
     return section("recommendation", "Recommendation", facts_table("Content of recommended.json", facts))
 
 
-def facts_table(caption: str, facts: dict) -> Markup:
+def facts_table(caption: str, facts: Drawn) -> Markup:
     rows = (tag("tr", tag("th", words(key), scope="row"), tag("td", fact(value))) for key, value in facts.items())
     table = tag("table", tag("caption", tag("span", caption)), tag("tbody", *rows), class_="facts")
     return scroll(table, caption)
@@ -231,7 +233,7 @@ def heat(value: float, highest: float) -> str:
     return f"--share: {0.85 * value / highest if highest > 0 else 0:.2f}"
 
 
-def devices(result: Result) -> Markup | str:
+def devices(result: Drawn) -> Markup | str:
     matrix = result.get("matrix")
     if not matrix:
         return ""
@@ -255,7 +257,7 @@ def devices(result: Result) -> Markup | str:
     return section("devices", "Devices", how(words), heat_table(caption, "main model on", columns, rows), listed)
 
 
-def device_cell(cell: CellResult, highest: float, best: bool, reasons: list[str]) -> Markup:
+def device_cell(cell: Drawn, highest: float, best: bool, reasons: list[str]) -> Markup:
     """One cell; its reason is given as a number in the list under the table."""
     status = cell.get("status", "not measured")
     mark = f" [{reasons.index(cell['reason']) + 1}]" if cell.get("reason") else ""
@@ -269,12 +271,12 @@ def device_cell(cell: CellResult, highest: float, best: bool, reasons: list[str]
         lines.append("\u2260 text differs" + (f" from token {first}" if first is not None else ""))
     if status != "ok":
         lines.append(status + mark)
-    lines = [tag("small", line) for line in lines]
+    below = [tag("small", line) for line in lines]
     value = tag("b", f"{cell['throughput']:.1f}")
-    return tag("td", value, *lines, class_="best" if best else None, style=heat(cell["throughput"], highest))
+    return tag("td", value, *below, class_="best" if best else None, style=heat(cell["throughput"], highest))
 
 
-def categories(result: Result) -> Markup | str:
+def categories(result: Drawn) -> Markup | str:
     found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
     if not found:
         return ""
@@ -302,7 +304,7 @@ def category_cell(row: CategoryRow | None, highest: float) -> Markup:
 # ---- a text, token by token -----------------------------------------------------------------------------------------
 
 
-def tokens(result: Result) -> Markup | str:
+def tokens(result: Drawn) -> Markup | str:
     view = result.get("token_view")
     if not view:
         return ""

@@ -1,6 +1,7 @@
 """Client of tune.py's model process, on this machine or on one of a cluster."""
 
 import sys
+from typing import Any
 
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
@@ -16,18 +17,18 @@ class TuningClient:
         self.machine = place.machine
         self._worker = None if place.machine else WorkerProcess([sys.executable, "-m", WORKER])
 
-    def call(self, name: str, *arguments) -> object:
+    def call(self, name: str, *arguments: object) -> Any:
         """Raises what tuning/worker.py raises, ChildFailed if its process crashed, NodeLost if the machine is lost."""
         return self._do("call", name, *arguments)
 
-    def ask(self, name: str, *arguments) -> object:
+    def ask(self, name: str, *arguments: object) -> Any:
         """Make a call that cannot fail because of a candidate; retried once if the process crashed."""
         try:
             return self.call(name, *arguments)
         except ChildFailed:
             return self.call(name, *arguments)
 
-    def remember(self, name: str, *arguments) -> None:
+    def remember(self, name: str, *arguments: object) -> None:
         """Make a call that is repeated after every restart of the process."""
         self._do("remember", name, *arguments)
 
@@ -35,7 +36,7 @@ class TuningClient:
         if self._worker:
             self._worker.close()
 
-    def _do(self, what: str, *arguments) -> object:
+    def _do(self, what: str, *arguments: object) -> Any:
         if self.machine:
             return self.machine.worker(what, WORKER, *arguments)
         return getattr(self._worker, what)(*arguments)

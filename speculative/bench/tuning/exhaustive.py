@@ -8,6 +8,7 @@ finalists in rounds interleaved with the choice.
 """
 
 import statistics
+from functools import partial
 
 from speculative.bench.result import ExhaustiveCheck
 from speculative.bench.tuning.finals import Finals
@@ -36,7 +37,7 @@ class EverySetting(LengthStage):
         found = [Setting(models, GENAI), Setting(models, NATIVE)]
         for draft in self.session.drafts:
             found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
-            if self.session.on_one(lambda bench, draft=draft: self.session.measure_costs(bench, models, draft)):
+            if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):
                 found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", *THRESHOLDS)]
         return found
 

@@ -48,10 +48,13 @@ class Finals:
         contest.settings = settings
         self.session.clock.tick("new rounds of the choice" if contest is self.session.remeasured else "finalists")
         machines = len(self.session.benches)
+
+        def work(numbers: list[int], bench: TuningClient) -> None:
+            for number in numbers:
+                self.compare_on(bench, contest, number, machines)
+
         try:
-            self.session.share(
-                list(range(machines)), lambda numbers, bench: self.compare_on(bench, contest, *numbers, machines)
-            )
+            self.session.share(list(range(machines)), work)
         except Ended:
             if not contest.methods:
                 raise

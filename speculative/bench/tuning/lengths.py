@@ -42,9 +42,14 @@ class LengthStage:
                 lengths = self.lengths(models, draft)
                 fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
                 found += [Setting(models, engine, draft, k) for k in fixed for engine in (GENAI, NATIVE)]
-                found += [Setting(models, NATIVE, draft, k) for k in ("adaptive", *THRESHOLDS[: 3 * (place == 0)])]
+                rules: list[str | float] = ["adaptive", *THRESHOLDS[: 3 * (place == 0)]]
+                found += [Setting(models, NATIVE, draft, rule) for rule in rules]
         longest = 7 if kind(best_set.device) == "NPU" else LONGEST  # on an NPU, GenAI may grow K to twice its value
-        found = [one for one in found if one.engine == NATIVE or one.draft_length <= longest]
+        found = [
+            one
+            for one in found
+            if one.engine == NATIVE or isinstance(one.draft_length, str) or one.draft_length <= longest
+        ]
         if kind(best_set.device) != "NPU":
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
         found = list(dict.fromkeys(found))
@@ -83,10 +88,9 @@ class LengthStage:
             self.session.drop(found, kept, f"lengths {round_}")
             best = drafted[0].setting
             if round_ == 1 and isinstance(best.draft_length, int):  # add the best one's neighbours, if untested
-                around = [dataclasses.replace(best, draft_length=best.draft_length + i) for i in (-1, 1)]
-                kept |= {
-                    one for one in around if 1 <= one.draft_length <= LONGEST and one not in self.session.candidates
-                }
+                near = [k for k in (best.draft_length - 1, best.draft_length + 1) if 1 <= k <= LONGEST]
+                around = [dataclasses.replace(best, draft_length=k) for k in near]
+                kept |= {one for one in around if one not in self.session.candidates}
             settings = [one for one in dict.fromkeys([*settings, *kept]) if one in kept]
             tokens *= 2
 

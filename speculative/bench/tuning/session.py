@@ -3,9 +3,10 @@
 import argparse
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from speculative.bench import quality as text_quality
 from speculative.bench.cluster import ray_nodes
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.worker_process import RAISED
+from speculative.bench.cluster.worker_process import RAISABLE
 from speculative.bench.harness import Method
 from speculative.bench.quality import Quality
 from speculative.bench.tuning.client import TuningClient
@@ -37,11 +38,15 @@ LEAST_ROUNDS = 2  # new rounds after the choice, whatever the budget: one round 
 REFERENCE_BY, DRAFTS_BY, PROPERTIES_BY, LENGTHS_BY, CHOSEN_BY = 0.06, 0.15, 0.4, 0.65, 0.82
 
 
+T = TypeVar("T")
+Tried = TypeVar("Tried", bound=PropertySet | Setting)
+
+
 @dataclass
-class Candidate:
+class Candidate(Generic[Tried]):
     """A property set (first stage) or a setting (second), and its measurements."""
 
-    setting: PropertySet | Setting
+    setting: Tried
     speedup: float = 0.0  # first stage: of an iteration; second: of decoding over the main model alone with defaults
     alone: float = 0.0  # first stage: speedup of plain decoding
     throughput: float | None = None
@@ -107,7 +112,7 @@ class Session:
         self.benches = [TuningClient(place) for place in places]  # lost ones are removed
         self.machines = [place.name for place in places if place.machine]
         self.drafts: list[Path] = arguments.drafts
-        self.costs: dict[tuple[PropertySet, Path], Costs] = {}
+        self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}
         self.clock = Clock(60 * arguments.minutes)
         fixed = merged((), tuple(arguments.property))
         devices = [(one, other) for one in arguments.devices for other in arguments.devices]
@@ -119,8 +124,8 @@ class Session:
         self.references: list[text_quality.ReferenceText] = []
         self.quality: dict[PropertySet, Quality] = {}
         self.alpha: dict[Path, float] = {}  # per-token acceptance of each draft
-        self.property_candidates: dict[PropertySet, Candidate] = {}
-        self.candidates: dict[Setting, Candidate] = {}
+        self.property_candidates: dict[PropertySet, Candidate[PropertySet]] = {}
+        self.candidates: dict[Setting, Candidate[Setting]] = {}
         self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
         self.remeasured = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
@@ -141,9 +146,9 @@ class Session:
         if left:
             raise Ended(f"no machine left: {left[0][1]}")
 
-    def on_one(self, work: Callable[[TuningClient], object]) -> object:
+    def on_one(self, work: Callable[[TuningClient], T]) -> T:
         """Run `work` on one machine and return its result."""
-        found = []
+        found: list[T] = []
         self.share([None], lambda _, bench: found.append(work(bench)))
         return found[-1]
 
@@ -157,13 +162,13 @@ class Session:
         if not self.benches:
             raise Ended("all machines were lost")
 
-    def tried(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments) -> object:
+    def tried(self, bench: TuningClient, setting: Setting | PropertySet, name: str, *arguments: object) -> Any:
         """The result of a call for a candidate. None: it failed or crashed the process, and is recorded as failed with
         the reason. A baseline is retried once, as tuning cannot continue without it."""
         while True:
             try:
                 return bench.call(name, *arguments)
-            except (*RAISED.values(), ChildFailed) as error:
+            except (*RAISABLE, ChildFailed) as error:
                 reason = " ".join(str(error).split())[-300:]
             finally:
                 self.clock.tick()
@@ -223,10 +228,10 @@ class Session:
             for k in range(1, LONGEST + 1)
         }
 
-    def measured_sets(self) -> list[Candidate]:
+    def measured_sets(self) -> list[Candidate[PropertySet]]:
         return [one for one in self.property_candidates.values() if one.speedup]
 
-    def drop(self, candidates, kept: set, where: str) -> None:
+    def drop(self, candidates: Iterable[Candidate[Tried]], kept: set[Tried], where: str) -> None:
         for one in candidates:
             if one.setting not in kept and not one.dropped:
                 one.dropped = where

@@ -5,8 +5,10 @@ A `PropertySet` determines the compiled models and their numerics; a `Setting` a
 """
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import openvino as ov
@@ -24,7 +26,8 @@ from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.engines import GENAI, NATIVE, shown_engine
 
-Properties = tuple[tuple[str, object], ...]
+Value = str | int | bool
+Properties = tuple[tuple[str, Value], ...]
 """Sorted by name, so that equal sets compare equal."""
 
 EXACT: Properties = (("EXECUTION_MODE_HINT", "ACCURACY"),)  # f32 inference and cache, no quantized activations
@@ -103,7 +106,7 @@ class Setting:
 
     def as_dict(self) -> MethodSettings:
         """As in recommended.json; see speculative/pair/recommendation.py."""
-        alone = {"device": self.models.device, "properties": dict(self.models.properties)}
+        alone: MethodSettings = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:
             alone["scheduler"] = dict(self.scheduler)
         if not self.draft:
@@ -137,7 +140,7 @@ def property_values(device: str, core: ov.Core) -> list[Properties]:
     cores = usable_cores()
     precisions = {"BF16": "bf16", "FP16": "f16", "FP32": "f32"}
     capabilities = core.get_property(device, "OPTIMIZATION_CAPABILITIES") if kind(device) in available(core) else []
-    tried = {
+    tried: dict[str, Sequence[Value]] = {
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": [128, 256, 64],
         "INFERENCE_NUM_THREADS": sorted({cores, max(1, cores // 2)}, reverse=True),
         "KV_CACHE_PRECISION": ["u8", "bf16", "f16", "u4"],
@@ -172,9 +175,9 @@ class Models:
     def __init__(self, main: Path, capacity: int):
         self.main = main
         self.capacity = capacity
-        self.costs: dict[tuple[PropertySet, Path], Costs] = {}  # for the adaptive length
+        self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}  # for the adaptive length
         self._rules: dict[Setting, AdaptiveDraftLength] = {}
-        self._loaded: dict[tuple, object] = {}
+        self._loaded: dict[tuple, Any] = {}  # CachedModel, and LLMPipeline of GenAI
         free = devices.main_memory().available
         self._room = SHARE_OF_MEMORY * free if free else float("inf")
 
@@ -186,9 +189,13 @@ class Models:
             self._loaded[key] = cached_model.load(ModelSpec(folder, device, dict(properties)), capacity=capacity)
         return self._loaded[key]
 
+    @overload
+    def pair(self, models: PropertySet, draft: Path) -> tuple[CachedModel, CachedModel]: ...
+    @overload
+    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]: ...
     def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
         main = self.cached(self.main, models.device, models.properties)
-        return main, draft and self.cached(draft, models.draft_device, models.draft_properties)
+        return main, self.cached(draft, models.draft_device, models.draft_properties) if draft else None
 
     def load(self, setting: Setting) -> None:
         """Raises RuntimeError or ValueError if a device or plugin rejects the setting."""
@@ -200,7 +207,7 @@ class Models:
     def decode(self, setting: Setting, ids: np.ndarray, new_tokens: int) -> genai.Run | GenerationResult:
         """Decode greedily, ignoring EOS."""
         if setting.engine == GENAI:
-            k = setting.draft_length if setting.draft else None
+            k = setting.draft_length if setting.draft and isinstance(setting.draft_length, int) else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
         rule = None
@@ -261,7 +268,9 @@ class Models:
             properties = dict(models.properties)
             if setting.scheduler:
                 properties["scheduler_config"] = scheduler_config(setting.scheduler)
-            draft = setting.draft and ModelSpec(setting.draft, models.draft_device, dict(models.draft_properties))
+            draft = None
+            if setting.draft:
+                draft = ModelSpec(setting.draft, models.draft_device, dict(models.draft_properties))
             self._loaded[key] = genai.load(ModelSpec(self.main, models.device, properties), draft)
         return self._loaded[key]
 

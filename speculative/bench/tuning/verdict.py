@@ -17,6 +17,7 @@ from speculative.bench import quality as text_quality
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.result import (
     CandidateRow,
+    CandidateSettings,
     FailedCandidate,
     MethodRow,
     QualityFigures,
@@ -181,6 +182,7 @@ def judge(tuning) -> Verdict | None:
     if tuning.note:
         sentences.append(f"Note: {tuning.note}.")
     quality = tuning.quality.get(chosen.setting.models)
+    assert best.setting.draft is not None
     return Verdict(
         tuning.arguments.main,
         best.setting.draft,
@@ -229,7 +231,7 @@ def _tokens_each(tuning, one: Figures) -> float:
     contest = _contest(tuning, one.setting)
     if not contest:
         return 1 + tuning.alpha[one.setting.draft]
-    return metrics.block_efficiency([n for run in contest.methods[one.setting].runs() for n in run.gained])
+    return metrics.block_efficiency([n for run in contest.methods[one.setting].runs() for n in run.gained]) or 1.0
 
 
 # ---- sentences ------------------------------------------------------------------------------------------------------
@@ -375,9 +377,9 @@ def _facts(tuning, one: Figures) -> tuple[float, float, int, float, float] | Non
         return None
     row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
     verify = measured.verify()
-    k = min(max(1, round(row["mean_draft_length"])), LONGEST)
+    k = min(max(1, round(row["mean_draft_length"] or 0.0)), LONGEST)
     return (
-        row["block_efficiency"],
+        row["block_efficiency"] or 1.0,
         row["acceptance_rate"] or 0.0,
         k,
         measured.draft / verify[1],
@@ -486,8 +488,8 @@ def _python(main: str, setting: Setting) -> list[str]:
         lines += [f"scheduler.{name} = {value!r}" for name, value in setting.scheduler]
         arguments += ", scheduler_config=scheduler"
     if setting.draft:
-        own = "".join(f", {name}={value!r}" for name, value in models.draft_properties)
-        lines.append(f"draft = openvino_genai.draft_model({str(setting.draft)!r}, {models.draft_device!r}{own})")
+        of_draft = "".join(f", {name}={value!r}" for name, value in models.draft_properties)
+        lines.append(f"draft = openvino_genai.draft_model({str(setting.draft)!r}, {models.draft_device!r}{of_draft})")
         arguments = ", draft_model=draft" + arguments
     return [
         *lines,
@@ -535,18 +537,21 @@ def rows(tuning) -> list[MethodRow]:
 
 def candidates(tuning) -> list[CandidateRow | FailedCandidate]:
     """All candidates, failed ones included."""
-    found = []
+    found: list[CandidateRow | FailedCandidate] = []
     last = {one.setting: one for one in figures(tuning)}
     remeasured = {one.setting: one for one in figures_of(tuning.remeasured, tuning.baseline)}
     for one in (*tuning.property_candidates.values(), *tuning.candidates.values()):
         is_set = isinstance(one.setting, PropertySet)
         final = remeasured.get(one.setting) or last.get(one.setting)
-        settings = Setting(one.models, NATIVE).as_dict() if is_set else one.setting.as_dict()
+        setting = Setting(one.models, NATIVE) if isinstance(one.setting, PropertySet) else one.setting
+        settings: CandidateSettings = {**setting.as_dict()}
+        if not is_set:
+            settings["engine"] = setting.engine
         found.append(
             {
                 "name": str(one.setting),
                 "stage": "properties" if is_set else "draft length",
-                "settings": {**settings, **({} if is_set else {"engine": one.setting.engine})},
+                "settings": settings,
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,

@@ -34,8 +34,9 @@ class TuningWorker:
         """Returns True. Raises RuntimeError or ValueError if a device or plugin rejects the models."""
         if isinstance(setting, Setting):
             self.models.load(setting)
-        for draft in drafts:
-            self.models.pair(setting, draft)
+        else:
+            for draft in drafts:
+                self.models.pair(setting, draft)
         return True
 
     def keep(self, settings: list, drafts: list[Path]) -> None:
@@ -101,7 +102,8 @@ class TuningWorker:
             begin = time.perf_counter()
             model.backend.run(context, tokens[context : context + n], n)
             seconds.append(time.perf_counter() - begin)
-        return tuple(seconds)
+        plain, check, step = seconds
+        return plain, check, step
 
     def forget(self, models: PropertySet, draft: Path) -> None:
         for model in self.models.pair(models, draft):

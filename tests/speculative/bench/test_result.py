@@ -113,6 +113,11 @@ def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
     assert problems(facts, result.PairEnvironment) == ["result['properties']['EXECUTION_MODE_HINT'] is 1.5, not str"]
 
 
+def test_an_environment_names_no_memory_if_the_system_does_not_tell_it(monkeypatch):
+    monkeypatch.setattr(harness.devices, "main_memory", lambda: harness.devices.Memory(None, None))
+    assert harness.environment(argparse.Namespace())["memory"] == "unknown"
+
+
 @pytest.mark.parametrize("answered", [True, False])
 def test_the_rows_of_methods_under_load_have_their_type(answered):
     outcome = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
