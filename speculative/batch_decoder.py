@@ -27,7 +27,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Decoder, Prompt
+from speculative.decoder import Prompt, encode
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -128,7 +128,9 @@ class BatchDecoder:
         """Memory in bytes of the KV caches for all requests, main and draft."""
         return self.main.cache_bytes + (self.draft.cache_bytes if isinstance(self.draft, BatchModel) else 0)
 
-    encode = Decoder.encode
+    def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
+        """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
+        return encode(prompt, self.tokenizer, config)
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of up to `tokens` tokens, prompt included, would be accepted now."""

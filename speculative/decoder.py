@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import openvino_genai
@@ -44,10 +44,6 @@ Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
 
 LOOKUP_ACCEPTANCE = 0.3  # prior acceptance rate for prompt lookup
 LOOKUP_BUDGET = 3.0  # less than for a draft model: most texts repeat little, and no draft was chosen for them
-
-
-class HasTokenizer(Protocol):
-    tokenizer: openvino_genai.Tokenizer | None
 
 
 class Decoder:
@@ -146,22 +142,9 @@ class Decoder:
         result.kv_cache = self.kv_cache
         return result
 
-    def encode(self: "HasTokenizer", prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
+    def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
         """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
-        is_list_of_dict = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-        if isinstance(prompt, (str, ChatHistory)) or is_list_of_dict:
-            if not self.tokenizer:
-                raise ValueError("this decoder has no tokenizer: pass token ids, not text")
-            if isinstance(prompt, str):
-                if not self.tokenizer.chat_template or (config and not config.apply_chat_template):
-                    return self.tokenizer.encode(prompt).input_ids.data[0]
-                prompt = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-            return self.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
-        ids = np.asarray(prompt, None if len(prompt) else np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
-        return ids.astype(np.int64)
+        return encode(prompt, self.tokenizer, config)
 
     def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
         """The sequence of a new request. This is where its config is resolved."""
@@ -199,6 +182,27 @@ class Decoder:
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
+
+
+def encode(
+    prompt: Prompt, tokenizer: openvino_genai.Tokenizer | None, config: GenerationConfig | None = None
+) -> np.ndarray:
+    """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes. Raises ValueError for anything but
+    token ids if there is no tokenizer."""
+    is_list_of_dict = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+    if isinstance(prompt, (str, ChatHistory)) or is_list_of_dict:
+        if not tokenizer:
+            raise ValueError("this decoder has no tokenizer: pass token ids, not text")
+        if isinstance(prompt, str):
+            if not tokenizer.chat_template or (config and not config.apply_chat_template):
+                return tokenizer.encode(prompt).input_ids.data[0]
+            prompt = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
+    ids = np.asarray(prompt, None if len(prompt) else np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
+    return ids.astype(np.int64)
 
 
 def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:

@@ -148,7 +148,7 @@ class AdaptiveDraftLength:
         self._in_a_row = 0  # consecutive iterations with a draft
         self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
-        self._iterations, self._all_seconds = 0, 0.0  # in all, as measured
+        self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         if drafted == 0:

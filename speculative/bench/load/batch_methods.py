@@ -158,13 +158,13 @@ class BatchingProcess:
 
     def memory(self) -> ProcessMemory:
         """The process's load time and peak memory so far."""
-        told = self._worker.call("memory")
+        memory = self._worker.call("memory")
         return {
             "name": self.job["name"],
             "texts": self.job["texts"],
-            "first_seconds": told["first_seconds"],
-            "peak_bytes": told["peak_bytes"],
-            "cache_bytes": told["cache_bytes"],
+            "first_seconds": memory["first_seconds"],
+            "peak_bytes": memory["peak_bytes"],
+            "cache_bytes": memory["cache_bytes"],
         }
 
 

@@ -189,11 +189,9 @@ def _median_and_spread(values: list[float | None]) -> tuple[float | None, Range 
 def _drafting(answers: list[RequestRecord]) -> Drafting:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
-    reported = [
-        (a.tokens, a.accepted, a.rejected) for a in answers if a.accepted is not None and a.rejected is not None
-    ]
-    accepted, drafted = sum(kept for _, kept, _ in reported), sum(kept + rejected for _, kept, rejected in reported)
-    inferences = sum(tokens - 1 - kept for tokens, kept, _ in reported)
+    counts = [(a.tokens, a.accepted, a.rejected) for a in answers if a.accepted is not None and a.rejected is not None]
+    accepted, drafted = sum(kept for _, kept, _ in counts), sum(kept + rejected for _, kept, rejected in counts)
+    inferences = sum(tokens - 1 - kept for tokens, kept, _ in counts)
     return {
         "acceptance_rate": metrics.acceptance_rate([drafted], [accepted + 1]) if drafted else None,
         "block_efficiency": (accepted + inferences) / inferences if inferences > 0 else None,
