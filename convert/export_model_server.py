@@ -30,7 +30,7 @@ from pathlib import Path
 
 from speculative.cli import former_options
 from speculative.cli.processes import end_with_reader, utf8_output
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.convert.errors import ConvertError
 from speculative.convert.model_server_folder import new_repository, place_model, refuse_occupied
 from speculative.convert.model_server_graph import graph_text, read_graph
@@ -44,6 +44,7 @@ from speculative.convert.model_server_settings import (
     settings,
 )
 from speculative.convert.work_folder import recover
+from speculative.error_text import engine_lines
 from speculative.pair import model_info
 from speculative.pair.check import check_pair
 
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        reason = engine_lines(error)[0]
         print(f"export_model_server: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
         return 1
 
@@ -99,10 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--draft-device", help="device of the draft (the main model's)")
     add(
         "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
+        **PROPERTY,
         help="OpenVINO property of the main model, which the server also applies to the draft; may be repeated",
     )
     draft_length = add(

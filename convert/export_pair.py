@@ -30,6 +30,7 @@ from speculative.cli.processes import utf8_output
 from speculative.convert import group_size, optimum_cli, source
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
+from speculative.error_text import engine_lines
 from speculative.pair.check import PairCheck, check_pair
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,11 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        reason = str(error).strip().splitlines()
-        name = type(error).__name__
-        print(
-            f"export_pair: {name}: {reason[0] if reason else 'no reason given'}; --debug shows where", file=sys.stderr
-        )
+        reason = engine_lines(error)[0]
+        print(f"export_pair: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
         return 1
 
 

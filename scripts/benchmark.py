@@ -3,11 +3,11 @@
     python scripts/benchmark.py models/embedded/main models/embedded/draft
 
 The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
-the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine; `engine`, our
-engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless. GenAI's own sampled mode
-with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each
-with its own copy of the main model: choose fewer paths if memory is short. As the memory a model is loaded into changes
-its speed by 5 to 10 %, `--starts 3` starts the processes three times.
+the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine, there also
+adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless.
+GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run
+in their own process, each with its own copy of the main model: choose fewer paths if memory is short. As the memory a
+model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes three times.
 
 All methods get the same token ids and generate the same number of new tokens (`ignore_eos`). In every round, each
 prompt runs with every method, one after another and in varying order, so that background load affects all of them
@@ -42,7 +42,7 @@ from speculative.bench.harness import (
     row,
     write_outputs,
 )
-from speculative.bench.methods import LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
@@ -122,7 +122,7 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
         main=main,
         draft=None,
         max_new_tokens=arguments.max_new_tokens,
-        ways=(("GenAI, main alone", 0, 0.0),),
+        methods=(("GenAI, main alone", 0, 0.0),),
         keep_caches=bool(arguments.context),
         huge_pages=arguments.huge_pages,
     )
@@ -130,18 +130,18 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
     found = [alone]
     if "draft" in paths:
         name = "GenAI, draft alone"
-        found.append(replace(alone, name=name, main=draft, ways=((name, 0, 0.0),)))
+        found.append(replace(alone, name=name, main=draft, methods=((name, 0, 0.0),)))
     if "genai" in paths:
-        found.append(replace(pair, ways=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
+        found.append(replace(pair, methods=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
-        found.append(replace(alone, name=name, lookup=True, ways=((name, f"lookup {LOOKUP}", 0.0),)))
-    if ours := tuple(our_ways(ks, paths, arguments.temperature)):
-        found.append(replace(pair, name="ours with the draft", engine=NATIVE, ways=ours))
+        found.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
+    if ours := tuple(our_methods(ks, paths, arguments.temperature)):
+        found.append(replace(pair, name="ours with the draft", engine=NATIVE, methods=ours))
     return found
 
 
-def our_ways(ks: list[int], paths: list[str], temperature: float):
+def our_methods(ks: list[int], paths: list[str], temperature: float):
     """(name, draft length, temperature) of each method of our engine."""
     if {"engine", "lookup"} & set(paths):
         yield "ours, main alone", 0, 0.0
@@ -154,6 +154,7 @@ def our_ways(ks: list[int], paths: list[str], temperature: float):
             yield f"{kind}, adaptive", "adaptive", t
         if path == "engine" and "lookup" in paths:
             yield "ours, prompt lookup", f"lookup {LOOKUP}", 0.0
+            yield "ours, prompt lookup, adaptive", ADAPTIVE_LOOKUP, 0.0
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -169,15 +170,15 @@ def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def baselines(ways: list[Method]) -> dict[bool, Method]:
+def baselines(methods: list[Method]) -> dict[bool, Method]:
     """The main model alone: greedy in GenAI, sampled in our engine."""
-    return {way.temperature > 0: way for way in reversed(ways) if way.name.endswith("main alone")}
+    return {method.temperature > 0: method for method in reversed(methods) if method.name.endswith("main alone")}
 
 
-def summarise(ways: list[Method], keeps_caches: bool) -> list[MethodRow]:
+def summarise(methods: list[Method], keeps_caches: bool) -> list[MethodRow]:
     """One row per method."""
-    alone = baselines(ways)
-    rows = [row(way, alone[way.temperature > 0]) for way in ways]
+    alone = baselines(methods)
+    rows = [row(method, alone[method.temperature > 0]) for method in methods]
     for one in rows:
         if one["name"] == "GenAI, draft alone":
             one["same_text"] = None
@@ -186,27 +187,27 @@ def summarise(ways: list[Method], keeps_caches: bool) -> list[MethodRow]:
     return rows
 
 
-def by_category(ways: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
+def by_category(methods: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
     """Speedup and acceptance rate of each drafting method, per prompt category."""
-    alone, found = baselines(ways), []
+    alone, found = baselines(methods), []
     categories: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         categories.setdefault(prompt.category or "other", []).append(i)
     for category, chosen in categories.items() if len(categories) > 1 else ():
-        for way in ways:
-            if not way.draft_length:
+        for method in methods:
+            if not method.draft_length:
                 continue
-            baseline = alone[way.temperature > 0]
-            rounds = range(len(way.rounds))
-            runs = [way.rounds[r][i] for r in rounds for i in chosen]
+            baseline = alone[method.temperature > 0]
+            rounds = range(len(method.rounds))
+            runs = [method.rounds[r][i] for r in rounds for i in chosen]
             proposed, gained = (
                 [n for run in runs for n in of(run)] for of in (lambda r: r.proposed, lambda r: r.gained)
             )
-            speedups = [way.throughput(r, chosen) / baseline.throughput(r, chosen) for r in rounds]
+            speedups = [method.throughput(r, chosen) / baseline.throughput(r, chosen) for r in rounds]
             found.append(
                 {
                     "category": category,
-                    "name": way.name,
+                    "name": method.name,
                     "speedup": statistics.median(speedups),
                     "acceptance_rate": metrics.acceptance_rate(proposed, gained),
                     "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
@@ -216,15 +217,19 @@ def by_category(ways: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
     return found
 
 
-def compare(ways: list[Method]) -> list[Ratio]:
+def compare(methods: list[Method]) -> list[Ratio]:
     """The comparisons readers ask for: ours against GenAI at the same K, adaptive against the best fixed K."""
 
     def find(engine: str, sampled: bool) -> dict[int | str, Method]:
-        chosen = [way for way in ways if way.name != "GenAI, draft alone"]
-        return {way.draft_length: way for way in chosen if (way.engine, way.temperature > 0) == (engine, sampled)}
+        chosen = [method for method in methods if method.name != "GenAI, draft alone"]
+        return {
+            method.draft_length: method
+            for method in chosen
+            if (method.engine, method.temperature > 0) == (engine, sampled)
+        }
 
-    def throughput(way: Method) -> float:
-        return statistics.median(way.throughput(i) for i in range(len(way.rounds)))
+    def throughput(method: Method) -> float:
+        return statistics.median(method.throughput(i) for i in range(len(method.rounds)))
 
     facts, genai, ours = [], find(GENAI, False), find(NATIVE, False)
     for k in [k for k in genai if k in ours]:
@@ -232,13 +237,15 @@ def compare(ways: list[Method]) -> list[Ratio]:
         facts += engines(where, ours[k], genai[k])
     for sampled in (False, True):
         table, kind = find(NATIVE, sampled), "sampled" if sampled else "greedy"
-        fixed = [way for k, way in table.items() if isinstance(k, int) and k]
+        fixed = [method for k, method in table.items() if isinstance(k, int) and k]
         if fixed:
             best = max(fixed, key=throughput)
             k = best.draft_length
             facts.append(ratio(f"best fixed K = {k} / ours alone, {kind}", best, table[0]))
             facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
+        if ADAPTIVE_LOOKUP in table:
+            facts.append(ratio("prompt lookup, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
     return facts
 
 
@@ -420,7 +427,7 @@ def compared(fact: Ratio) -> str:
 class Measured:
     """The methods' rounds, whether all were completed, and what was measured besides."""
 
-    ways: list[Method]
+    methods: list[Method]
     rows: list[dict]
     complete: bool
     load: BackgroundLoad
@@ -434,21 +441,21 @@ def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
     rejected model raises."""
     costs = [] if arguments.no_starts else starts(arguments)
     with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
-        ways = [way for process in processes for way in process.ways]
+        methods = [method for process in processes for method in process.methods]
         with BackgroundLoad() as load:
-            complete = measure(processes, ways, ids, arguments.rounds, arguments.starts)
-        rows = summarise(ways, keeps_caches=bool(arguments.context))
+            complete = measure(processes, methods, ids, arguments.rounds, arguments.starts)
+        rows = summarise(methods, keeps_caches=bool(arguments.context))
         ks = (*arguments.num_assistant_tokens, "adaptive")
         drafting = [one for one in rows if one["engine"] == NATIVE and one["draft_length"] in ks]
         best = fastest(drafting, sampled=False)
         view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
         begun = [start for process in processes for start in process.starts]
-    return Measured(ways, rows, complete, load, costs, begun, view)
+    return Measured(methods, rows, complete, load, costs, begun, view)
 
 
 def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
     """The program's result, as written in JSON."""
-    ways, rows = measured.ways, measured.rows
+    methods, rows = measured.methods, measured.rows
     facts = {
         **environment(arguments, measured.load),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
@@ -457,9 +464,9 @@ def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Me
         "temperature": arguments.temperature,
         "max_new_tokens": arguments.max_new_tokens,
         "starts": arguments.starts,
-        "rounds": len(ways[0].rounds),
+        "rounds": len(methods[0].rounds),
     }
-    categories, comparisons = by_category(ways, prompts), compare(ways)
+    categories, comparisons = by_category(methods, prompts), compare(methods)
     words, asked = verdict(comparisons, arguments.starts), arguments.rounds * arguments.starts
     return {
         "program": "benchmark",
@@ -467,7 +474,7 @@ def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Me
         "environment": facts,
         "rows": rows,
         "categories": categories,
-        "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
+        "iteration": [split for method in methods if method.draft_length and (split := iteration_split(method))],
         "starts": measured.costs,
         "comparisons": comparisons,
         "processes": measured.starts,

@@ -25,7 +25,7 @@ import sys
 
 from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.decoding_process import Closing
-from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment, shuffled
+from speculative.bench.harness import BackgroundLoad, environment, shuffled
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.batch_methods import CACHE_TOKENS, BatchingProcess
 from speculative.bench.load.metrics import Load, break_even, counted, row, table, take_turns
@@ -40,6 +40,7 @@ from speculative.cli.arguments import (
     refuse_unsound,
     whole,
 )
+from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
@@ -91,19 +92,19 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
     ]
 
 
-def ways_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
-    ways = []
+def methods_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
+    methods = []
     for process in processes:
         name = process.job["name"]
         if name == "GenAI, draft":
-            ways += [process.way(f"GenAI, K = {k}", k) for k in ks]
+            methods += [process.method(f"GenAI, K = {k}", k) for k in ks]
         else:
-            ways.append(process.way("ours, adaptive draft" if name == "ours, draft" else name, 0))
-    return ways
+            methods.append(process.method("ours, adaptive draft" if name == "ours, draft" else name, 0))
+    return methods
 
 
 def measure(
-    processes: list[BatchingProcess], ways: list[Load], arguments: argparse.Namespace
+    processes: list[BatchingProcess], methods: list[Load], arguments: argparse.Namespace
 ) -> tuple[bool, list[ProcessMemory]]:
     """Whether all rounds were measured, and each process's memory at the end of the first start, if that was reached.
 
@@ -115,7 +116,7 @@ def measure(
             for start in range(arguments.starts):
                 for process in shuffled(processes, start):
                     process.start()
-                if not take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds):
+                if not take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds):
                     return False, memory  # the process that was interrupted is gone
                 memory = memory or [process.memory() for process in processes]
     except KeyboardInterrupt:
@@ -128,15 +129,15 @@ def measure(
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def compare(ways: list[Load], clients: list[int]) -> list[LoadRatio]:
+def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
     """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
     ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
-    by_name = {way.name: way for way in ways}
+    by_name = {method.name: method for method in methods}
     ours, alone = by_name["ours, adaptive draft"], by_name["ours, main alone"]
-    genai = [way for way in ways if way.name.startswith("GenAI")]
+    genai = [method for method in methods if method.name.startswith("GenAI")]
     found = []
     for n in clients:
-        best = max(genai, key=lambda way: statistics.median(span.throughput for span in way.rounds[n]))
+        best = max(genai, key=lambda method: statistics.median(span.throughput for span in method.rounds[n]))
         for what, one, other in (
             ("ours, main alone / GenAI, main alone", alone, by_name["GenAI, main alone"]),
             (f"ours, draft / {best.name}, the best of GenAI", ours, best),
@@ -200,13 +201,13 @@ def _range(one: LoadRatio) -> str:
 
 
 def result_of(
-    arguments: argparse.Namespace, prompts: list[Prompt], ways: list[Load], memory: list[dict], other: BackgroundLoad
+    arguments: argparse.Namespace, prompts: list[Prompt], methods: list[Load], memory: list[dict], other: BackgroundLoad
 ) -> dict:
     """The program's result, as written in JSON."""
     clients = arguments.max_concurrency
-    alone = {"GenAI": ways[0], "ours": next(way for way in ways if way.name == "ours, main alone")}
-    rows = [row(way, n, alone[way.name.partition(",")[0]], "text") for way in ways for n in clients]
-    comparisons, done = compare(ways, clients), len(ways[0].rounds[clients[0]])
+    alone = {"GenAI": methods[0], "ours": next(method for method in methods if method.name == "ours, main alone")}
+    rows = [row(method, n, alone[method.name.partition(",")[0]], "text") for method in methods for n in clients]
+    comparisons, done = compare(methods, clients), len(methods[0].rounds[clients[0]])
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
@@ -238,10 +239,10 @@ def main() -> int:
     with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         texts = [prompt.text for prompt in prompts]
         with Closing([BatchingProcess(job) for job in jobs(arguments, texts)]) as processes:
-            ways = ways_of(processes, arguments.num_assistant_tokens)
+            methods = methods_of(processes, arguments.num_assistant_tokens)
             with BackgroundLoad() as other:
-                complete, memory = measure(processes, ways, arguments)
-    result = result_of(arguments, prompts, ways, memory, other)
+                complete, memory = measure(processes, methods, arguments)
+    result = result_of(arguments, prompts, methods, memory, other)
     written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130
 

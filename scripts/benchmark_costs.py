@@ -211,9 +211,9 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit
     prompts = [text[i * 200 : i * 200 + 60] for i in range(2 + arguments.repeat // 3)]
     reached: dict[str, list[float]] = {"alone": [], "draft": []}
     for prompt in prompts:
-        for name, way in (("alone", alone), ("draft", one)):
+        for name, engine in (("alone", alone), ("draft", one)):
             before = memory.measure()
-            result = way.generate(prompt, config)
+            result = engine.generate(prompt, config)
             per_second = max(before, memory.measure())
             read = len(result.gained) * bytes_["main"] + sum(result.proposed) * bytes_["draft"]
             reached[name].append(read / result.decode_seconds / per_second)

@@ -24,7 +24,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from speculative.bench.harness import BackgroundLoad, ctrl_c_raises, environment
+from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.clients import Target, closed_loop, only_model
 from speculative.bench.load.metrics import Load, break_even, counted, losses, row, table, take_turns
@@ -32,7 +32,8 @@ from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
-from speculative.cli.properties import key_value
+from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.properties import PROPERTY
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 DRAFT, ALONE = "with draft", "main model alone"
@@ -44,10 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
-    parser.add_argument(
-        "--property", type=key_value, action="append", default=[], metavar="KEY=VALUE",
-        help="OpenVINO property for both models (repeatable)",
-    )  # fmt: skip
+    parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
     parser.add_argument("--url", help="a running server with a draft, like http://127.0.0.1:8000/v1")
     parser.add_argument("--baseline-url", metavar="URL", help="a running server without a draft, as the baseline")
     parser.add_argument("--model", help="model name on these servers (default: the first one listed)")
@@ -113,9 +111,9 @@ def load(name: str, server: Target, prompts: list[str], settings: dict) -> Load:
 def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
     lines = break_even([one for one in rows if one["way"] == DRAFT])
-    for way in dict.fromkeys(one["way"] for one in rows):
-        best = max((one for one in rows if one["way"] == way), key=lambda one: one["throughput"])
-        lines.append(f"Peak throughput {way}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
+    for method in dict.fromkeys(one["way"] for one in rows):
+        best = max((one for one in rows if one["way"] == method), key=lambda one: one["throughput"])
+        lines.append(f"Peak throughput {method}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
     lines.append(losses(rows))
     if done < asked:
         lines.append(f"Interrupted: {done} of {asked} rounds completed; only these are shown.")
@@ -134,26 +132,26 @@ def measure(
         settings["ignore_eos"] = True
     with ctrl_c_raises(), ExitStack() as stack:
         servers = endpoints(arguments, stack)
-        ways = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
+        methods = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
         with BackgroundLoad() as other:
-            complete = take_turns(ways, arguments.max_concurrency, arguments.seconds, arguments.rounds)
-    return ways, servers, other, complete
+            complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
+    return methods, servers, other, complete
 
 
 def result_of(
     arguments: argparse.Namespace,
     prompts: list[Prompt],
-    ways: list[Load],
+    methods: list[Load],
     servers: dict[str, Target],
     other: BackgroundLoad,
 ) -> dict:
     """The program's result, as written in JSON."""
-    baseline = ways[0] if len(ways) == 2 else None
-    rows = [row(way, n, baseline) for way in ways for n in arguments.max_concurrency]
+    baseline = methods[0] if len(methods) == 2 else None
+    rows = [row(method, n, baseline) for method in methods for n in arguments.max_concurrency]
     if arguments.temperature:
         for one in rows:
             one["same_text"] = None
-    done = len(ways[0].rounds[arguments.max_concurrency[0]])
+    done = len(methods[0].rounds[arguments.max_concurrency[0]])
     facts = {
         **environment(arguments, other),
         **({"servers": ", ".join(server.url for server in servers.values())} if arguments.url else {}),
@@ -176,8 +174,8 @@ def main() -> int:
             refuse_unsound(arguments.main, arguments.draft)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
-        ways, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])
-    result = result_of(arguments, prompts, ways, servers, other)
+        methods, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])
+    result = result_of(arguments, prompts, methods, servers, other)
     written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130
 

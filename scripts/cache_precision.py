@@ -9,6 +9,8 @@ total variation of the next token for the device's default cache, u8 keys by cha
 table, then one JSON object on the last line.
 """
 
+from speculative.cli.program import exit_on, prepare_output
+
 import argparse
 import json
 from pathlib import Path
@@ -19,6 +21,7 @@ import openvino_genai
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
+from speculative.pair.model_info import require_runnable
 
 CACHES = {
     "default": {},
@@ -60,21 +63,29 @@ def compare(model: CachedModel, text: np.ndarray) -> dict:
     return result
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="IR folder")
     parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
     parser.add_argument("--tokens", type=int, default=120, help="number of its tokens to use (default: 120)")
-    arguments = parser.parse_args()
-    tokenizer = openvino_genai.Tokenizer(str(arguments.model))
-    ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8")).input_ids.data[0]
-    text = ids[: arguments.tokens].astype(np.int64)
+    return parser.parse_args()
+
+
+def main() -> None:
+    prepare_output()
+    arguments = parse_arguments()
+    with exit_on(OSError, ValueError, status=2):
+        require_runnable(arguments.model, writes_text=False)
+        words = arguments.text.read_text(encoding="utf-8")
     result = {}
-    for name, properties in CACHES.items():
-        model = cached_model.load(ModelSpec(arguments.model, "CPU", properties), capacity=len(text) + 2 * REJECTED)
-        result[name] = compare(model, text)
-        shown = "; ".join(f"{way} KL {of['kl']:.4f}, TV {of['tv']:.4f}" for way, of in result[name].items())
-        print(f"{name:14} {shown}{'; ' + model.note if model.note else ''}", flush=True)
+    with exit_on(RuntimeError, ValueError):
+        tokenizer = openvino_genai.Tokenizer(str(arguments.model))
+        text = tokenizer.encode(words).input_ids.data[0][: arguments.tokens].astype(np.int64)
+        for name, properties in CACHES.items():
+            model = cached_model.load(ModelSpec(arguments.model, "CPU", properties), capacity=len(text) + 2 * REJECTED)
+            result[name] = compare(model, text)
+            shown = "; ".join(f"{case} KL {of['kl']:.4f}, TV {of['tv']:.4f}" for case, of in result[name].items())
+            print(f"{name:14} {shown}{'; ' + model.note if model.note else ''}", flush=True)
     print(json.dumps(result))
 
 

@@ -46,7 +46,7 @@ from speculative.bench import harness
 from speculative.bench.cluster import child_process, hosts
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.hosts import Place
-from speculative.bench.cluster.ray_nodes import NodeLost, connect, ray_address, spread
+from speculative.bench.cluster.ray_nodes import NodeLost, connect, spread
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import ALONE, MEASURED, Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
@@ -54,8 +54,10 @@ from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
+from speculative.cli.ray_cluster import ray_address
 from speculative.models import npu_model
 from speculative.pair.engines import GENAI, NATIVE, engine_id
 
@@ -263,7 +265,7 @@ def measure(cells: list[Cell], kept: ResultsFile, arguments: argparse.Namespace,
     if done:
         say(f"{done} of {len(present)} cells are already in {kept.path}; use --fresh to measure them again")
     try:
-        with harness.ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
+        with ctrl_c_raises(), tqdm(total=len(present), initial=done, unit="cell") as bar:
             if arguments.address:
                 measure_in_cluster(todo, kept, arguments, places, bar)
                 return True
@@ -436,7 +438,7 @@ def swap(
     tokenizer = openvino_genai.Tokenizer(str(arguments.main))
     matrix.compare(cells, [prompt.id for prompt in prompts], tokenizer)
     try:
-        with harness.ctrl_c_raises():
+        with ctrl_c_raises():
             if finished:
                 judge_differences(cells, kept, places)
     except KeyboardInterrupt:

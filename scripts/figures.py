@@ -249,8 +249,8 @@ def write_pages() -> None:
 
 def list_figures(kept: dict[str, RecordedResult]) -> None:
     for name, figure in FIGURES.items():
-        told = f"{kept[name]['machine']['date']} at commit {kept[name]['commit']}" if name in kept else "not measured"
-        print(f"{name:<22} {figure.minutes:>3g} min   {told}")
+        state = f"{kept[name]['machine']['date']} at commit {kept[name]['commit']}" if name in kept else "not measured"
+        print(f"{name:<22} {figure.minutes:>3g} min   {state}")
 
 
 def main() -> int:

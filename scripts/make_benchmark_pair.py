@@ -46,6 +46,7 @@ from speculative.convert.work_folder import recover, replacement
 from speculative.decoder import Decoder
 from speculative.drafting.policy import FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
+from speculative.error_text import one_line
 from speculative.modelgen import llama_ir
 from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
 from speculative.models import cached_model
@@ -198,7 +199,7 @@ def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     try:
         arguments.source = llama_ir.read(SOURCE)
     except (OSError, RuntimeError, ValueError) as error:
-        parser.error(f"cannot read the embedded main model: {' '.join(str(error).split())}")
+        parser.error(f"cannot read the embedded main model: {one_line(error)}")
     arguments.draft_source = arguments.source
     if arguments.draft_shape.layers < len(arguments.source.layers):
         arguments.draft_source = essential(arguments.source)
@@ -448,7 +449,7 @@ def main() -> int:
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
 
 

@@ -13,15 +13,17 @@ from speculative.cli.program import prepare_output
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import openvino_genai
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.result import SmokeResult
+from speculative.bench.result import EngineCheck, SmokeResult
 from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
+from speculative.error_text import one_line
 from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,9 +67,11 @@ def smoke(arguments: argparse.Namespace) -> SmokeResult:
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference and KV cache, no quantized activations
     prompts = arguments.prompt or PROMPTS
     references = main_alone(arguments, prompts, exact)
-    of_genai = genai_with_draft(arguments, prompts, exact, references)
-    of_engine = engine_with_draft(arguments, prompts, exact, references)
-    problems = [*of_genai.pop("problems"), *of_engine.pop("problems")]
+    of_genai, problems = check("GenAI", genai_outputs(arguments, prompts, exact), prompts, references)
+    if (of_genai["acceptance_rate"] or 0.0) < arguments.min_acceptance:
+        problems.append(f"the acceptance rate is {of_genai['acceptance_rate']}, below {arguments.min_acceptance}")
+    of_engine, found = check("this engine", engine_outputs(arguments, prompts, exact), prompts, references)
+    problems += found
     return {
         "ok": not problems,
         "problems": problems,
@@ -91,55 +95,54 @@ def main_alone(arguments: argparse.Namespace, prompts: Sequence[str], exact: dic
     return [genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for inputs in encoded]
 
 
-def genai_with_draft(
-    arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
-) -> dict:
-    """Metrics and failed checks of GenAI's pipeline with the draft."""
-    pair = genai.load(*model_specs(arguments, exact))
-    config = greedy(arguments)
-    problems, proposed, gained, streamed = [], [], [], 0
-    for prompt, reference in zip(prompts, references, strict=True):
-        inputs = genai.encode(pair.get_tokenizer(), prompt)
-        run = genai.generate(pair, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
-        proposed += run.proposed
-        gained += run.gained
-        problems += difference("GenAI", prompt, run.tokens, reference)
+@dataclass
+class Output:
+    """One text decoded with the draft: the fields of `GenerationResult` and the pieces it was streamed in."""
+
+    tokens: list[int]
+    proposed: list[int]
+    gained: list[int]
+    text: str
+    pieces: list[str]
+
+
+def genai_outputs(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> Iterator[Output]:
+    """Decode each prompt twice with GenAI's pipeline and the draft: for the tokens, and streamed."""
+    pipe = genai.load(*model_specs(arguments, exact))
+    for prompt in prompts:
+        inputs = genai.encode(pipe.get_tokenizer(), prompt)
+        run = genai.generate(pipe, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
         pieces: list[str] = []
-        text = pair.generate([prompt], config, pieces.append).texts[0]
-        streamed += len(pieces)
-        problems += stream_difference("GenAI", prompt, pieces, text)
-    acceptance = metrics.acceptance_rate(proposed, gained)
-    if (acceptance or 0.0) < arguments.min_acceptance:
-        problems.append(f"the acceptance rate is {acceptance}, below {arguments.min_acceptance}")
-    return {
-        "problems": problems,
-        "acceptance_rate": acceptance,
-        "block_efficiency": metrics.block_efficiency(gained),
-        "streamed_pieces": streamed,
-    }
+        text = pipe.generate([prompt], greedy(arguments), pieces.append).texts[0]
+        yield Output(run.tokens, run.proposed, run.gained, text, pieces)
 
 
-def engine_with_draft(
-    arguments: argparse.Namespace, prompts: Sequence[str], exact: dict, references: list[list[int]]
-) -> dict:
-    """Metrics and failed checks of this project's engine with the draft."""
+def engine_outputs(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> Iterator[Output]:
+    """Decode each prompt with this project's engine and the draft."""
     engine = decoder.load(*model_specs(arguments, exact))
-    config = greedy(arguments)
-    problems, proposed, gained, streamed = [], [], [], 0
-    for prompt, reference in zip(prompts, references, strict=True):
+    for prompt in prompts:
         pieces: list[str] = []
-        result = engine.generate(prompt, config, pieces.append)
-        proposed += result.proposed
-        gained += result.gained
-        streamed += len(pieces)
-        problems += difference("this engine", prompt, result.tokens, reference)
-        problems += stream_difference("this engine", prompt, pieces, result.text)
-    return {
-        "problems": problems,
+        result = engine.generate(prompt, greedy(arguments), pieces.append)
+        yield Output(result.tokens, result.proposed, result.gained, result.text, pieces)
+
+
+def check(
+    engine: str, outputs: Iterable[Output], prompts: Sequence[str], references: list[list[int]]
+) -> tuple[EngineCheck, list[str]]:
+    """The metrics of an engine's outputs, and a sentence for each difference from the reference or the stream."""
+    problems, proposed, gained, streamed = [], [], [], 0
+    for output, prompt, reference in zip(outputs, prompts, references, strict=True):
+        proposed += output.proposed
+        gained += output.gained
+        streamed += len(output.pieces)
+        problems += difference(engine, prompt, output.tokens, reference)
+        problems += stream_difference(engine, prompt, output.pieces, output.text)
+    metrics_of_engine: EngineCheck = {
         "acceptance_rate": metrics.acceptance_rate(proposed, gained),
         "block_efficiency": metrics.block_efficiency(gained),
         "streamed_pieces": streamed,
     }
+    return metrics_of_engine, problems
 
 
 def greedy(arguments: argparse.Namespace) -> openvino_genai.GenerationConfig:
@@ -175,7 +178,7 @@ def main() -> int:
     try:
         result = smoke(arguments)
     except (RuntimeError, ValueError) as error:  # from loading: a broken file, a missing device
-        result = {"ok": False, "problems": [" ".join(str(error).split())]}
+        result = {"ok": False, "problems": [one_line(error)]}
     print(json.dumps(result, ensure_ascii=False))
     return 0 if result["ok"] else 1
 

@@ -43,7 +43,7 @@ from speculative.bench.harness import (
     time_in,
     write_outputs,
 )
-from speculative.bench.methods import our_way
+from speculative.bench.methods import our_method
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import MethodRow, SweepPoint
 from speculative.cli import former_options
@@ -177,41 +177,45 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
     ours = decoder.load(main, draft)
     if arguments.engine == GENAI:
         alone = ProcessJob("alone", GENAI, main, None, n, (("GenAI, main alone", 0, 0.0),))
-        ways = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
-        for job in (alone, ProcessJob("pair", GENAI, main, draft, n, ways)):
+        methods = tuple((f"GenAI, K = {k}", k, 0.0) for k in arguments.num_assistant_tokens)
+        for job in (alone, ProcessJob("pair", GENAI, main, draft, n, methods)):
             processes.append(DecodingProcess(job))
             processes[-1].start()
-        return [way for process in processes for way in process.ways], ours
+        return [method for process in processes for method in process.methods], ours
     seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
-    ways = []
+    methods = []
     for t in arguments.temperature:
         kind = f"ours, temperature {t:g}" if t else "ours"
         for k in (0, *arguments.num_assistant_tokens):
-            ways.append(our_way(f"{kind}, {f'K = {k}' if k else 'main alone'}", ours, seconds, k, t, n))
-    return ways, ours
+            methods.append(our_method(f"{kind}, {f'K = {k}' if k else 'main alone'}", ours, seconds, k, t, n))
+    return methods, ours
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def sweep(ways: list[Method], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
+def sweep(methods: list[Method], rows: list[MethodRow], costs: MeasuredCosts) -> list[SweepPoint]:
     """One point per temperature and K."""
     points = []
-    for t in dict.fromkeys(way.temperature for way in ways):
-        drafted = [(way, one) for way, one in zip(ways, rows, strict=True) if way.temperature == t and way.draft_length]
-        runs = [run for way, _ in drafted for run in way.runs()]
+    for t in dict.fromkeys(method.temperature for method in methods):
+        drafted = [
+            (method, one)
+            for method, one in zip(methods, rows, strict=True)
+            if method.temperature == t and method.draft_length
+        ]
+        runs = [run for method, _ in drafted for run in method.runs()]
         proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
         alpha = metrics.per_token_acceptance(proposed, gained) or 0.0
         best = max(drafted, key=lambda pair: pair[1]["speedup"])[0]
-        for way, one in drafted:
-            k, tau = way.draft_length, one["block_efficiency"]
+        for method, one in drafted:
+            k, tau = method.draft_length, one["block_efficiency"]
             ratios = costs.cost_ratio, costs.verify_ratio(k)
             points.append(
                 {
                     "temperature": t,
                     "k": k,
-                    "engine": way.engine,
-                    "name": way.name,
+                    "engine": method.engine,
+                    "name": method.name,
                     "speedup": one["speedup"],
                     "speedup_range": one["speedup_range"],
                     "predicted": metrics.predicted_speedup(tau, k, *ratios),
@@ -225,7 +229,7 @@ def sweep(ways: list[Method], rows: list[MethodRow], costs: MeasuredCosts) -> li
                     "cost_ratio": ratios[0],
                     "verify_ratio": ratios[1],
                     "repetition": one["repetition"],
-                    "best": way is best,
+                    "best": method is best,
                 }
             )
     return points
@@ -236,16 +240,16 @@ def mean_error(points: list[SweepPoint], key: str = "predicted") -> float:
     return statistics.mean(abs(point[key] - point["speedup"]) / point["speedup"] for point in points)
 
 
-def explain(ways: list[Method], costs: MeasuredCosts) -> str:
+def explain(methods: list[Method], costs: MeasuredCosts) -> str:
     """Which parts of an iteration take longer or shorter than the costs used for the prediction; largest first."""
-    drafted = [way for way in ways if way.draft_length]
-    splits = [iteration_split(way) for way in drafted]
+    drafted = [method for method in methods if method.draft_length]
+    splits = [iteration_split(method) for method in drafted]
     if None in splits:
         return "GenAI's pipeline does not expose its time outside the forward passes: try --engine native."
-    alone = [iteration_split(way) for way in ways if not way.draft_length]
+    alone = [iteration_split(method) for method in methods if not method.draft_length]
     plain = statistics.mean(part["verify_ms"] + part["overhead_ms"] for part in alone)
-    predicted_draft = statistics.mean(1000 * way.draft_length * costs.draft_step for way in drafted)
-    predicted_verify = statistics.mean(1000 * costs.verify(way.draft_length) for way in drafted)
+    predicted_draft = statistics.mean(1000 * method.draft_length * costs.draft_step for method in drafted)
+    predicted_verify = statistics.mean(1000 * costs.verify(method.draft_length) for method in drafted)
     found = {name: statistics.mean(part[name] for part in splits) for name in ("draft_ms", "verify_ms", "overhead_ms")}
     whole = predicted_draft + predicted_verify
     parts = {
@@ -262,9 +266,9 @@ def explain(ways: list[Method], costs: MeasuredCosts) -> str:
 
 
 def summary(
-    points: list[SweepPoint], ways: list[Method], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
+    points: list[SweepPoint], methods: list[Method], costs: MeasuredCosts, load: BackgroundLoad, asked_rounds: int
 ) -> list[str]:
-    lines, rounds = [], len(ways[0].rounds)
+    lines, rounds = [], len(methods[0].rounds)
     for t in dict.fromkeys(point["temperature"] for point in points):
         of_t = [point for point in points if point["temperature"] == t]
         best = next(point for point in of_t if point["best"])
@@ -294,7 +298,7 @@ def summary(
         "step."
     )
     if error > EXPLAINED:
-        lines.append(explain(ways, costs))
+        lines.append(explain(methods, costs))
     if rounds < asked_rounds:
         lines.append(f"Interrupted: {rounds} of {asked_rounds} rounds completed; only these are shown.")
     return [*lines, load.sentence] if load.sentence else lines
@@ -334,39 +338,39 @@ def measure(
     Raises KeyboardInterrupt without a complete round.
     """
     with Closing() as processes:
-        ways, ours = load(arguments, processes)
+        methods, ours = load(arguments, processes)
         context = int(statistics.mean(map(len, ids))) + arguments.max_new_tokens // 2
         costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
         with BackgroundLoad() as other:
-            complete = interleave(ways, ids, arguments.rounds, before_round=costs.measure)
-    return ways, costs, other, complete
+            complete = interleave(methods, ids, arguments.rounds, before_round=costs.measure)
+    return methods, costs, other, complete
 
 
 def result_of(
     arguments: argparse.Namespace,
     prompts: list[Prompt],
-    ways: list[Method],
+    methods: list[Method],
     costs: MeasuredCosts,
     other: BackgroundLoad,
 ) -> dict:
     """The program's result, as written in JSON."""
-    alone = {way.temperature: way for way in ways if not way.draft_length}
-    rows = [row(way, alone[way.temperature]) for way in ways]
-    points = sweep(ways, rows, costs)
+    alone = {method.temperature: method for method in methods if not method.draft_length}
+    rows = [row(method, alone[method.temperature]) for method in methods]
+    points = sweep(methods, rows, costs)
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
-        "rounds": len(ways[0].rounds),
+        "rounds": len(methods[0].rounds),
     }
     return {
         "program": "sweep_draft_length",
-        "summary": summary(points, ways, costs, other, arguments.rounds),
+        "summary": summary(points, methods, costs, other, arguments.rounds),
         "environment": facts,
         "rows": rows,
         "sweep": points,
         "prediction_error": mean_error(points),
-        "iteration": [split for way in ways if way.draft_length and (split := iteration_split(way))],
+        "iteration": [split for method in methods if method.draft_length and (split := iteration_split(method))],
     }
 
 
@@ -391,8 +395,8 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
     with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
-        ways, costs, other, complete = measure(arguments, ids)
-    result = result_of(arguments, prompts, ways, costs, other)
+        methods, costs, other, complete = measure(arguments, ids)
+    result = result_of(arguments, prompts, methods, costs, other)
     written = not arguments.png or write_plot(arguments.png, result["sweep"])
     write_outputs(arguments, result, "\n".join([table(result["sweep"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130

@@ -31,9 +31,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+try:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+except ImportError as error:
+    sys.exit(
+        f"error: {error.name} is not installed: `pip install -r requirements-export.txt` installs what training needs."
+    )
 
 from speculative.cli.progress import tqdm
 from speculative.modelgen.text import (

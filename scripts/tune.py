@@ -57,7 +57,9 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
-from speculative.cli.properties import key_value
+from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.properties import PROPERTY
+from speculative.cli.ray_cluster import ray_address
 from speculative.pair import recommendation
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
@@ -85,14 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens", type=whole, default=100, metavar="N", help="new tokens in the longest runs (default: 100)"
     )
-    parser.add_argument(
-        "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="OpenVINO property for main and draft in every candidate",
-    )
+    parser.add_argument("--property", **PROPERTY, help="OpenVINO property for main and draft in every candidate")
     parser.add_argument(
         "--allow-quality-loss", action="store_true", help="also recommend settings that exceed the quality limits"
     )
@@ -131,7 +126,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--address",
-        type=ray_nodes.ray_address,
+        type=ray_address,
         metavar="HOST:PORT",
         help="head of a Ray cluster whose identical machines share the work: HOST:PORT, ray://HOST:PORT or auto",
     )
@@ -184,7 +179,7 @@ def nothing_lost():
     """Yield a list; Ctrl-C ends the block and appends True to it."""
     interrupted: list[bool] = []
     try:
-        with harness.ctrl_c_raises():
+        with ctrl_c_raises():
             yield interrupted
     except KeyboardInterrupt:
         interrupted.append(True)
@@ -209,7 +204,7 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> ExhaustiveCheck | N
     """Compare the choice with an exhaustive sweep. None after Ctrl-C or if a compared setting failed."""
     every = tune_exhaustive.Exhaustive(tuning, choice, budget)
     _, interrupted, ended = tune(every)
-    there = {choice, every.baseline} <= set(every.choosing.ways)
+    there = {choice, every.baseline} <= set(every.choosing.methods)
     return every.result() if there and not interrupted and not ended else None
 
 

@@ -42,7 +42,7 @@ from speculative.bench.prompts import read_prompts
 from speculative.bench.result import ComparedRow, GreedyRow, SampledRow
 from speculative.cli.arguments import above_zero, lengths, model_specs, refuse_missing_devices, refuse_unsound, whole
 from speculative.cli.progress import tqdm
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST
 from speculative.drafting.proposers import NgramProposer
@@ -175,9 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
     parser.add_argument(
         "--property",
-        type=key_value,
-        action="append",
-        metavar="KEY=VALUE",
+        **PROPERTY,
         help="OpenVINO property for both models, replaces EXECUTION_MODE_HINT=ACCURACY (repeatable)",
     )
     parser.add_argument("--strict", action="store_true", help="also fail if one of GenAI's paths does not pass")
@@ -207,7 +205,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="random seed (default: 1)")
 
 
-def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[CheckedMethod]:
+def checked_methods(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> list[CheckedMethod]:
     """All decoding paths, those without a draft first. Pipelines are loaded on use."""
     main, draft = model_specs(arguments, properties)
     no_prefix_cache = openvino_genai.SchedulerConfig()
@@ -238,9 +236,9 @@ def ways(arguments: argparse.Namespace, properties: dict, engine: Decoder) -> li
         *for_each_k("GenAI lookup", False, lookup, ks, max_ngram_size=NGRAM),
         *for_each_k("GenAI draft", False, pair, ks),
         *(
-            CheckedMethod(f"{way.name}, no prefix cache", False, fresh_pair, way.settings, is_greedy=False)
-            for way in for_each_k("GenAI draft", False, fresh_pair, ks)
-            if way.is_sampled
+            CheckedMethod(f"{method.name}, no prefix cache", False, fresh_pair, method.settings, is_greedy=False)
+            for method in for_each_k("GenAI draft", False, fresh_pair, ks)
+            if method.is_sampled
         ),
     ]
 
@@ -258,25 +256,23 @@ def for_each_k(
     ]
 
 
-def run(
-    arguments: argparse.Namespace, all_ways: list[CheckedMethod], prompts: list[np.ndarray], sampling: dict
-) -> None:
+def run(arguments: argparse.Namespace, methods: list[CheckedMethod], prompts: list[np.ndarray], sampling: dict) -> None:
     """Generate every path's greedy texts and samples."""
     wanted = {True: arguments.draws, False: arguments.genai_draws}
-    total = sum(way.is_greedy * len(prompts) + way.is_sampled * wanted[way.ours] for way in all_ways)
+    total = sum(method.is_greedy * len(prompts) + method.is_sampled * wanted[method.ours] for method in methods)
     with tqdm(total=total, unit="request", dynamic_ncols=True) as bar:
-        for way, following in zip(all_ways, [*all_ways[1:], None], strict=True):
-            bar.set_description(way.name)
-            for prompt in prompts if way.is_greedy else ():
-                way.texts.append(way.request(prompt, arguments.max_new_tokens, {}))
+        for method, following in zip(methods, [*methods[1:], None], strict=True):
+            bar.set_description(method.name)
+            for prompt in prompts if method.is_greedy else ():
+                method.texts.append(method.request(prompt, arguments.max_new_tokens, {}))
                 bar.update()
-            for i in range(wanted[way.ours] if way.is_sampled else 0):
-                if way.draws.count(None) < MOST_CRASHES:
+            for i in range(wanted[method.ours] if method.is_sampled else 0):
+                if method.draws.count(None) < MOST_CRASHES:
                     settings = {**sampling, "rng_seed": arguments.seed + i}
-                    way.draws.append(way.request(prompts[0], arguments.tokens, settings))
+                    method.draws.append(method.request(prompts[0], arguments.tokens, settings))
                 bar.update()
-            if following is None or following.runner is not way.runner:
-                way.runner.close()
+            if following is None or following.runner is not method.runner:
+                method.runner.close()
 
 
 def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.ndarray, sampling: dict):
@@ -293,40 +289,40 @@ def exact_cells(arguments: argparse.Namespace, main: CachedModel, prompt: np.nda
         return lossless_check.exact_joint(counted, arguments.tokens, resolution)
 
 
-def reference_of(all_ways: list[CheckedMethod]) -> CheckedMethod | None:
+def reference_of(methods: list[CheckedMethod]) -> CheckedMethod | None:
     """The first path of the main model alone without a crash."""
-    return next((way for way in all_ways if way.is_alone and way.texts and None not in way.texts), None)
+    return next((method for method in methods if method.is_alone and method.texts and None not in method.texts), None)
 
 
 def judge_texts(
-    way: CheckedMethod, reference: CheckedMethod | None, main: CachedModel, prompts: list[np.ndarray]
+    method: CheckedMethod, reference: CheckedMethod | None, main: CachedModel, prompts: list[np.ndarray]
 ) -> GreedyRow:
     """One row: whether the greedy texts equal the reference's. Without a reference nothing passes."""
     differences, same = [], 0
-    for i, text in enumerate(way.texts if reference else ()):
+    for i, text in enumerate(method.texts if reference else ()):
         expected = reference.texts[i]
         if text and text.tokens == expected.tokens:
             same += 1
         elif text:
             differences.append({"prompt": i + 1, **first_difference(main, prompts[i], expected.tokens, text.tokens)})
-    crashes = way.texts.count(None)
+    crashes = method.texts.count(None)
     if crashes:
         verdict = "crashes"
     elif not reference:
         verdict = "not compared"
-    elif way is reference:
+    elif method is reference:
         verdict = "reference"
     elif all(difference["near_tie"] for difference in differences):
         verdict = "equal except near-ties" if differences else "equal"
     else:
         verdict = "NOT equal"
     return {
-        "path": way.name,
-        "ours": way.ours,
+        "path": method.name,
+        "ours": method.ours,
         "prompts": len(prompts),
         "same": same,
         "crashes": crashes,
-        "acceptance_rate": acceptance_rate(way.texts),
+        "acceptance_rate": acceptance_rate(method.texts),
         "differences": differences,
         "verdict": verdict,
         "holds": verdict.startswith("equal") or verdict == "reference",
@@ -342,17 +338,17 @@ def first_difference(main: CachedModel, prompt: np.ndarray, expected: list[int],
     return {"token": place + 1, "margin": margin, "near_tie": abs(margin) < NEAR_TIE * float(logits.std())}
 
 
-def judge_draws(way: CheckedMethod, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
+def judge_draws(method: CheckedMethod, cells: lossless_check.Cells) -> SampledRow | ComparedRow:
     """One row: whether the samples have the exact distribution."""
-    drawn = [draw.tokens for draw in way.draws if draw]
-    crashes = way.draws.count(None)
+    drawn = [draw.tokens for draw in method.draws if draw]
+    crashes = method.draws.count(None)
     row = {
-        "path": way.name,
-        "ours": way.ours,
-        "requests": len(way.draws),
+        "path": method.name,
+        "ours": method.ours,
+        "requests": len(method.draws),
         "crashes": crashes,
-        "crash": way.crash,
-        "acceptance_rate": acceptance_rate(way.draws),
+        "crash": method.crash,
+        "acceptance_rate": acceptance_rate(method.draws),
     }
     verdict = "crashes"
     if drawn:
@@ -436,11 +432,11 @@ class Verdicts:
 
 
 def judge(
-    all_ways: list[CheckedMethod], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells
+    methods: list[CheckedMethod], main: CachedModel, prompts: list[np.ndarray], cells: lossless_check.Cells
 ) -> Verdicts:
-    reference = reference_of(all_ways)
-    greedy = [judge_texts(way, reference, main, prompts) for way in all_ways if way.is_greedy]
-    sampled = [judge_draws(way, cells) for way in all_ways if way.is_sampled]
+    reference = reference_of(methods)
+    greedy = [judge_texts(method, reference, main, prompts) for method in methods if method.is_greedy]
+    sampled = [judge_draws(method, cells) for method in methods if method.is_sampled]
     return Verdicts(greedy, sampled, reference)
 
 
@@ -490,11 +486,11 @@ def main() -> int:
         engine = decoder.load(*model_specs(arguments, properties))
         prompts = [engine.encode(text) for text in texts]
         cells = exact_cells(arguments, engine.main, prompts[0], sampling)
-        all_ways = ways(arguments, properties, engine)
-        run(arguments, all_ways, prompts, sampling)
-    found = judge(all_ways, engine.main, prompts, cells)
+        methods = checked_methods(arguments, properties, engine)
+        run(arguments, methods, prompts, sampling)
+    found = judge(methods, engine.main, prompts, cells)
     ok = found.hold(arguments.strict)
-    print(tables(arguments, found, all_ways[0], len(cells)))
+    print(tables(arguments, found, methods[0], len(cells)))
     document = {
         "ok": ok,
         "reference": found.reference and found.reference.name,

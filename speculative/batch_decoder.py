@@ -29,7 +29,8 @@ from openvino_genai import GenerationConfig
 
 from speculative.decoder import Prompt, encode
 from speculative.drafting import cost_model
-from speculative.drafting.batch_policy import BatchDraftLength, DraftHistory
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
@@ -54,10 +55,10 @@ T = TypeVar("T")
 class Request:
     """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step."""
 
-    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | DraftHistory):
+    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | AcceptanceEstimate):
         self.sequence = sequence
         self.output = output
-        self.policy = policy  # its own policy, or its acceptance history for the batch's policy
+        self.policy = policy  # its own policy, or its acceptance estimate for the batch's policy
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
@@ -75,7 +76,7 @@ class Request:
     @property
     def follows_batch(self) -> bool:
         """Whether the batch's policy decides its draft length."""
-        return isinstance(self.policy, DraftHistory)
+        return isinstance(self.policy, AcceptanceEstimate)
 
 
 class RequestOutput(NamedTuple):
@@ -218,8 +219,8 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if isinstance(request.policy, DraftHistory) and request in steps:
-                request.policy.update(steps[request].accepted)
+            if isinstance(request.policy, AcceptanceEstimate) and request in steps:
+                request.policy.update(steps[request].proposed, steps[request].accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
 
@@ -243,10 +244,10 @@ class BatchDecoder:
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.idle = None, False
-            if isinstance(request.policy, DraftHistory):
+            if isinstance(request.policy, AcceptanceEstimate):
                 request.policy.begin()
         drafting = [request.policy for request in running if request.sequence.can_draft]
-        self.draft_length.begin([policy for policy in drafting if isinstance(policy, DraftHistory)], len(running))
+        self.draft_length.begin([policy for policy in drafting if isinstance(policy, AcceptanceEstimate)], len(running))
         while chosen := self._choose(running, read):
             begin = time.perf_counter()
             computed = self._read(self.draft, chosen) if isinstance(self.draft, BatchModel) else 0
@@ -259,12 +260,12 @@ class BatchDecoder:
         """The requests that draft another token."""
         own: list[Request] = []
         others: list[Request] = []
-        histories: list[DraftHistory] = []  # of `others`
+        histories: list[AcceptanceEstimate] = []  # of `others`
         for request in running:
             policy, drafted = request.policy, request.sequence.drafted
             if not request.sequence.can_draft or request.idle or request.error:
                 continue
-            if isinstance(policy, DraftHistory):
+            if isinstance(policy, AcceptanceEstimate):
                 if drafted < LONGEST:
                     others.append(request)
                     histories.append(policy)
@@ -306,7 +307,7 @@ class BatchDecoder:
             return
         text.draft(proposal)
         request.confidence = proposal.confidence
-        if isinstance(request.policy, DraftHistory):
+        if isinstance(request.policy, AcceptanceEstimate):
             request.policy.draft(proposal.confidence())
 
     @staticmethod
@@ -326,7 +327,7 @@ class BatchDecoder:
 
     def _finish(self, request: Request) -> str:
         if request.proposer:
-            policy = self.draft_length if isinstance(request.policy, DraftHistory) else request.policy
+            policy = self.draft_length if isinstance(request.policy, AcceptanceEstimate) else request.policy
             request.result.draft_length = policy.describe()
         else:
             request.result.draft_length = "no draft"
@@ -350,11 +351,11 @@ class BatchDecoder:
         self._requests = [request for request in self._requests if not request.finished]
         return last
 
-    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | DraftHistory:
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | AcceptanceEstimate:
         if policy := policy_from_params(params):
             return policy
         repeatable = params.do_sample and params.seed is not None
-        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.history()
+        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.estimate()
 
     @staticmethod
     def _try(request: Request, act: Callable[..., T], *arguments: object) -> T | None:

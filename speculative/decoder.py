@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +22,13 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
-from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength, policy_from_params
+from speculative.drafting.policy import (
+    AdaptiveDraftLength,
+    Costs,
+    DraftLengthPolicy,
+    FixedDraftLength,
+    policy_from_params,
+)
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
 from speculative.models import cached_model, huge_pages
 from speculative.models.cached_model import CachedModel
@@ -204,6 +211,11 @@ def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
 
 
+def lookup_policy(costs: Costs) -> AdaptiveDraftLength:
+    """The adaptive draft length for prompt lookup. Draft tokens are free; `costs` gives the main model's seconds."""
+    return AdaptiveDraftLength(replace(costs, draft=0.0, draft_further=None), LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+
+
 def load(
     main: ModelSpec | str | Path,
     draft: ModelSpec | str | Path | None = None,
@@ -241,7 +253,6 @@ def load(
         if draft_model:
             source, policy = DraftModelProposer(draft_model, main_model.vocab_size), AdaptiveDraftLength(measured)
         elif max_ngram_size:
-            source = NgramProposer(main_model.vocab_size, max_ngram_size)
-            policy = AdaptiveDraftLength(measured, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+            source, policy = NgramProposer(main_model.vocab_size, max_ngram_size), lookup_policy(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

@@ -33,65 +33,66 @@ def main():
     refuse_without("ray", "fastapi")
     from speculative.serving import arguments, ray_runtime
 
-    args = arguments.parse(__doc__)
-    for port, name in ((args.port, "--port"), (args.metrics_port, "--metrics-port")):
-        check_port(args.host, port, name)
+    settings = arguments.parse(__doc__)
+    for port, name in ((settings.port, "--port"), (settings.metrics_port, "--metrics-port")):
+        check_port(settings.host, port, name)
     listen()
     try:
-        with ray_runtime.joined(args.address, args.metrics_port):
+        with ray_runtime.joined(settings.address, settings.metrics_port):
             listen()  # Ray installs its own handlers
-            serve(args)
+            serve(settings)
     except ConnectionError as error:
-        failed = f"Ray at {args.address} cannot be joined" if args.address else "Ray does not start on this machine"
+        failed = (
+            f"Ray at {settings.address} cannot be joined" if settings.address else "Ray does not start on this machine"
+        )
         console.fail(f"{failed}: {error}", status=1)
 
 
-def serve(args):
+def serve(settings):
     """Serve on the connected Ray until Ctrl-C."""
     from speculative.serving import (
         application,  # imports Ray, which takes seconds
         ray_runtime,
     )
 
-    each = {"CPU": args.num_cpus or 1, **args.resources}
-    if lacking := ray_runtime.lacking(args.replicas, each):
+    if lacking := ray_runtime.lacking(settings.replicas, settings.resources_per_replica):
         console.fail(f"the replicas need {lacking}: request less, or give Ray more.", status=1)
     try:
-        run(args, application)
+        run(settings, application)
     except ray_runtime.HeadLost:
         console.say("lost the Ray head node: restarting ...")
         raise
     except BaseException:
-        if args.address:  # a local Ray ends with this process
+        if settings.address:  # a local Ray ends with this process
             application.stop()
         raise
 
 
-def run(args, application):
+def run(settings, application):
     """Start the application; when stopped, let running answers finish."""
     from speculative.serving import ray_runtime
 
     try:
-        handle = application.start(args)
+        handle = application.start(settings)
     except application.ServeFailed as error:
         console.fail(str(error), status=1)
-    say_ready(args, handle.cache_bytes.remote().result() / 1e6)
+    say_ready(settings, handle.cache_bytes.remote().result() / 1e6)
     try:
         ray_runtime.wait_until_lost()
     except (KeyboardInterrupt, Terminated):
-        console.say(f"stopping: running answers have {args.drain:g} s to finish (Ctrl-C: stop at once)")
-        if left := application.drain(handle, args.drain):
+        console.say(f"stopping: running answers have {settings.drain:g} s to finish (Ctrl-C: stop at once)")
+        if left := application.drain(handle, settings.drain):
             console.say(f"{left} answers did not finish in time")
         raise
 
 
-def say_ready(args, cache):
+def say_ready(settings, cache):
     from speculative.serving import arguments
 
-    url = f"http://{arguments.in_url(args.host)}:{args.port}/v1"
-    console.say(f"model {args.pair.name}, {args.replicas} replicas, {cache:.0f} MB of KV cache each")
-    if not args.address:
-        console.say(f"metrics: http://127.0.0.1:{args.metrics_port}/metrics")
+    url = f"http://{arguments.in_url(settings.host)}:{settings.port}/v1"
+    console.say(f"model {settings.pair.name}, {settings.replicas} replicas, {cache:.0f} MB of KV cache each")
+    if not settings.address:
+        console.say(f"metrics: http://127.0.0.1:{settings.metrics_port}/metrics")
     console.say(f"ready: {url}")
 
 

@@ -2,8 +2,8 @@
 loads a model into changes its speed by 5 to 10 %, for any pipeline.
 
     processes = [DecodingProcess(alone), DecodingProcess(pair)]  # one ProcessJob each
-    ways = [way for process in processes for way in process.ways]
-    complete = measure(processes, ways, prompts, rounds=3, starts=3)
+    methods = [method for process in processes for method in process.methods]
+    complete = measure(processes, methods, prompts, rounds=3, starts=3)
 
 The processes coexist, so that runs alternate between them; each start replaces all of them, in a different order. Time
 is measured in the process that decodes.
@@ -16,8 +16,9 @@ import numpy as np
 
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.genai import Run
-from speculative.bench.harness import Method, ctrl_c_raises, interleave, shuffled
+from speculative.bench.harness import Method, interleave, shuffled
 from speculative.bench.result import Loading, ProcessStart, TokenView
+from speculative.cli.processes import ctrl_c_raises
 from speculative.decoder import GenerationResult
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -34,7 +35,7 @@ class ProcessJob:
     main: ModelSpec
     draft: ModelSpec | None
     max_new_tokens: int
-    ways: tuple[tuple[str, int | str, float], ...]
+    methods: tuple[tuple[str, int | str, float], ...]
     lookup: bool = False  # GenAI's prompt lookup, which needs a separate pipeline
     keep_caches: bool = False
     huge_pages: bool = False
@@ -47,13 +48,13 @@ class DecodingProcess:
         self.job = job
         self.starts: list[ProcessStart] = []
         self._worker = WorkerProcess([sys.executable, "-m", WORKER])
-        self.ways = [self._way(*way) for way in job.ways]
+        self.methods = [self._method(*method) for method in job.methods]
 
     def start(self) -> None:
         """Load the models in a new process. Raises RuntimeError or ValueError if they are rejected, or ChildFailed."""
         self._worker.close()
-        told: Loading = self._worker.call("load", self.job)
-        self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **told})
+        loading: Loading = self._worker.call("load", self.job)
+        self.starts.append({"name": self.job.name, "start": len(self.starts) + 1, **loading})
 
     def close(self) -> None:
         self._worker.close()
@@ -61,21 +62,21 @@ class DecodingProcess:
     def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return self._worker.call("token_view", ids, draft_length)
 
-    def _way(self, name: str, draft_length: int | str, temperature: float) -> Method:
-        way = Method(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(way, ids))
+    def _method(self, name: str, draft_length: int | str, temperature: float) -> Method:
+        method = Method(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(method, ids))
         if self.job.engine == NATIVE:
-            way.seconds = [[] for _ in range(2 if self.job.draft else 1)]
-        return way
+            method.seconds = [[] for _ in range(2 if self.job.draft else 1)]
+        return method
 
-    def _decode(self, way: Method, ids: np.ndarray) -> Run | GenerationResult:
-        run, seconds = self._worker.call("decode", way.name, ids)
-        for known, new in zip(way.seconds, seconds, strict=True):
+    def _decode(self, method: Method, ids: np.ndarray) -> Run | GenerationResult:
+        run, seconds = self._worker.call("decode", method.name, ids)
+        for known, new in zip(method.seconds, seconds, strict=True):
             known += new
         return run
 
 
 def measure(
-    processes: list[DecodingProcess], ways: list[Method], prompts: list[np.ndarray], rounds: int, starts: int
+    processes: list[DecodingProcess], methods: list[Method], prompts: list[np.ndarray], rounds: int, starts: int
 ) -> bool:
     """Add `rounds` rounds of each of `starts` starts to every method.
 
@@ -87,10 +88,10 @@ def measure(
                 for process in shuffled(processes, start):
                     process.start()
                 describe = f"start {start + 1} of {starts}" if starts > 1 else ""
-                if not interleave(ways, prompts, rounds, describe=describe):
+                if not interleave(methods, prompts, rounds, describe=describe):
                     return False
     except KeyboardInterrupt:
-        if not ways[0].rounds:
+        if not methods[0].rounds:
             raise
         return False
     return True

@@ -8,8 +8,8 @@ from speculative import decoder
 from speculative.bench.cluster import worker_process
 from speculative.bench.decoding_process import ProcessJob
 from speculative.bench.genai import Run
-from speculative.bench.harness import Method, time_in
-from speculative.bench.methods import genai_pipeline, genai_way, our_way
+from speculative.bench.harness import time_in
+from speculative.bench.methods import genai_method, genai_pipeline, our_method
 from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
@@ -27,19 +27,19 @@ class WorkerPipeline:
         self.job = job
         before, begin = huge_pages.allocated(), time.perf_counter()
         make = self._ours if job.engine == NATIVE else self._genai
-        self.ways = {way.name: way for way in make()}
+        self.methods = {method.name: method for method in make()}
         seconds = time.perf_counter() - begin
         if job.huge_pages:  # the same way for both engines
-            next(iter(self.ways.values())).decode(FIRST_PROMPT)
+            next(iter(self.methods.values())).decode(FIRST_PROMPT)
             huge_pages.move(before)
         return {"load_seconds": seconds, "huge_bytes": huge_pages.in_use()}
 
     def decode(self, name: str, ids: np.ndarray) -> tuple[Run | GenerationResult, list[list[float]]]:
         """The run, and the seconds of its forward passes by model, if timed."""
-        way = self.ways[name]
-        for seconds in way.seconds:
+        method = self.methods[name]
+        for seconds in method.seconds:
             seconds.clear()
-        return way.decode(ids), way.seconds
+        return method.decode(ids), method.seconds
 
     def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)
@@ -47,14 +47,16 @@ class WorkerPipeline:
     def _genai(self) -> list[Method]:
         job = self.job
         pipe = genai_pipeline(job.main, job.draft, job.lookup, job.keep_caches)
-        return [genai_way(name, pipe, k, job.max_new_tokens) for name, k, _ in job.ways]
+        return [genai_method(name, pipe, k, job.max_new_tokens) for name, k, _ in job.methods]
 
     def _ours(self) -> list[Method]:
         job = self.job
         ours = decoder.load(job.main, job.draft)
         self.engine = ours
         seconds = [time_in(model) for model in ours.models]
-        return [our_way(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.ways]
+        return [
+            our_method(name, ours, seconds, k, t, job.max_new_tokens, job.keep_caches) for name, k, t in job.methods
+        ]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Shared harness of the benchmarks: interleaved timing of decoding methods, background load, environment, output.
 
-    way = Method("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
+    method = Method("ours, K = 4", NATIVE, 4, 0.0, lambda ids: engine.generate(ids, config))
     with BackgroundLoad() as load:
-        interleave([alone, way], prompts, rounds=3)
-    print(row(way, alone)["speedup"], load.sentence)
+        interleave([alone, method], prompts, rounds=3)
+    print(row(method, alone)["speedup"], load.sentence)
 
 Each round runs each prompt with every method, one after another, so that background load affects all equally. The order
 varies, so that no method always follows the same predecessor in the processor's caches. A warm-up comes first; results
@@ -17,13 +17,10 @@ import json
 import os
 import platform
 import shlex
-import signal
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,6 +34,7 @@ import psutil
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
@@ -58,7 +56,7 @@ class Method:
 
     name: str  # "GenAI, K = 4"
     engine: str  # genai or native
-    draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 4"
+    draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
     seconds: list[list[float]] = field(default_factory=list)  # per forward pass of main and draft, if timed
@@ -93,7 +91,7 @@ def time_in(model: CachedModel) -> list[float]:
 
 
 def interleave(
-    ways: list[Method],
+    methods: list[Method],
     prompts: list[np.ndarray],
     rounds: int,
     warm_up: int = 1,
@@ -104,36 +102,23 @@ def interleave(
 
     Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
-    before = len(ways[0].rounds)
-    total = (warm_up + rounds) * len(prompts) * len(ways)
+    before = len(methods[0].rounds)
+    total = (warm_up + rounds) * len(prompts) * len(methods)
     try:
         with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
                 before_round()
-                done = _one_round(ways, prompts, bar, (before + number) * len(prompts))
+                done = _one_round(methods, prompts, bar, (before + number) * len(prompts))
                 if number >= warm_up:
                     _keep(done)
     except KeyboardInterrupt:
-        for way in ways:  # the signal can arrive at any point
-            for kept in (way.rounds, way.outside, way.drafting, way.verifying):
-                del kept[min(len(way.rounds) for way in ways) :]
-        if len(ways[0].rounds) == before:
+        for method in methods:  # the signal can arrive at any point
+            for kept in (method.rounds, method.outside, method.drafting, method.verifying):
+                del kept[min(len(method.rounds) for method in methods) :]
+        if len(methods[0].rounds) == before:
             raise
         return False
     return True
-
-
-@contextmanager
-def ctrl_c_raises() -> Iterator[None]:
-    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
@@ -141,55 +126,55 @@ def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
     return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
 
 
-def _one_round(ways: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
+def _one_round(methods: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
     """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
-    runs: list[list[Run | GenerationResult]] = [[] for _ in ways]
-    spent = np.zeros((len(ways), 3))
+    runs: list[list[Run | GenerationResult]] = [[] for _ in methods]
+    spent = np.zeros((len(methods), 3))
     for number, ids in enumerate(prompts):
-        for i, way in shuffled(list(enumerate(ways)), turn + number):
-            before = [len(seconds) for seconds in way.seconds]
-            run = way.decode(ids)
+        for i, method in shuffled(list(enumerate(methods)), turn + number):
+            before = [len(seconds) for seconds in method.seconds]
+            run = method.decode(ids)
             runs[i].append(run)
-            if way.seconds:
-                main, *draft = [sum(seconds[n:]) for seconds, n in zip(way.seconds, before, strict=True)]
-                verify = sum(way.seconds[0][-len(run.gained) :]) if run.gained else 0.0
+            if method.seconds:
+                main, *draft = [sum(seconds[n:]) for seconds, n in zip(method.seconds, before, strict=True)]
+                verify = sum(method.seconds[0][-len(run.gained) :]) if run.gained else 0.0
                 spent[i] += run.seconds - main - sum(draft), sum(draft), verify
             bar.update()
-    return list(zip(ways, runs, spent.tolist(), strict=True))
+    return list(zip(methods, runs, spent.tolist(), strict=True))
 
 
 def _keep(done: list[tuple]) -> None:
-    for way, runs, (outside, drafting, verifying) in done:
-        way.outside.append(outside)
-        way.drafting.append(drafting)
-        way.verifying.append(verifying)
-        way.rounds.append(runs)
+    for method, runs, (outside, drafting, verifying) in done:
+        method.outside.append(outside)
+        method.drafting.append(drafting)
+        method.verifying.append(verifying)
+        method.rounds.append(runs)
 
 
 # ---- results of a method --------------------------------------------------------------------------------------------
 
 
-def row(way: Method, baseline: Method) -> MethodRow:
+def row(method: Method, baseline: Method) -> MethodRow:
     """A method's results over its rounds; `baseline` decodes without a draft in the same rounds."""
-    rounds = range(len(way.rounds))
-    speedups = [way.throughput(i) / baseline.throughput(i) for i in rounds]
-    runs = way.runs()
+    rounds = range(len(method.rounds))
+    speedups = [method.throughput(i) / baseline.throughput(i) for i in rounds]
+    runs = method.runs()
     proposed = [n for run in runs for n in run.proposed]
     gained = [n for run in runs for n in run.gained]
-    texts = [run.tokens for run in way.rounds[0]]
+    texts = [run.tokens for run in method.rounds[0]]
     speedup = statistics.median(speedups)
     same = sum(a == b.tokens for a, b in zip(texts, baseline.rounds[0], strict=True))
     # with the prompts' forward passes, which give one token each
     forward_speedup = metrics.block_efficiency([*gained, *[1] * len(runs)])
     assert forward_speedup is not None  # there is a run
     return {
-        "name": way.name,
-        "engine": way.engine,
-        "sampled": way.temperature > 0,
-        "temperature": way.temperature,
-        "draft_length": way.draft_length,
-        "throughput": statistics.median(way.throughput(i) for i in rounds),
-        "throughputs": [way.throughput(i) for i in rounds],
+        "name": method.name,
+        "engine": method.engine,
+        "sampled": method.temperature > 0,
+        "temperature": method.temperature,
+        "draft_length": method.draft_length,
+        "throughput": statistics.median(method.throughput(i) for i in rounds),
+        "throughputs": [method.throughput(i) for i in rounds],
         "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
         "gain_percent": 100 * (speedup - 1),
@@ -200,26 +185,26 @@ def row(way: Method, baseline: Method) -> MethodRow:
         "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
         "ttft": statistics.median(run.ttft for run in runs),
         "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs),
-        "outside": sum(way.outside) / sum(run.seconds for run in runs) if way.seconds else None,
+        "outside": sum(method.outside) / sum(run.seconds for run in runs) if method.seconds else None,
         "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
-        "same_text": None if way.temperature else same,
+        "same_text": None if method.temperature else same,
         "texts": len(texts),
         "output_sha256": hashlib.sha256(str(texts).encode()).hexdigest()[:16],
-        "why": getattr(runs[-1], "draft_length", "") if way.draft_length == "adaptive" else "",
+        "why": getattr(runs[-1], "draft_length", "") if "adaptive" in str(method.draft_length) else "",
     }
 
 
-def iteration_split(way: Method) -> IterationSplit | None:
+def iteration_split(method: Method) -> IterationSplit | None:
     """Milliseconds per iteration in the draft, in the main model and outside both; None if nothing was timed."""
-    runs = way.runs()
+    runs = method.runs()
     iterations = sum(len(run.gained) for run in runs)
-    if not way.seconds or not iterations:
+    if not method.seconds or not iterations:
         return None
-    drafting, verifying = sum(way.drafting), sum(way.verifying)
+    drafting, verifying = sum(method.drafting), sum(method.verifying)
     overhead = max(0.0, sum(run.decode_seconds for run in runs) - drafting - verifying)
     return {
-        "name": way.name,
-        "draft_length": way.draft_length,
+        "name": method.name,
+        "draft_length": method.draft_length,
         "draft_ms": 1000 * drafting / iterations,
         "verify_ms": 1000 * verifying / iterations,
         "overhead_ms": 1000 * overhead / iterations,

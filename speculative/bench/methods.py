@@ -14,13 +14,14 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 from speculative.bench import genai
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method
-from speculative.decoder import Decoder, GenerationResult
+from speculative.decoder import Decoder, GenerationResult, lookup_policy
 from speculative.drafting.policy import AdaptiveDraftLength
-from speculative.drafting.proposers import NgramProposer
+from speculative.drafting.proposers import NgramProposer, Proposer
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
+ADAPTIVE_LOOKUP = "lookup adaptive"
 
 
 def genai_pipeline(
@@ -38,7 +39,7 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_way(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
+def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None if isinstance(draft_length, int) else None
@@ -60,7 +61,7 @@ def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, max_new_tokens
     return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
-def our_way(
+def our_method(
     name: str,
     engine: Decoder,
     seconds: list[list[float]],
@@ -69,19 +70,20 @@ def our_way(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Method:
-    """A method of `engine`, which has main model and draft; `seconds` are those of their forward passes. Each method
-    adapts its draft length independently."""
+    """A method of `engine`, which has a draft unless `draft_length` is 0; `seconds` are those of its models' forward
+    passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
-    source = engine.draft if draft_length else None
-    if str(draft_length).startswith("lookup"):
-        source = NgramProposer(engine.main.vocab_size, NGRAM)
+    source: Proposer | None = engine.draft if draft_length else None
+    policy = engine.draft_length
+    if isinstance(policy, AdaptiveDraftLength):
+        lookup = str(draft_length).startswith("lookup")
+        source = NgramProposer(engine.main.vocab_size, NGRAM) if lookup else source
+        policy = lookup_policy(policy.costs) if lookup else AdaptiveDraftLength(policy.costs)
+    if draft_length == f"lookup {LOOKUP}":
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    policy = engine.draft_length
-    if isinstance(policy, AdaptiveDraftLength):
-        policy = AdaptiveDraftLength(policy.costs)
     decoder = Decoder(engine.main, source, policy)
 
     def decode(ids: np.ndarray) -> GenerationResult:

@@ -17,6 +17,7 @@ import numpy as np
 import openvino_genai
 
 from speculative.bench.genai import encode
+from speculative.error_text import one_line
 from speculative.pair.model_info import config_facts
 
 DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
@@ -124,7 +125,7 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
     except ImportError as error:
         raise ValueError(
             f"{name} is not a file, and reading it as a Hugging Face data set requires the package `datasets` "
-            f"({' '.join(str(error).split())}): name a file, or `pip install datasets`"
+            f"({one_line(error)}): name a file, or `pip install datasets`"
         ) from None
     datasets.disable_progress_bars()
     try:
@@ -133,7 +134,7 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
             split = next((one for one in SPLITS if one in there), there[0])
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # from the hub, the network or the files, each with its reason
-        raise ValueError(f"cannot read the data set {name}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"cannot read the data set {name}: {one_line(error)[:300]}") from None
     column = column or next((one for one in COLUMNS if one in rows.column_names), None)
     if column not in rows.column_names:
         raise ValueError(

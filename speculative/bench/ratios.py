@@ -35,7 +35,7 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
     `ratio`: median over the rounds; `range`: over the rounds; `interval`: over prompts, None if there is only one.
     """
     chosen = list(range(len(one.rounds[0]))) if prompts is None else list(prompts)
-    measured = [_measured(way, chosen, units) for way in (one, other)]
+    measured = [_measured(method, chosen, units) for method in (one, other)]
     counts, seconds = (np.stack(part) for part in zip(*measured, strict=True))
     speeds = counts.sum(-1) / seconds.sum(-1)  # [method, round]
     ratios = (speeds[0] / speeds[1]).tolist()
@@ -78,8 +78,8 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
         bounds = [*fact["range"], *(fact["interval"] or [])]
         kind = "faster" if min(bounds) > 1 else "slower" if max(bounds) < 1 else "level"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
-    said = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
-    lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {said}."]
+    by_outcome = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)
+    lines = [f"Our engine relative to GenAI's pipeline, tokens/s on identical texts: {by_outcome}."]
     if starts == 1:
         lines.append(
             "Each process was started only once, and speed varies by 5 to 10 % between starts: use --starts 3 for a "
@@ -88,9 +88,9 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
     return lines
 
 
-def _measured(way: Method, prompts: list[int], units: Units) -> tuple[np.ndarray, np.ndarray]:
+def _measured(method: Method, prompts: list[int], units: Units) -> tuple[np.ndarray, np.ndarray]:
     """Units and seconds, each [round, prompt]."""
-    runs = [[round_[i] for i in prompts] for round_ in way.rounds]
+    runs = [[round_[i] for i in prompts] for round_ in method.rounds]
     counts = [[units(run) for run in round_] for round_ in runs]
     return np.array(counts, float), np.array([[run.decode_seconds for run in round_] for round_ in runs])
 

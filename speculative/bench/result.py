@@ -144,7 +144,7 @@ class MethodRow(TypedDict):
     engine: str  # id of the engine: GenAI's pipeline or the project's
     sampled: bool  # whether the temperature is above 0
     temperature: float  # 0: greedy
-    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 4"
+    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"
     throughput: float  # tokens/s, prompts excluded
     throughputs: list[float]  # tokens/s, by round
     speedup: float  # over the main model alone
@@ -635,7 +635,7 @@ class _CandidateRow(TypedDict):
     throughput: float | None  # tokens/s, decode only
     speedup: float  # over the main model alone with its defaults; of a property set: of one iteration
     spread: Range | None  # of the speedup; None if it was not in the last rounds
-    measured_afresh: bool  # whether the figures are of new rounds after the choice
+    remeasured: bool  # whether the figures are of new rounds after the choice
     dropped_in_round: str  # the round, or the reason; "" if it was kept
 
 

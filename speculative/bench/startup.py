@@ -22,8 +22,9 @@ from openvino_genai import GenerationConfig
 
 from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.harness import ctrl_c_raises
 from speculative.bench.result import OneStart, StartCost
+from speculative.cli.processes import ctrl_c_raises
+from speculative.error_text import one_line
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
 
@@ -96,8 +97,8 @@ def run(asked: dict) -> OneStart:
     command = [sys.executable, "-m", "speculative.bench.startup", json.dumps(asked)]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if process.returncode:
-        said = process.stderr.strip().splitlines() or [f"the process exited with status {process.returncode}"]
-        raise RuntimeError(said[-1].removeprefix("error: "))
+        lines = process.stderr.strip().splitlines() or [f"the process exited with status {process.returncode}"]
+        raise RuntimeError(lines[-1].removeprefix("error: "))
     return json.loads(process.stdout.splitlines()[-1])
 
 
@@ -123,8 +124,8 @@ def peak_memory() -> int | None:
     """Peak memory of this process so far, in bytes; None if the system does not report it."""
     status = Path("/proc/self/status")
     if status.is_file():
-        told = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        return int(told[0].split()[1]) * 1024 if told else None
+        lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        return int(lines[0].split()[1]) * 1024 if lines else None
     return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
 
 
@@ -132,4 +133,4 @@ if __name__ == "__main__":
     try:
         print(json.dumps(one_start(json.loads(sys.argv[1]))))
     except (RuntimeError, ValueError, KeyError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {one_line(error)}")

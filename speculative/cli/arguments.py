@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.check import check_pair
@@ -17,14 +17,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
-    parser.add_argument(
-        "--property",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="OpenVINO property for both models (repeatable)",
-    )
+    parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
 
 
 def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec]:

@@ -16,6 +16,7 @@ import openvino
 import openvino_genai
 from openvino_genai import DecodedResults, GenerationConfig
 
+from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.pair.weights import read as read_weights
 from speculative.sampling.params import stop_ids_of
 from speculative.sequence.detokenizer import IncrementalDetokenizer
@@ -23,7 +24,6 @@ from speculative.sequence.metrics import block_efficiency
 from speculative.sequence.result import GenerationResult
 
 ALL_TOKENS = GenerationConfig().top_k
-MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate memory", "resource temporarily unavailable")
 
 
 def run(main: Callable[[], object]) -> None:
@@ -59,12 +59,10 @@ def fail(sentence: str, status: int = 2) -> NoReturn:
 
 def sentence(error: BaseException) -> str:
     """Return an engine error on one line, without source locations."""
-    text = getattr(error, "strerror", None) or str(error)
-    if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
+    if is_out_of_memory(error):
         return "not enough memory for the models and their KV caches: close programs or use a smaller format (int4)."
-    lines = (line.strip() for line in text.splitlines())
-    kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return " ".join(kept or [text or type(error).__name__]) + " (use --debug for a stack trace)"
+    text = getattr(error, "strerror", None) or " ".join(engine_lines(error))
+    return f"{text} (use --debug for a stack trace)"
 
 
 class Streamer(openvino_genai.StreamerBase):

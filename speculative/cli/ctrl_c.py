@@ -5,6 +5,8 @@ import signal
 import socket
 import threading
 
+from speculative.cli.processes import ctrl_c_raises
+
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # importing the engine takes a moment
 
 
@@ -41,11 +43,10 @@ class CtrlC:
     def input(self, prompt: str) -> str:
         """Read a line as input() does, with Ctrl-C as KeyboardInterrupt."""
         wakeup = signal.set_wakeup_fd(-1)
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return input(prompt)
+            with ctrl_c_raises():
+                return input(prompt)
         finally:
-            signal.signal(signal.SIGINT, handler)
             signal.set_wakeup_fd(wakeup)
 
 

@@ -16,7 +16,7 @@ import openvino
 import openvino_genai
 
 from speculative.cli.console import ALL_TOKENS, fail, say
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
@@ -136,7 +136,6 @@ def scheduler_config(settings: list[tuple[str, object]]) -> openvino_genai.Sched
 
 DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:GPU,CPU, ... (default: %(default)s)"}
 DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our engine, with auto; and for GenAI
-PROPERTY = {"type": key_value, "action": "append", "default": [], "metavar": "KEY=VALUE"}
 ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
     "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},

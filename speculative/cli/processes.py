@@ -1,4 +1,4 @@
-"""Process handling that differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
+"""Process handling, which differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
 
 import contextlib
 import io
@@ -81,6 +81,24 @@ def no_sigpipe() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, usual)
 
 
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Within the block, Ctrl-C raises KeyboardInterrupt, whatever the handler outside."""
+    if not _sets_signals():
+        yield
+        return
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 def _pipes_have_a_signal() -> bool:
-    """Windows has none, and Python sets signals in the main thread only."""
-    return hasattr(signal, "SIGPIPE") and threading.current_thread() is threading.main_thread()
+    """Windows has none."""
+    return hasattr(signal, "SIGPIPE") and _sets_signals()
+
+
+def _sets_signals() -> bool:
+    """Python sets signal handlers in the main thread only."""
+    return threading.current_thread() is threading.main_thread()

@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from speculative.cli.processes import prepare_output, utf8_output
+from speculative.cli.processes import prepare_output
+from speculative.error_text import one_line
 
-__all__ = ["exit_on", "prepare_output", "utf8_output"]
+__all__ = ["exit_on", "prepare_output"]
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -23,5 +24,5 @@ def exit_on(*errors: type[Exception], status: int = 1) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except errors as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(status)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
+from speculative.error_text import one_line
 from speculative.pair.model_info import is_checkpoint, is_ir
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -142,7 +143,7 @@ def _reason(error: BaseException) -> str:
     """The innermost cause of a connection error, on one line."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return one_line(error)[:200]
 
 
 def named_link(source: Source, folder: Path) -> Path:

@@ -10,84 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.latency_curve import LatencyCurve, excess
+from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
-
-
-class DraftHistory:
-    """Acceptance history of one request, by draft confidence, and the number of iterations since its last draft.
-
-    `others`, the history of all requests, serves as prior.
-    """
-
-    BINS = AdaptiveDraftLength.BINS
-    FADE = AdaptiveDraftLength.FADE
-    PRIOR = AdaptiveDraftLength.PRIOR
-    PRIOR_ACCEPTANCE = AdaptiveDraftLength.PRIOR_ACCEPTANCE
-    PROBE_FIRST, PROBE_LAST = AdaptiveDraftLength.PROBE_FIRST, AdaptiveDraftLength.PROBE_LAST
-
-    def __init__(self, others: "DraftHistory | None" = None):
-        self._others = others
-        self._accepted = np.zeros(self.BINS)
-        self._judged = np.zeros(self.BINS)
-        self._all_accepted = self._all_judged = 0.0
-        self.judged = self.accepted = 0  # draft tokens up to the first rejection; without decay
-        self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
-        self.survival = 1.0  # probability that all of them are accepted
-        self.plain = 0  # consecutive iterations without a draft
-        self._probe_every = self.PROBE_FIRST
-
-    @property
-    def drafted(self) -> int:
-        """Draft tokens in this iteration."""
-        return len(self._bins)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a probe is due: there was no draft token for long."""
-        return self.plain >= self._probe_every
-
-    def acceptance(self) -> float:
-        """The probability that the next draft token is accepted, given that those before it were."""
-        prior = self._others.acceptance() if self._others else self.PRIOR_ACCEPTANCE
-        return (self._all_accepted + self.PRIOR * prior) / (self._all_judged + self.PRIOR)
-
-    def begin(self) -> None:
-        """Start an iteration."""
-        self._bins, self.survival = [], 1.0
-
-    def draft(self, confidence: float) -> None:
-        """Record a draft token and the draft's `confidence` in it, from 0 to 1."""
-        self._bins.append(min(int(confidence * self.BINS), self.BINS - 1))
-        self.survival *= self._acceptance_of(self._bins[-1])
-
-    def update(self, accepted: int) -> None:
-        """Record that `accepted` draft tokens of this iteration were accepted."""
-        judged = list(zip(self._bins[: accepted + 1], [True] * accepted + [False], strict=False))
-        for history in (self, self._others) if self._others else (self,):
-            for bin_, was_accepted in judged:
-                history._count(bin_, was_accepted)
-        if not self._bins:
-            self.plain += 1
-        elif self.plain:  # this was a probe
-            was_right = accepted == len(self._bins)
-            self.plain = self._probe_every if was_right else 0  # after a success, probe again at once
-            self._probe_every = self.PROBE_FIRST if was_right else min(2 * self._probe_every, self.PROBE_LAST)
-
-    def _count(self, bin_: int, was_accepted: bool) -> None:
-        self._accepted *= self.FADE
-        self._judged *= self.FADE
-        self._accepted[bin_] += was_accepted
-        self._judged[bin_] += 1
-        self.judged += 1
-        self.accepted += was_accepted
-        self._all_accepted = self._all_accepted * self.FADE + was_accepted
-        self._all_judged = self._all_judged * self.FADE + 1
-
-    def _acceptance_of(self, bin_: int) -> float:
-        prior = self._others._acceptance_of(bin_) if self._others else self.acceptance()
-        return (self._accepted[bin_] + self.PRIOR * prior) / (self._judged[bin_] + self.PRIOR)
 
 
 class BatchDraftLength:
@@ -112,7 +38,7 @@ class BatchDraftLength:
         self.main = main
         self.draft = draft
         self.draft_further = draft_further
-        self._all = DraftHistory()
+        self._all = AcceptanceEstimate()
         self._rate = 0.0  # tokens per second to beat, in this iteration
         self._alike = 0.0  # best rate of drafting for all requests alike
         self._tokens = self._usual = 0.0  # recent tokens; and those of drafting for all alike in the same time
@@ -123,55 +49,57 @@ class BatchDraftLength:
         self._budget = DraftBudget()
         self._texts = 0  # requests in this iteration
         self._forced = False  # requests with their own policy draft in this iteration: it is not evaluated
-        self._without: float | None = None  # seconds that this iteration would take without a draft
+        self._without = 0.0  # seconds that this iteration would take without a draft; 0 until asked for
         self._drafting = 0.0  # measured seconds of drafting in this iteration
         self._plain_seen = 0  # iterations without a draft
         self._plain_change = 1.0  # iterations without a draft: seconds taken / as measured at the start
         self._in_a_row = 0  # consecutive iterations with a draft
+        self._follows_draft = False  # the iteration before had draft tokens
+        self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
         self._totals = np.zeros(4)  # requests in all iterations, tokens; both as in `_lately`, of all iterations
 
-    def history(self) -> DraftHistory:
-        """The history of a new request."""
-        return DraftHistory(self._all)
+    def estimate(self) -> AcceptanceEstimate:
+        """The estimate for a new request; its prior is that of all requests."""
+        return AcceptanceEstimate(pool=self._all)
 
-    def begin(self, histories: Sequence[DraftHistory], texts: int) -> None:
-        """Start an iteration with `texts` requests; this policy decides for those in `histories`."""
+    def begin(self, estimates: Sequence[AcceptanceEstimate], texts: int) -> None:
+        """Start an iteration with `texts` requests; this policy decides for those in `estimates`."""
         self._seconds, self._drafted, self._alone = 0.0, False, None
-        self._texts, self._without, self._drafting, self._forced = texts, None, 0.0, False
-        acceptance = np.array([history.acceptance() for history in histories])
-        n, K = len(histories), np.arange(LONGEST + 1)
+        self._texts, self._without, self._drafting, self._forced = texts, 0.0, 0.0, False
+        acceptance = np.array([estimate.mean() for estimate in estimates])
+        n, K = len(estimates), np.arange(LONGEST + 1)
         gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
         drafting = np.minimum(K, 1) * self.draft(n) + np.maximum(K - 1, 0) * self._further(n)
         rates = gained / (self.main(texts + n * K) + drafting)
         self._alike = float(rates.max())
         self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
 
-    def choose(self, histories: Sequence[DraftHistory], tokens: int, anyway: int) -> list[int]:
-        """The indices of the `histories` to draft another token for.
+    def choose(self, estimates: Sequence[AcceptanceEstimate], tokens: int, anyway: int) -> list[int]:
+        """The indices of the `estimates` to draft another token for.
 
         The main model's next forward pass already has `tokens` tokens; `anyway` requests draft a token in any case.
         """
         self._forced = self._forced or anyway > 0
-        if self._without is None:
+        if not self._without:
             self._without = self._without_draft(tokens)
-        if not histories or (self._is_to_compare() and not self._drafted):
+        if not estimates or (not self._drafted and self._is_to_compare()):
             return []
         if self._budget.left(self._plain_change) <= 0:
             return []
-        return self._wanted(histories, tokens, anyway)
+        return self._wanted(estimates, tokens, anyway)
 
-    def _wanted(self, histories: Sequence[DraftHistory], tokens: int, anyway: int) -> list[int]:
-        survival = np.array([history.survival for history in histories])
-        acceptance = np.array([history.acceptance() for history in histories])
+    def _wanted(self, estimates: Sequence[AcceptanceEstimate], tokens: int, anyway: int) -> list[int]:
+        survival = np.array([estimate.survival for estimate in estimates])
+        acceptance = np.array([estimate.mean() for estimate in estimates])
         chosen = self._worth(survival, acceptance, tokens, anyway)
-        first = not any(history.drafted for history in histories)
-        due = [i for i, history in enumerate(histories) if first and history.is_due and i not in chosen]
+        first = not any(estimate.drafted for estimate in estimates)
+        due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]
         if due:  # probe requests whose acceptance is believed to be poor, unless the batch is too full for any draft
-            hoped = np.maximum(acceptance[due], DraftHistory.PRIOR_ACCEPTANCE)
+            hoped = np.maximum(acceptance[due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
             chosen += [due[i] for i in self._worth(survival[due], hoped, tokens + len(chosen), anyway + len(chosen))]
         if first and not chosen and not anyway and self._plain >= self.UNASKED:
-            return [min(range(len(histories)), key=lambda i: histories[i].plain)]  # the fewest tokens to catch up
+            return [min(range(len(estimates)), key=lambda i: estimates[i].plain)]  # the fewest tokens to catch up
         return chosen
 
     def update_draft(self, tokens: int, seconds: float) -> None:
@@ -195,40 +123,49 @@ class BatchDraftLength:
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds)
-        self.main.update(verified + prompts, seconds)
+        if not self._is_switch():
+            self.main.update(verified + prompts, seconds)
+        self._follows_draft = verified > self._texts
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
         return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding."""
+        """Record what the iteration lost or saved against plain decoding. A switch counts as drafting."""
         if not self._texts or self._forced:
             return
-        if not self._drafted:
-            self._in_a_row = 0
+        is_switch = self._is_switch()
+        self._is_comparing = is_switch and self._is_comparing
+        self._in_a_row = self._in_a_row + 1 if self._drafted else 0
+        if not self._drafted and not is_switch:
             self._plain_seen += 1
             expected = self._plain_change * self.main.measured(tokens)
-            weight = max(AdaptiveDraftLength.CLOCK, 1 / (self._plain_seen + 1))
+            weight = max(CLOCK, 1 / (self._plain_seen + 1))
             self._plain_change *= 1 + weight * excess(seconds, expected)
             self._totals += (self._texts, gained, 1, 1)
             self._budget.update(self._plain_change, self._plain_change)
             return
-        assert self._without is not None  # `choose` comes before every draft
         worth = gained / self._texts
         self._totals += (self._texts, gained, worth, seconds / self._without)
         # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
         taken = min(seconds, 2 * self._seconds) / self._without
-        self._in_a_row += 1
-        self._lately = self._lately * self.FADE + (worth, taken)
+        if self._drafted:
+            self._lately = self._lately * self.FADE + (worth, taken)
         self._budget.update(self._plain_change, taken * self._plain_change, worth)
+
+    def _is_switch(self) -> bool:
+        """Whether an iteration is the first plain one after drafting, which is no measure of plain decoding, as in
+        `AdaptiveDraftLength`. Plain ones of another size, as requests come and go, would be there without drafts."""
+        return not self._drafted and self._follows_draft
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
-        worth, taken = self._lately
-        if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
-            return True
-        return self._in_a_row >= AdaptiveDraftLength.COMPARED and bool(worth < AdaptiveDraftLength.CLEAR_GAIN * taken)
+        worth, taken = self._lately.tolist()
+        unsure = self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change)
+        due = self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
+        return self._is_comparing
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further drafting round: never more than a first one."""
@@ -256,11 +193,9 @@ class BatchDraftLength:
         )
 
     def _came_to(self) -> str:
-        if not self._all.judged:
-            return "no draft token verified yet"
+        shown = self._all.describe()
         texts, gained, worth, taken = self._totals
-        shown = f"per-token acceptance {self._all.accepted / self._all.judged:.2f} over {self._all.judged} draft tokens"
-        if texts:
+        if self._all.judged and texts:
             shown += f", {gained / texts:.2f} tokens per request and forward pass"
             shown += f", speedup {worth / taken:.2f}x over plain decoding"
         return shown

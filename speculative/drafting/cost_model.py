@@ -78,8 +78,8 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
     tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
     for model in models:
         model.logits(tokens[:context])
-    times: list[dict[int, list[float]]] = [{}, {}, {}]  # in the order of `Seconds`
-    of_main, of_draft, of_further = times
+    times: list[dict[int, list[float]]] = [{}, {}, {}]
+    times_main, times_draft, times_further = times
 
     def time_one(model: CachedModel, n: int, of_model: dict[int, list[float]] | None = None) -> None:
         if context + n <= model.capacity:
@@ -89,15 +89,15 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
                 of_model.setdefault(n, []).append(time.perf_counter() - begin)
 
     started = time.perf_counter()
-    while len(of_main.get(counts[0][0], ())) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
+    while len(times_main.get(counts[0][0], ())) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
         for n, n_draft in counts:
             time_one(main, n)
             if draft:
                 time_one(draft, n_draft)
-            time_one(main, n, of_main)
+            time_one(main, n, times_main)
             if draft:
-                time_one(draft, n_draft, of_draft)
-                time_one(draft, n_draft, of_further)
+                time_one(draft, n_draft, times_draft)
+                time_one(draft, n_draft, times_further)
     for model in models:
         model.reset()
     # The first pass of a shape is slower. The lower quartile excludes the load of other programs.

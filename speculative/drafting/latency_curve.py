@@ -5,6 +5,8 @@ from typing import overload
 
 import numpy as np
 
+CLOCK = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
+CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
 
 
@@ -13,20 +15,48 @@ def excess(seen: float, expected: float) -> float:
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
+def rescaling(nearness: np.ndarray, seen: float, expected: float) -> np.ndarray:
+    """The factors by which a measured time changes costs, given their `nearness` to it, from 0 to 1 (its own)."""
+    return 1 + np.maximum(CLOCK * nearness, CLOCK_OTHERS) * excess(seen, expected)
+
+
+def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
+    """The measured numbers of tokens and their seconds, in ascending order.
+
+    More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
+    """
+    n = sorted(measured)
+    return n, np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
+
+
+class LatencyTable:
+    """Seconds of 0, 1, ... tokens, for one request: the sizes are few, and each recurs soon.
+
+    So each size is learned by itself, and a time corrects those of fewer tokens at once. `LatencyCurve` is for batches,
+    where most sizes never recur: it learns by knots, and lets a slowdown that is not seen again fade.
+    """
+
+    def __init__(self, seconds: np.ndarray, spread: float):
+        """`spread` is the weight of a time for the next number of tokens, relative to its own; 1 for all alike."""
+        self.seconds = seconds
+        self._spread = spread
+
+    def update(self, n: int, seconds: float) -> None:
+        """Record the time of n tokens. Outliers count as at most twice the expected time."""
+        distance = np.abs(np.arange(len(self.seconds)) - n)
+        self.seconds *= rescaling(self._spread**distance, seconds, float(self.seconds[n]))
+        # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
+        np.minimum(self.seconds[:n], self.seconds[n], out=self.seconds[:n])
+
+
 class LatencyCurve:
     """Seconds of a forward pass over n tokens; `update` tracks changes through load, heat and longer contexts."""
 
-    CLOCK = 0.1  # weight of the newest time
-    CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
     FADE = 0.002  # decay of the slowdown of other sizes that this one does not show, so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
-        """`measured` maps numbers of tokens, 1 included, to seconds; extrapolated linearly beyond the largest.
-
-        More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
-        """
-        n = sorted(measured)
-        seconds = np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
+        """`measured` maps numbers of tokens, 1 included, to seconds; extrapolated linearly beyond the largest."""
+        n, seconds = monotone(measured)
         self._measured = np.interp(KNOTS, n, seconds)
         if len(n) > 1:
             slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
@@ -35,10 +65,12 @@ class LatencyCurve:
         self._of = self._table()
 
     @overload
-    def __call__(self, n: int) -> np.float64: ...
+    def __call__(self, n: int) -> float: ...
+
     @overload
     def __call__(self, n: np.ndarray) -> np.ndarray: ...
-    def __call__(self, n: np.ndarray | int) -> np.ndarray | np.float64:
+
+    def __call__(self, n: np.ndarray | int) -> np.ndarray | float:
         """Seconds of forward passes over n tokens; 0 for n = 0."""
         return self._of[np.minimum(n, KNOTS[-1])]
 
@@ -51,8 +83,7 @@ class LatencyCurve:
         expected = self(n)
         if expected > 0:
             self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
-            weight = np.maximum(self.CLOCK * 0.25 ** np.abs(np.log2(KNOTS / n)), self.CLOCK_OTHERS)
-            self._change *= 1 + weight * excess(seconds, expected)
+            self._change *= rescaling(0.25 ** np.abs(np.log2(KNOTS / n)), seconds, expected)
             self._of = self._table()
 
     def most(self, seconds: float, beside: int) -> int:

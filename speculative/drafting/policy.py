@@ -10,8 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
+from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.latency_curve import excess
+from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess, monotone
 from speculative.sampling.params import SamplingParams
 
 Confidence = Callable[[], float]
@@ -23,7 +24,7 @@ STEPS = np.arange(1, LONGEST + 1)
 
 class DraftLengthPolicy(Protocol):
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        """Whether to draft another token after `drafted` ones, the last of which had `confidence`."""
+        """Whether to draft another token after `drafted` ones, the last of which had `confidence` (None if none)."""
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         """Record the outcome of an iteration."""
@@ -60,7 +61,7 @@ class ConfidenceDraftLength:
     longest: int = LONGEST
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        return drafted < self.longest and (confidence is None or drafted == 0 or confidence() >= self.threshold)
+        return drafted < self.longest and (not drafted or (confidence is not None and confidence() >= self.threshold))
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
 
@@ -87,11 +88,9 @@ class Costs:
     def verify(self) -> np.ndarray:
         """Seconds of a main forward pass over 0, 1, ..., LONGEST + 1 tokens, interpolated between measured ones.
 
-        More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
+        More tokens never cost less, see `monotone`.
         """
-        n = sorted(self.main)
-        seconds = np.minimum.accumulate([self.main[i] for i in reversed(n)])[::-1]
-        return np.interp(np.arange(LONGEST + 2), n, seconds)
+        return np.interp(np.arange(LONGEST + 2), *monotone(self.main))
 
 
 def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
@@ -111,25 +110,25 @@ class AdaptiveDraftLength:
 
         expected additional tokens  >  best rate so far (tokens per second) x additional seconds to draft and verify
 
-    which is the stopping rule that maximises tokens per second. The acceptance probability of a draft token is learned
-    from the draft's confidence (as in Mamou et al. 2024, arXiv 2405.04304), with exponential decay. If not even a first
-    token is worth its cost, decoding is plain, and a token is drafted periodically to probe whether that has changed.
+    which is the stopping rule that maximises tokens per second. Expected tokens come from an `AcceptanceEstimate`, the
+    seconds from the measured times. If not even a first token is worth its cost, decoding is plain, and a token is
+    drafted periodically to probe whether that has changed.
 
     A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
 
-    BINS = 8  # of the draft's confidence
-    FADE = 0.99  # decay of the statistics per verified draft token
-    PRIOR = 4.0  # weight of the prior, in draft tokens
-    PRIOR_ACCEPTANCE = 0.7
-    PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between probes; doubled after each unsuccessful one
-    CLOCK = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
-    CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
+    FADE = 0.99  # decay of the recent tokens and seconds per iteration
+    SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
     COMPARED = 64  # consecutive iterations with a draft after which one without times plain decoding
     SURE = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
-    def __init__(self, costs: Costs, prior_acceptance: float = PRIOR_ACCEPTANCE, budget: float = DraftBudget.START):
+    def __init__(
+        self,
+        costs: Costs,
+        prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE,
+        budget: float = DraftBudget.START,
+    ):
         """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
         self.costs = costs
         self._prior_acceptance = prior_acceptance
@@ -138,65 +137,42 @@ class AdaptiveDraftLength:
 
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        self._draft_cost = self.costs.drafting()
-        self._verify_cost = self.costs.verify()
-        self._accepted = np.zeros(self.BINS)
-        self._judged = np.zeros(self.BINS)
-        self._all_accepted, self._all_judged = self.PRIOR * self._prior_acceptance, self.PRIOR
+        self._drafting = LatencyTable(self.costs.drafting(), spread=1.0)
+        self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
+        self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
-        self._plain = 0  # consecutive iterations without a draft
-        self._probe_every = self.PROBE_FIRST
-        self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
-        self._survival = 1.0  # probability that all of them are accepted
-        self._gains = np.zeros(LONGEST)
+        self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
         self._budget = DraftBudget(self._initial_budget)
-        self._plain_seconds = float(self._verify_cost[1])  # of an iteration without a draft, learned from these only
+        self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
         self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
-        self._measured = Measured()
+        self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        if drafted == 0 or confidence is None:
-            self._bins, self._survival = [], 1.0
-            self._gains = np.cumsum(self.acceptance() ** np.arange(1, LONGEST + 1))
-            wanted = self._is_worth_it(0) or self._plain >= self._probe_every
+        if drafted == 0:
+            self._acceptance.begin()
+            self._gains = np.cumsum(self.acceptance() ** STEPS)
+            wanted = self._is_worth_it(0) or self._acceptance.is_due
             return wanted and self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
-        bin_ = min(int(confidence() * self.BINS), self.BINS - 1)
-        self._bins.append(bin_)
-        self._survival *= self._acceptance_of(bin_)
+        assert confidence is not None  # that of the last draft token
+        self._acceptance.draft(confidence())
         return drafted < LONGEST and self._is_worth_it(drafted)
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        judged = self._bins[: min(drafted, accepted + 1)]
-        for bin_, was_accepted in zip(judged, [True] * accepted + [False], strict=False):
-            self._accepted *= self.FADE
-            self._judged *= self.FADE
-            self._accepted[bin_] += was_accepted
-            self._judged[bin_] += 1
-            self._all_accepted = self._all_accepted * self.FADE + was_accepted
-            self._all_judged = self._all_judged * self.FADE + 1
+        self._acceptance.update(drafted, accepted)
         if not self._repeatable and not self._is_switch(drafted):
-            distance = np.abs(np.arange(LONGEST + 2) - (drafted + 1))
-            weight = np.maximum(self.CLOCK * 0.6**distance, self.CLOCK_OTHERS)
-            self._verify_cost *= 1 + weight * excess(main_seconds, self._verify_cost[drafted + 1])
-            # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
-            fewer = self._verify_cost[: drafted + 1]
-            np.minimum(fewer, self._verify_cost[drafted + 1], out=fewer)
-            if drafted:
-                self._draft_cost *= 1 + self.CLOCK * excess(draft_seconds, self._draft_cost[drafted])
+            self._drafting.update(drafted, draft_seconds)
+            self._verify.update(drafted + 1, main_seconds)
+        drafting, verify = float(self._drafting.seconds[drafted]), float(self._verify.seconds[drafted + 1])
         self._tokens = self._tokens * self.FADE + accepted + 1
-        self._seconds = self._seconds * self.FADE + self._draft_cost[drafted] + self._verify_cost[drafted + 1]
-        if not drafted:
-            self._plain += 1
-        elif self._plain:  # this was a probe
-            self._plain = self._probe_every if accepted == drafted else 0  # after a success, probe again at once
-            self._probe_every = self.PROBE_FIRST if accepted == drafted else min(2 * self._probe_every, self.PROBE_LAST)
-        expected = float(self._draft_cost[drafted] + self._verify_cost[drafted + 1])
+        self._seconds = self._seconds * self.FADE + drafting + verify
+        expected = drafting + verify
         seconds = expected if self._repeatable else draft_seconds + main_seconds
         self._compare_with_plain(drafted, accepted, expected * (1 + excess(seconds, expected)))
-        self._measured.add(min(drafted, accepted + 1), accepted, seconds)
+        self._iterations += 1
+        self._all_seconds += seconds
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding. A switch counts as drafting."""
@@ -208,10 +184,10 @@ class AdaptiveDraftLength:
             self._in_a_row = 0
         else:
             self._plain_seen += 1
-            weight = max(self.CLOCK, 1 / (self._plain_seen + 1))
+            weight = max(CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
-                self._verify_cost[1] = self._plain_cost()
+                self._verify.seconds[1] = self._plain_cost()
         self._is_comparing = is_switch and self._is_comparing
         self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted or is_switch else None)
 
@@ -223,73 +199,52 @@ class AdaptiveDraftLength:
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
-        return min(self._plain_seconds, float(self._verify_cost[2]))
+        return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
-        tokens, seconds = self._lately
+        tokens, seconds = self._lately.tolist()
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
-        due = self._in_a_row >= self.COMPARED and bool(tokens * self._plain_cost() < self.CLEAR_GAIN * seconds)
+        due = self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
         self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
         return self._is_comparing
 
     def acceptance(self) -> float:
         """The probability that the next draft token is accepted, given that those before it were."""
-        return self._all_accepted / self._all_judged
-
-    def _acceptance_of(self, bin_: int) -> float:
-        return (self._accepted[bin_] + self.PRIOR * self.acceptance()) / (self._judged[bin_] + self.PRIOR)
+        return self._acceptance.mean()
 
     def _rate(self, drafted: int) -> float:
         """Tokens per second to beat: plain decoding for a first draft token, then the recent rate if that is higher.
 
         The recent rate is not the bar for a first token: not drafting would not reach it either.
         """
-        plain = 1 / self._verify_cost[1]
+        plain = 1 / float(self._verify.seconds[1])
         return max(plain, self._tokens / self._seconds) if drafted and self._seconds else plain
 
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
         left = LONGEST - drafted
-        verify = self._verify_cost[drafted + 2 :] - self._verify_cost[drafted + 1]
-        seconds = verify + self._draft_cost[drafted + 1 :] - self._draft_cost[drafted]
-        return bool((self._survival * self._gains[:left] > self._rate(drafted) * seconds).any())
+        verify = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
+        seconds = verify + self._drafting.seconds[drafted + 1 :] - self._drafting.seconds[drafted]
+        return bool((self._acceptance.survival * self._gains[:left] > self._rate(drafted) * seconds).any())
 
     def describe(self) -> str:
         tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])
-        best = int((tau / (self._verify_cost[1:] + self._draft_cost)).argmax())
+        best = int((tau / (self._verify.seconds[1:] + self._drafting.seconds)).argmax())
         one = self._plain_cost()
         costs = (
-            f"a draft token takes {self._draft_cost[max(best, 1)] / max(best, 1) * 1000:.2f} ms, the main model "
+            f"a draft token takes {self._drafting.seconds[max(best, 1)] / max(best, 1) * 1000:.2f} ms, the main model "
             f"{one * 1000:.1f} ms for one token"
         )
         if best:
-            costs += f" and {self._verify_cost[best + 1] * 1000:.1f} ms for {best + 1}"
+            costs += f" and {self._verify.seconds[best + 1] * 1000:.1f} ms for {best + 1}"
         does = f"about {best} draft tokens" if best else "plain decoding, as drafting is not worth its cost"
-        return f"{does}: {self._measured.text(one)}; {costs}"
+        return f"{does}: {self._came_to(one)}; {costs}"
 
-
-@dataclass
-class Measured:
-    """Totals over all iterations since loading."""
-
-    judged: int = 0  # draft tokens up to the first rejected one of each iteration
-    accepted: int = 0
-    iterations: int = 0
-    seconds: float = 0.0
-
-    def add(self, judged: int, accepted: int, seconds: float) -> None:
-        self.judged += judged
-        self.accepted += accepted
-        self.iterations += 1
-        self.seconds += seconds
-
-    def text(self, plain_seconds: float) -> str:
-        if not self.judged:
-            return "no draft token verified yet"
-        tokens = self.iterations + self.accepted
-        return (
-            f"per-token acceptance {self.accepted / self.judged:.2f} over {self.judged} draft tokens, "
-            f"{tokens / self.iterations:.2f} tokens per forward pass, "
-            f"speedup {tokens * plain_seconds / self.seconds:.2f}x over plain decoding"
-        )
+    def _came_to(self, plain_seconds: float) -> str:
+        shown = self._acceptance.describe()
+        if self._acceptance.judged:
+            tokens = self._iterations + self._acceptance.accepted
+            shown += f", {tokens / self._iterations:.2f} tokens per forward pass"
+            shown += f", speedup {tokens * plain_seconds / self._all_seconds:.2f}x over plain decoding"
+        return shown

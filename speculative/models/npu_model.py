@@ -71,8 +71,8 @@ class NpuModel:
         end = start + len(tokens)
         self._text[start:end] = tokens
         read = min(end - max(last - self._step, 0), self._prompt)  # a prompt's logits cover at most one step's tokens
-        anew = start == 0 or (end - start > FEWER_STEPS * self._step and read > start)
-        if anew or start < self._just_read:
+        restarts = start == 0 or (end - start > FEWER_STEPS * self._step and read > start)
+        if restarts or start < self._just_read:
             cuts = [0, *range(read, end, self._step), end]
         else:
             cuts = [*range(start, end, self._step), end]

@@ -67,8 +67,8 @@ def main_memory() -> Memory:
     if os.name == "nt":
         return _windows_memory()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    told = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", told.read_text(), re.MULTILINE) if told.is_file() else None
+    file = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.MULTILINE) if file.is_file() else None
     available = int(found[1]) * 1024 if found else None
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         text = Path(limit).read_text().strip() if Path(limit).is_file() else ""
@@ -106,17 +106,17 @@ def _why_missing(name: str, core: ov.Core) -> str:
         return f"it is not an OpenVINO device; {here}; use one of these"
     try:
         core.get_property(name, "FULL_DEVICE_NAME")
-        said = ""
+        detail = ""
     except RuntimeError as error:  # names a missing driver library; not helpful for a missing NPU
         library = re.search(r"([\w.-]+\.(?:so[.\d]*|dll))[^/\\:]*: cannot open shared object", str(error))
-        said = f" ({library[1]} is missing)" if library else ""
+        detail = f" ({library[1]} is missing)" if library else ""
     if kind == "GPU":
         todo = (
             "install the OpenCL runtime of the Intel graphics compute stack, in a container also pass --device /dev/dri"
         )
     else:
         todo = "install the Intel NPU driver, in a container also pass --device /dev/accel"
-    return f"{here}{said}; {todo}, or use another device"
+    return f"{here}{detail}; {todo}, or use another device"
 
 
 def _windows_memory() -> Memory:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import openvino as ov
 
+from speculative.error_text import one_line
 from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
 from speculative.models.kv_cache import KvCache
@@ -75,7 +76,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
         try:
             note = cached_model.load(ModelSpec(folder, name), capacity=ROLLBACK_TOKENS).note
         except (ValueError, RuntimeError) as error:
-            yield Finding("error", "rollback", f"{role}: {' '.join(str(error).split())}")
+            yield Finding("error", "rollback", f"{role}: {one_line(error)}")
         else:
             yield Finding("ok", "rollback", f"{role}: {note or 'rejected tokens leave no traces beyond rounding'}")
 
@@ -201,30 +202,30 @@ def _judge_cost(main: PairMember, draft: PairMember) -> Iterator[Finding]:
         k: metrics.predicted_speedup(metrics.block_efficiency_at(ALPHA, k), k, ratio, 1) for k in range(1, LONGEST + 1)
     }
     best = max(gains, key=gains.__getitem__)
-    said = (
+    cost = (
         f"a draft step reads {_size(draft.weights.bytes_per_step)} and a main step "
         f"{_size(main.weights.bytes_per_step)}, an estimated cost ratio of {ratio:.2f}"
     )
     if draft.device != main.device:
-        said += " on equally fast devices"
+        cost += " on equally fast devices"
     if gains[best] < WORTH_IT:
         message = (
-            f"{said}, which is too high: at most {gains[best]:.2f}x at {ALPHA:.0%} acceptance (K = {best}); use a "
+            f"{cost}, which is too high: at most {gains[best]:.2f}x at {ALPHA:.0%} acceptance (K = {best}); use a "
             "smaller draft or a smaller weight format for it"
         )
         yield Finding("warning", "cost ratio", message)
     else:
-        message = f"{said}: at most {gains[best]:.1f}x at {ALPHA:.0%} acceptance (K = {best}); measure it"
+        message = f"{cost}: at most {gains[best]:.1f}x at {ALPHA:.0%} acceptance (K = {best}); measure it"
         yield Finding("ok", "cost ratio", message)
 
 
 def _precision(half: PairMember, core: ov.Core) -> ov.Type:
     """The device's KV-cache precision: u8 by default on CPUs; f16 assumed if the device does not report it."""
     try:
-        told = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
+        precision = core.get_property(half.devices[0].name, "KV_CACHE_PRECISION") if half.devices else None
     except RuntimeError:
-        told = None
-    return told if isinstance(told, ov.Type) and told != ov.Type.dynamic else ov.Type.f16
+        precision = None
+    return precision if isinstance(precision, ov.Type) and precision != ov.Type.dynamic else ov.Type.f16
 
 
 def _cache_bytes(half: PairMember, core: ov.Core) -> int:

@@ -5,7 +5,6 @@ export (`config.json`, `tokenizer.json`, weights).
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from xml.etree import ElementTree
 import openvino as ov
 import openvino_genai
 
+from speculative.error_text import engine_lines
 from speculative.models.config import context_length, sliding_window, text_config
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
@@ -85,7 +85,7 @@ def ir_facts(folder: Path) -> ModelFacts:
         model = ov.Core().read_model(folder / "openvino_model.xml")
     except RuntimeError as error:
         raise DamagedFolder(
-            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_reason(error)}); export or copy it again"
+            f"{folder}/openvino_model.xml or .bin is corrupt or truncated ({_cause(error)}); export or copy it again"
         ) from error
     if "logits" not in {name for output in model.outputs for name in output.names}:
         raise UnusableFolder(f"{folder}/openvino_model.xml has no output 'logits', so it is not a language model")
@@ -104,7 +104,7 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
         tokenizer = openvino_genai.Tokenizer(str(folder))
     except RuntimeError as error:
         raise DamagedFolder(
-            f"the tokenizer IR in {folder} cannot be loaded ({_reason(error)}); export or copy it again"
+            f"the tokenizer IR in {folder} cannot be loaded ({_cause(error)}); export or copy it again"
         ) from error
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
     if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
@@ -285,8 +285,6 @@ def _known(token_id: int) -> int | None:
     return None if token_id == -1 else token_id
 
 
-def _reason(error: Exception) -> str:
-    """The line of an OpenVINO error that gives the reason: the last that is neither empty nor a source position."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not re.match(r"^(Exception from|Check ')", line)]
-    return lines[-1].rstrip(".:") if lines else type(error).__name__
+def _cause(error: Exception) -> str:
+    """The last line of an OpenVINO error."""
+    return engine_lines(error)[-1].rstrip(".:")

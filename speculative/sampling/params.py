@@ -144,7 +144,8 @@ def _check_ranges(config: GenerationConfig) -> None:
 
 
 def stop_ids_of(folder: str | Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer."""
+    """The default stop tokens of the model in `folder`, from its generation_config.json or its tokenizer; none if
+    neither names one."""
     file = Path(folder, "generation_config.json")
     named = GenerationConfig(file).stop_token_ids if file.exists() else set()
-    return frozenset(named or {tokenizer.get_eos_token_id()})
+    return frozenset(named or {tokenizer.get_eos_token_id()}) - {-1}  # -1: a tokenizer without an EOS token

@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._begin = self._done = 0  # first token decoded again, end of the tokens whose text is in `text`
         self._before = ""  # the text of tokens _begin to _done
-        self._said = 0  # characters returned so far
+        self._returned = 0  # characters returned so far
         self.text = ""
         self.stopped = False
 
@@ -78,8 +78,8 @@ class IncrementalDetokenizer:
         return max(match.extend(new) for match in self._matches)
 
     def _say(self, until: int) -> str:
-        new = self.text[self._said : until]
-        self._said = max(until, self._said)
+        new = self.text[self._returned : until]
+        self._returned = max(until, self._returned)
         return new
 
 

@@ -1,6 +1,5 @@
 """Lifecycle of the Ray Serve application: start, drain, stop."""
 
-import argparse
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from speculative.serving.arguments import in_url
 from speculative.serving.deployment import Replica
+from speculative.serving.settings import Settings
 
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -25,45 +25,51 @@ class ServeFailed(Exception):
     """The application did not start; the message says why."""
 
 
-def start(args: argparse.Namespace) -> DeploymentHandle:
+def start(settings: Settings) -> DeploymentHandle:
     """Start the application; returns when every replica is ready. Raises ServeFailed."""
     try:
         serve.start(
-            proxy_location="EveryNode" if args.address else "HeadOnly",
-            http_options={"host": args.host, "port": args.port, "request_timeout_s": args.timeout + MARGIN},
+            proxy_location="EveryNode" if settings.address else "HeadOnly",
+            http_options={
+                "host": settings.host,
+                "port": settings.port,
+                "request_timeout_s": settings.limits.timeout + MARGIN,
+            },
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    app = Replica.options(**options(args)).bind(args.pair, args.limits, args.keys)  # type: ignore[attr-defined]
+    app = Replica.options(**options(settings)).bind(settings.pair, settings.limits, settings.keys)  # type: ignore[attr-defined]
     try:
         handle = serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ServeFailed(_reason() or str(error)) from error
-    url = f"http://{in_url(args.host)}:{args.port}/health"
+    url = f"http://{in_url(settings.host)}:{settings.port}/health"
     if not _answers(url):
         raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
 
-def options(args: argparse.Namespace) -> dict:
+def options(settings: Settings) -> dict:
     """The options of the Ray Serve deployment."""
-    replicas = {"num_replicas": args.replicas}
-    if args.max_replicas:
-        usual = {"target_ongoing_requests": args.max_num_seqs}
-        replicas = {"autoscaling_config": {"min_replicas": args.replicas, "max_replicas": args.max_replicas, **usual}}
+    replicas: dict[str, object] = {"num_replicas": settings.replicas}
+    if settings.max_replicas:
+        usual = {"target_ongoing_requests": settings.limits.max_num_seqs}
+        replicas = {
+            "autoscaling_config": {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas, **usual}
+        }
     return {
         **replicas,
-        "max_ongoing_requests": args.limits.ongoing,
-        "max_queued_requests": args.limits.ongoing,  # in a proxy, beyond those at the replicas
+        "max_ongoing_requests": settings.limits.ongoing,
+        "max_queued_requests": settings.limits.ongoing,  # in a proxy, beyond those at the replicas
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         # for a replica removed by autoscaling; when the server stops, `drain` has already finished all replicas
-        "graceful_shutdown_timeout_s": args.timeout + MARGIN,
+        "graceful_shutdown_timeout_s": settings.limits.timeout + MARGIN,
         "max_constructor_retry_count": ATTEMPTS,
         "ray_actor_options": {
-            "num_cpus": args.num_cpus or 1,
-            "resources": args.resources,
+            "num_cpus": settings.num_cpus or 1,
+            "resources": settings.resources,
             "runtime_env": {"env_vars": {"PYTHONPATH": ROOT}},
         },
     }

@@ -17,22 +17,18 @@ from speculative.cli.pipeline_arguments import (
     take_recommendation,
     whole_number,
 )
-from speculative.models.cached_model import CAPACITY
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
 from speculative.serving import resources
-from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
-from speculative.serving.pair import Pair
+from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
 
-KEY = "SPECULATIVE_API_KEY"
-MAX = 1_000_000
 FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
 _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
-def parse(description: str) -> argparse.Namespace:
-    """Parse the arguments and derive `pair`, `limits`, `keys` (digests or None) and `resources` (per replica)."""
+def parse(description: str) -> Settings:
+    """Parse and check the arguments."""
     parser = build_parser(description)
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
@@ -46,14 +42,22 @@ def parse(description: str) -> argparse.Namespace:
     if args.max_replicas and args.max_replicas < args.replicas:
         console.fail(f"--max-replicas {args.max_replicas} is below --replicas {args.replicas}: use at least as many.")
     _check_models(args)
-    args.pair = _pair(args)
-    args.limits = Limits(
-        args.max_prompt_tokens or MAX, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout
+    keys = _keys(args.api_key_file)
+    _check_access(args, keys)
+    return Settings(
+        pair=_pair(args),
+        limits=Limits(args.max_prompt_tokens, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout),
+        keys=keys,
+        resources=dict(args.resource) or resources.taken_by(args.device, args.draft_device if args.draft else ""),
+        host=args.host,
+        port=args.port,
+        address=args.address,
+        replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        num_cpus=args.num_cpus,
+        metrics_port=args.metrics_port,
+        drain=args.drain,
     )
-    args.keys = _keys(args.api_key_file)
-    _check_access(args)
-    args.resources = dict(args.resource) or resources.taken_by(args.device, args.draft_device if args.draft else "")
-    return args
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -71,27 +75,35 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
-    http.add_argument("--port", type=whole_number(1, 65535), default=8000, help="port (default: %(default)s)")
+    http.add_argument("--host", default=Settings.host, help="address to listen on (default: %(default)s, this machine)")
+    http.add_argument("--port", type=whole_number(1, 65535), default=Settings.port, help="port (default: %(default)s)")
     http.add_argument("--model-name", metavar="NAME", help="model name in the API (default: the folder's name)")
     http.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"require one of the API keys in FILE, one per line (default: the one in {KEY}, if set)",
+        help=f"require one of the API keys in FILE, one per line (default: the one in {API_KEY_VARIABLE}, if set)",
     )
     http.add_argument("--insecure", action="store_true", help="listen on a network address without an API key")
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
     for name, default, meaning in (
-        ("--max-prompt-tokens", None, "maximum prompt length (default: limited by the context)"),
-        ("--max-output-tokens", 1024, "maximum answer length, and its default in a request (default: %(default)s)"),
-        ("--max-num-seqs", 16, "maximum batch size (default: %(default)s)"),
-        ("--max-queue", 64, "maximum queue length; further requests get status 429 (default: %(default)s)"),
-        ("--cache-tokens", CAPACITY, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
+        ("--max-prompt-tokens", Limits.max_prompt_tokens, "maximum prompt length (default: limited by the context)"),
+        (
+            "--max-output-tokens",
+            Limits.max_output_tokens,
+            "maximum answer length, and its default in a request (default: %(default)s)",
+        ),
+        ("--max-num-seqs", Limits.max_num_seqs, "maximum batch size (default: %(default)s)"),
+        (
+            "--max-queue",
+            Limits.max_queue,
+            "maximum queue length; further requests get status 429 (default: %(default)s)",
+        ),
+        ("--cache-tokens", Pair.cache_tokens, "KV-cache size in tokens, for all texts together (default: %(default)s)"),
     ):
-        limit = limits.add_argument(name, type=whole_number(1, MAX), default=default, metavar="N", help=meaning)
+        limit = limits.add_argument(name, type=whole_number(1, LARGEST), default=default, metavar="N", help=meaning)
         former_options.accept(limits, limit, *FORMER.get(name, ()))
     limits.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false",
@@ -101,12 +113,12 @@ def _add_limits(limits: argparse._ArgumentGroup) -> None:
     limits.add_argument(
         "--timeout",
         type=_above_zero,
-        default=600.0,
+        default=Limits.timeout,
         metavar="SECONDS",
         help="time limit per request (default: %(default)g)",
     )
     limits.add_argument(
-        "--drain", type=_above_zero, default=30.0, metavar="SECONDS",
+        "--drain", type=_above_zero, default=Settings.drain, metavar="SECONDS",
         help="time for finishing running requests when the server is stopped (default: %(default)g)",
     )  # fmt: skip
 
@@ -116,7 +128,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
     ray.add_argument(
         "--replicas",
         type=whole_number(1, 1000),
-        default=1,
+        default=Settings.replicas,
         metavar="N",
         help="replicas (default: %(default)s)",
     )
@@ -137,7 +149,7 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
         help="Ray resource required per replica (repeatable; default: intel_gpu=1 or intel_npu=1 for those devices)",
     )  # fmt: skip
     ray.add_argument(
-        "--metrics-port", type=whole_number(1, 65535), default=8001, metavar="PORT",
+        "--metrics-port", type=whole_number(1, 65535), default=Settings.metrics_port, metavar="PORT",
         help="Prometheus port of the local Ray (default: %(default)s)",
     )  # fmt: skip
 
@@ -158,9 +170,9 @@ def _check_models(args: argparse.Namespace) -> None:
     check_models(models)
 
 
-def _check_access(args: argparse.Namespace) -> None:
+def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> None:
     """Refuse to serve a network without an API key unless --insecure says so."""
-    if not args.keys and not is_loopback(args.host):
+    if not keys and not is_loopback(args.host):
         open_to_all = f"anyone who can reach {args.host} can use this server, as there is no API key"
         if not args.insecure:
             console.fail(f"{open_to_all}: use --api-key-file, or --insecure if this is intended.")
@@ -183,14 +195,14 @@ def _pair(args: argparse.Namespace) -> Pair:
 def _keys(file: Path | None) -> frozenset[bytes] | None:
     """The digests of the API keys, or None if no key is required."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file else [os.environ.get(KEY, "")]
+        lines = file.read_text(encoding="utf-8").splitlines() if file else [os.environ.get(API_KEY_VARIABLE, "")]
     except (OSError, UnicodeDecodeError) as error:
         console.fail(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or 'not UTF-8'}.")
     keys = [line.strip() for line in lines if line.strip()]
     if file and not keys:
         console.fail(f"{file} contains no API key: add one.")
     if not all(key.isascii() and key.isprintable() for key in keys):
-        console.fail(f"an API key in {file or KEY} has characters not allowed in HTTP headers: use ASCII.")
+        console.fail(f"an API key in {file or API_KEY_VARIABLE} has characters not allowed in HTTP headers: use ASCII.")
     return frozenset(map(digest, keys)) or None
 
 

@@ -8,9 +8,8 @@ from ray import serve
 from speculative import batch_decoder
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
-from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
-from speculative.serving.pair import Pair
+from speculative.serving.settings import Limits, Pair
 
 
 @serve.deployment

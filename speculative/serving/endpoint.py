@@ -1,6 +1,6 @@
 """HTTP application around one engine: the OpenAI API's paths, errors and streams.
 
-A request that ends early (its client disconnected, its time limit passed) frees its slot in the batch.
+A request whose client disconnects or whose time limit passes frees its slot in the batch.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
+from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, openapi, request_body
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull
-from speculative.serving.limits import Limits
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
@@ -34,19 +34,20 @@ from speculative.serving.protocol import (
     shown,
     usage,
 )
+from speculative.serving.settings import Limits
 
-RETRY = 10  # seconds after which a broken replica is expected to be replaced
+RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
 
 
 class Stopped(Exception):
-    """The server stopped before a job ended."""
+    """The server stopped before a request was complete."""
 
 
 class Endpoint:
-    """Answers requests to the model called `name` by `engine`."""
+    """Serves the model called `name`, which `engine` decodes."""
 
     def __init__(self, name: str, engine: Engine, limits: Limits, metrics: Metrics, draft_length: int | float = 0):
-        """`draft_length`: draft tokens per iteration; below 1: a confidence threshold; 0: adaptive."""
+        """`draft_length` is in draft tokens per iteration; below 1 it is a confidence threshold; 0 is adaptive."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
         self.draining = self.stopped = False
@@ -58,7 +59,7 @@ class Endpoint:
         self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
-        """Reject new requests and wait up to `seconds` for running ones; cancel the rest and return their number."""
+        """Reject new requests, wait up to `seconds` for running ones, cancel the others, and return their number."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.asking and time.monotonic() < until:
@@ -71,7 +72,7 @@ class Endpoint:
         return left
 
     def application(self, keys: frozenset[bytes] | None) -> FastAPI:
-        """`keys`: digests of the API keys (`middleware.digest`), or None."""
+        """Return the ASGI application. `keys`: digests of the API keys (`middleware.digest`); None: no key required."""
         app = FastAPI(title="A speculative pair", docs_url=None, redoc_url=None)
         app.router.route_class = request_body.route_of(self.longest_prompt)
         app.add_middleware(
@@ -109,7 +110,7 @@ class Endpoint:
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
 
     def trouble(self) -> str | None:
-        """Why this replica has to be replaced, or None."""
+        """Return the reason why Ray Serve has to replace this replica, or None."""
         return health.trouble(self.engine)
 
     async def models(self) -> dict:
@@ -149,7 +150,7 @@ class Endpoint:
             return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.cached_tokens)))
 
     async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> GenerationHandle:
-        """Encode the prompt and submit a job. If the queue is full, nothing is encoded."""
+        """Encode the prompt and submit the request to the engine. A full queue rejects the request before that."""
         try:
             self.engine.check_queue(self._coming)
             prompt = await self._encoded(asked)
@@ -177,20 +178,20 @@ class Endpoint:
             yield answer.end(job.result.finish_reason, usage(len(job.prompt), job.result, job.cached_tokens))
         except Exception as error:
             yield answer.broken(self._as_answer(error))
-            raise _Said from error
+            raise _AlreadySent from error
 
     @contextmanager
     def _until_over(self, job: GenerationHandle) -> Iterator[None]:
-        """Context of a running job: however it ends, its slot in the batch is freed and its outcome counted."""
+        """Context manager of a running request. Its end frees the slot in the batch and counts the outcome."""
         self._jobs.add(job)
         outcome = "disconnected"
         try:
             yield
             outcome = job.result.finish_reason
         except Exception as error:
-            answer = self._as_answer(error.__cause__ if isinstance(error, _Said) else error)
+            answer = self._as_answer(error.__cause__ if isinstance(error, _AlreadySent) else error)
             outcome = answer.body["error"]["code"] or "decoding_failed"
-            if not isinstance(error, _Said):
+            if not isinstance(error, _AlreadySent):
                 raise answer from error
         finally:
             self.asking -= 1
@@ -199,7 +200,7 @@ class Endpoint:
             self.metrics.over(job, outcome)
 
     def _as_answer(self, error: BaseException | None) -> ApiError:
-        """The response to an error: 4xx if the request is at fault, 503 if a retry helps, 500 for a defect."""
+        """Return the response to an error: 4xx for an invalid request, 503 if a retry helps, 500 for a defect."""
         if isinstance(error, QueueFull):
             message = f"The queue is full ({self.limits.max_queue} requests): retry in {error.seconds} s."
             return ApiError(429, message, "queue_full", retry_after=error.seconds)
@@ -213,8 +214,8 @@ class Endpoint:
             message = f"The request exceeded the time limit of {self.limits.timeout:g} s."
             return ApiError(504, message, "timeout")
         if isinstance(error, ValueError | OutOfBlocks):
-            return ApiError(400, f"The request cannot be decoded: {one_line(error)}", "invalid_request")
-        return ApiError(500, f"Decoding failed: {one_line(error)}", "decoding_failed")
+            return ApiError(400, f"The request cannot be decoded: {' '.join(engine_lines(error))}", "invalid_request")
+        return ApiError(500, f"Decoding failed: {' '.join(engine_lines(error))}", "decoding_failed")
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -231,11 +232,12 @@ class Endpoint:
         try:
             return self.engine.decoder.encode(asked.prompt, asked.config(1))
         except (ValueError, RuntimeError, OverflowError) as error:
-            message = f"The prompt cannot be encoded: {one_line(error)}"
+            message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
             raise ApiError(400, message, "invalid_prompt") from None
 
     def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
-        """Most new tokens after a prompt of `prompt` tokens: as requested, by default as many as the limits allow."""
+        """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the
+        limits allow if the request has none. Raises ApiError if prompt or number exceed a limit."""
         limits, context = self.limits, self.engine.decoder.main.context
         where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
         if prompt > self.longest_prompt:
@@ -283,12 +285,12 @@ class Endpoint:
         return await self._refuse(request, ApiError(500, "The server failed on this request.", "internal_error"))
 
 
-class _Said(Exception):
-    """The error was already sent to the client in the stream; `__cause__` is the error."""
+class _AlreadySent(Exception):
+    """The stream has already sent the error, which is `__cause__`, to the client."""
 
 
 class EventStream(Response):
-    """Server-sent events, sent within a context that ends with the last event or when the client disconnects."""
+    """A response of server-sent events. It leaves `context` after the last event or when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -303,9 +305,3 @@ class EventStream(Response):
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def one_line(error: BaseException | None) -> str:
-    """An error of the engine on one line, without its source locations."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))

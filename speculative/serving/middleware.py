@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculative.serving.limits import Limits
 from speculative.serving.protocol import ApiError
+from speculative.serving.settings import Limits
 
 OPEN = ("/health",)  # probed by machines without a key
 

@@ -1,9 +1,9 @@
 """Request and response types of the OpenAI API: chat completions, completions, models, errors.
 
-An unsupported field that would change the output is rejected by name, never ignored; a field of the wrong type is
-rejected, never converted. Fields that only label a request (`user`, `metadata`, ...), nulls, and values that select the
-default behaviour (`off`) are accepted and ignored. Only the first invalid element of a list is reported, so a request
-with a million invalid ones costs no more than one.
+The server rejects an unsupported field that would change the output, and names it; it rejects a field of the wrong type
+and never converts it. It accepts and ignores fields that only label a request (`user`, `metadata`, ...), nulls, and
+values that select the default behaviour (`off`). It reports only the first invalid element of a list, so a million
+invalid elements cost no more than one.
 """
 
 import json
@@ -29,7 +29,7 @@ from pydantic import (
 from speculative.sequence.result import GenerationResult
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
-SHOWN = 100  # most characters of client input repeated in an error message
+SHOWN = 100  # maximum length of client input in an error message, in characters
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
@@ -45,7 +45,7 @@ STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "stri
 
 
 class ApiError(HTTPException):
-    """An error response: the HTTP `status` and the API's error object."""
+    """An error response: an HTTP status and the API's error object."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ApiError(HTTPException):
 
 
 def shown(text: str) -> str:
-    """`text` from a client, shortened for an error message."""
+    """Shorten client input for an error message."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
@@ -84,7 +84,7 @@ class Given(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def asked_for(cls, data: Any) -> Any:
-        """Drop omitted fields and keep at most one unsupported field, which the error then names."""
+        """Remove omitted fields. Keep at most one unsupported field, for pydantic's error to name."""
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields  # a computed property: read it once
@@ -98,7 +98,7 @@ class Given(BaseModel):
         return given
 
 
-LABEL = ()  # any value is accepted: a label of a request or a message, without effect on the output
+LABEL = ()  # `off` of a field that labels a request or message without effect on the output: any value is accepted
 
 
 class StreamOptions(Given):
@@ -114,7 +114,7 @@ class TextPart(Given):
 
 
 def joined(content: Any) -> Any:
-    """The text of a list of content parts. Raises ValueError for the first one that is not a text part."""
+    """Concatenate the texts of a list of content parts. Raises ValueError if a part is not a text part."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -150,7 +150,7 @@ class Message(Given):
         return data
 
     def plain(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
+        """Return the message in the format of chat templates."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
@@ -171,12 +171,12 @@ def few_and_not_empty(stop: Any) -> Any:
 
 
 def all_tokens(top_k: Any) -> Any:
-    """None, meaning all tokens, for 0 or -1, as in vLLM."""
+    """Convert 0 and -1, which mean all tokens in vLLM, to None."""
     return None if top_k in (0, -1) else top_k
 
 
 class BaseRequest(Given):
-    """Fields of both chat and text completions."""
+    """The fields that chat completions and text completions share."""
 
     off = {
         # OpenAI's
@@ -234,7 +234,7 @@ class BaseRequest(Given):
         return self.max_tokens
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
-        """The engine's GenerationConfig, with the API's defaults: temperature 1, all tokens."""
+        """Return the engine's GenerationConfig. The API's defaults apply: temperature 1, all tokens."""
         config = GenerationConfig()
         config.max_new_tokens = max_new_tokens
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -285,7 +285,7 @@ class ChatCompletionRequest(BaseRequest):
 
 
 def one_prompt(prompt: Any) -> str | list[int]:
-    """Validate a prompt: text, token ids, or a list with one of these."""
+    """Validate a prompt, which is a text, token ids, or a list with one of these, and return the text or token ids."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise ValueError(f"only one prompt per request is supported, not {len(prompt)}")
@@ -308,7 +308,7 @@ class CompletionRequest(BaseRequest):
 
 
 def described(error: Mapping[str, Any], off: dict[str, tuple]) -> tuple[str, str]:
-    """Parameter of a pydantic error, in the API's notation (`messages[0].content`), and what is wrong with it."""
+    """Return the parameter of a pydantic error in the API's notation (`messages[0].content`), and the problem."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
     place = shown("".join(parts).removeprefix("."))
     if error["type"] == "missing":
@@ -327,7 +327,7 @@ def _not_served(name: str, off: dict[str, tuple]) -> str:
 
 
 class ResponseBuilder:
-    """Builds the response to one request, as a whole or in chunks."""
+    """Builds the response to one request, as one object or as a stream of chunks."""
 
     def __init__(self, asked: BaseRequest, model: str):
         self._chat = isinstance(asked, ChatCompletionRequest)
@@ -348,21 +348,21 @@ class ResponseBuilder:
         return {**self._head, "object": name, "choices": [choice], "usage": usage}
 
     def begin(self) -> bytes:
-        """The events before the text."""
+        """Return the server-sent events before the text."""
         return self._event(self._chunk({"role": "assistant", "content": ""}, None)) if self._chat else b""
 
     def piece(self, text: str) -> bytes:
         return self._event(self._chunk({"content": text} if self._chat else text, None))
 
     def end(self, finish_reason: str, usage: dict) -> bytes:
-        """The events after the text."""
+        """Return the server-sent events after the text."""
         last = self._event(self._chunk({} if self._chat else "", finish_reason))
         if self._usage_last:
             last += self._event({**self._chunk_head(), "choices": [], "usage": usage})
         return last + b"data: [DONE]\n\n"
 
     def broken(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+        """Return the last event of a stream that fails."""
         return self._event(error.body)
 
     def _chunk(self, content: dict | str, finish_reason: str | None) -> dict:
@@ -380,9 +380,9 @@ class ResponseBuilder:
 
 
 def usage(prompt_tokens: int, generation: GenerationResult, cached_tokens: int) -> dict:
-    """The API's token counts; `cached_tokens` of the prompt came from the prefix cache.
+    """Return the API's token counts. The prefix cache had `cached_tokens` of the prompt.
 
-    Rejected draft tokens are not part of the output and do not count as `completion_tokens`.
+    `completion_tokens` excludes rejected draft tokens, which are not part of the output.
     """
     accepted, proposed = sum(generation.from_draft), sum(generation.proposed)
     return {

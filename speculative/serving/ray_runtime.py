@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -20,11 +19,12 @@ from typing import NoReturn
 import psutil
 
 from speculative.cli import console
+from speculative.cli.ray_cluster import ping
 from speculative.serving import resources
 
 TOKEN = "If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster"
 EVERY, MISSES = 2.0, 3  # seconds between pings of Ray's head, and failures until it counts as lost
-ANEW = "SPECULATIVE_ANEW"  # set in the environment of a process restarted after losing Ray
+RESTARTED = "SPECULATIVE_RESTARTED"  # set in the environment of a process restarted after losing Ray
 STARTS, MOST_STARTS = "SPECULATIVE_RAY_STARTS", 3  # Ray allows 30 s for a start, too little on a busy machine
 ORIGINAL_ENV = dict(os.environ)  # before Ray adds to it
 OBJECT_STORE = 128 << 20  # bytes; only small objects are passed between processes
@@ -69,7 +69,7 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
             _start(metrics_port, folder)
         yield
     except HeadLost:
-        _begin_anew(folder, {ANEW: "1", STARTS: "0"})
+        _restart(folder, {RESTARTED: "1", STARTS: "0"})
     finally:
         ray.shutdown()
         if folder:
@@ -86,7 +86,7 @@ def wait_until_lost() -> NoReturn:
     known, missed = None, 0
     while missed < MISSES:
         try:
-            _ping(address)
+            ping(address)
             cluster = GcsClient(address=address).cluster_id
             known = known or cluster
             if cluster != known:
@@ -105,20 +105,13 @@ def _join(address: str) -> None:
 
     while True:
         try:
-            _ping(address)
+            ping(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
-            if ANEW not in os.environ:  # a lost head may come back; one that never existed will not
+            if RESTARTED not in os.environ:  # a lost head may come back; one that never existed will not
                 raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
             time.sleep(EVERY)
-
-
-def _ping(address: str) -> None:
-    """Raise OSError if nothing listens there; Ray itself would take a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdecimal():  # not "auto"
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _start(metrics_port: int, folder: str | None) -> None:
@@ -135,10 +128,10 @@ def _start(metrics_port: int, folder: str | None) -> None:
         if starts == MOST_STARTS:
             raise ConnectionError(f"tried {starts} times: {error}") from error
         console.say(f"Ray did not start ({error}): retrying ...")
-        _begin_anew(folder, {STARTS: str(starts)})
+        _restart(folder, {STARTS: str(starts)})
 
 
-def _begin_anew(folder: str | None, environment: dict[str, str]) -> NoReturn:
+def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
     """Restart this program: Ray's state in this process cannot be reused without its head."""
     children = psutil.Process().children(recursive=True)
     for child in children:

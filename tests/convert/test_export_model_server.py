@@ -221,26 +221,26 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
         "cache_eviction_config": "{start_size: 32 recent_size: 128 max_cache_size: 672}",
     }
     sets = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-    said = export(pair, out, *given, *sets, "--name", "embedded", "--bind", "10.0.0.7", "--port", 9000)
+    printed = export(pair, out, *given, *sets, "--name", "embedded", "--bind", "10.0.0.7", "--port", 9000)
     options = options_in(out)
     assert (options.device, options.draft_device) == ("GPU.1", "CPU")
     assert json.loads(options.plugin_config) == {"KV_CACHE_PRECISION": "u8", "N": 8}
     assert (options.cache_size, options.draft_cache_size, options.max_tokens_limit) == (4, 1, 500)
     assert options.tool_parser == "hermes3" and options.dynamic_split_fuse and options.chat_template_mode == 1
     assert options.cache_eviction_config.recent_size == 128
-    assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, like the main model" in said
-    assert "The server on 10.0.0.7 has no authentication" in said
-    assert "-p 10.0.0.7:9000:9000" in said and "--rest_port 9000 --rest_bind_address 10.0.0.7" in said
-    assert "--device /dev/dri" in said and "model_server:2026.4.1-gpu" in said
+    assert "on CPU it gets KV_CACHE_PRECISION=u8 N=8, like the main model" in printed
+    assert "The server on 10.0.0.7 has no authentication" in printed
+    assert "-p 10.0.0.7:9000:9000" in printed and "--rest_port 9000 --rest_bind_address 10.0.0.7" in printed
+    assert "--device /dev/dri" in printed and "model_server:2026.4.1-gpu" in printed
 
 
 @pytest.mark.parametrize("devices", [["NPU", "NPU"], ["CPU", "NPU"], ["NPU", "CPU"]])
 def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
-    said = export(pair, out, "--device", devices[0], "--draft-device", devices[1])
+    printed = export(pair, out, "--device", devices[0], "--draft-device", devices[1])
     options = options_in(out)
     assert options.HasField("pipeline_type") and options.pipeline_type == 0  # LM: stateful
     assert not options.HasField("max_num_seqs")
-    assert "one request at a time" in said and "--device /dev/accel" in said
+    assert "one request at a time" in printed and "--device /dev/accel" in printed
 
 
 # --- the recommendation ---
@@ -248,12 +248,12 @@ def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
 
 def test_the_recommendation_is_taken(pair, out, export):
     recommend(pair)
-    said = export(pair, out)
+    printed = export(pair, out)
     options = options_in(out)
     assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}
     assert (options.cache_size, options.max_num_batched_tokens) == (0, 256 * 8)  # a scheduler for one request is not
-    assert '"num_assistant_tokens": 7' in said and "2.33x the main model alone" in said
-    assert "instead of" not in said
+    assert '"num_assistant_tokens": 7' in printed and "2.33x the main model alone" in printed
+    assert "instead of" not in printed
 
     export(
         pair, out, "--overwrite", "-k", 2, "--property", "DYNAMIC_QUANTIZATION_GROUP_SIZE=32", "--set", "cache_size=3"
@@ -263,22 +263,22 @@ def test_the_recommendation_is_taken(pair, out, export):
     assert options.cache_size == 3
     assert json.loads((out / "embedded/main/generation_config.json").read_text("utf-8"))["num_assistant_tokens"] == 2
 
-    said = export(pair, out, "--overwrite", "--ignore-recommendation")
-    assert options_in(out).plugin_config == "" and '"num_assistant_tokens": 5' in said
+    printed = export(pair, out, "--overwrite", "--ignore-recommendation")
+    assert options_in(out).plugin_config == "" and '"num_assistant_tokens": 5' in printed
 
 
 def test_a_confidence_threshold_comes_with_the_log_probabilities_it_needs(pair, out, export):
     recommend(pair, num_assistant_tokens=0, assistant_confidence_threshold=0.4)
-    said = export(pair, out)
+    printed = export(pair, out)
     config = openvino_genai.GenerationConfig(str(out / "embedded/main/generation_config.json"))
     assert config.assistant_confidence_threshold == pytest.approx(0.4)
     assert config.logprobs == 1 and config.num_assistant_tokens is None  # they exclude each other
-    assert '"assistant_confidence_threshold": 0.4' in said and "num_assistant_tokens" not in said
+    assert '"assistant_confidence_threshold": 0.4' in printed and "num_assistant_tokens" not in printed
 
 
 def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
     recommend(pair, best="alone")
-    said = export(pair, out)
+    printed = export(pair, out)
     options = options_in(out)
     assert json.loads(options.plugin_config) == {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 64}
     assert not options.draft_models_path and options.enable_prefix_caching
@@ -286,9 +286,9 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
     generation_config = "embedded/main/generation_config.json"
     assert (out / generation_config).read_bytes() == (MAIN / "generation_config.json").read_bytes()
     assert (
-        "The main model is served alone, as recommended.json recommends (The draft is slow)" in said
-        and "Send only greedy" not in said
-        and "num_assistant_tokens" not in said
+        "The main model is served alone, as recommended.json recommends (The draft is slow)" in printed
+        and "Send only greedy" not in printed
+        and "num_assistant_tokens" not in printed
     )
 
     assert "recommends serving the main model alone" in refuses(2, pair, out, "--overwrite", "-k", 4)
@@ -298,9 +298,9 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
 
 def test_what_the_server_cannot_do_of_a_recommendation_is_said(pair, out, export):
     recommend(pair, best="native", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
-    said = export(pair, out)
-    assert "this project's own engine, which this server does not run" in said
-    assert "instead of INFERENCE_PRECISION_HINT=f32" in said
+    printed = export(pair, out)
+    assert "this project's own engine, which this server does not run" in printed
+    assert "instead of INFERENCE_PRECISION_HINT=f32" in printed
 
 
 def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
@@ -527,8 +527,8 @@ def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair
     assert "copied, because" not in export(pair, out, "--copy")
     assert not (out / "embedded" / weights).samefile(pair / weights)
     monkeypatch.setattr(os, "link", no_link)
-    said = export(pair, out, "--overwrite")
-    assert "were copied, because hard links" in said and "cross-device" in said
+    printed = export(pair, out, "--overwrite")
+    assert "were copied, because hard links" in printed and "cross-device" in printed
     assert (out / "embedded" / weights).read_bytes() == (pair / weights).read_bytes()
 
     usage = shutil.disk_usage(out)._replace(free=1000)
@@ -541,9 +541,9 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path, out,
     tokenizer.chat_template = None
     for half in ("main", "draft"):
         save_ir(tokenizer, tmp_path / "embedded" / half)
-    said = export(tmp_path / "embedded", out)
-    assert "has no chat template" in said
-    assert "/v3/completions" in said and '"prompt": ' in said and "chat/completions" not in said
+    printed = export(tmp_path / "embedded", out)
+    assert "has no chat template" in printed
+    assert "/v3/completions" in printed and '"prompt": ' in printed and "chat/completions" not in printed
 
 
 def test_missing_packages_are_said(pair, out, monkeypatch, refuses):

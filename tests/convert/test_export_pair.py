@@ -167,8 +167,8 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--weight-format", "int4"]
     arguments += ["--main-args=--awq --group-size 64", "--draft-args", "--backup-precision none", "--trust-remote-code"]
     assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
-    said, main, draft = capsys.readouterr().out.splitlines()
-    assert "with your permissions" in said
+    note, main, draft = capsys.readouterr().out.splitlines()
+    assert "with your permissions" in note
     task = "--task text-generation-with-past"
     own = "--trust-remote-code --ratio 0.8"
     assert f"{task} --weight-format int4 {own} --awq --group-size 64 {tmp_path / 'pair' / 'main'}" in main
@@ -225,10 +225,12 @@ def save_wide_checkpoint(width, tokenizer, folder):
 def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do(refuses, tokenizer, irs, tmp_path):
     checkpoint = save_wide_checkpoint(96, tokenizer, tmp_path / "draft")
     for given in (["--group-size", "64"], ["--group-size=128"]):
-        said = refuses(2, irs / "main", checkpoint, tmp_path / "pair", "--draft-weight-format", "int4", "--", *given)
-        assert "does not divide hidden_size 96 of" in said and "give 32, -1 (-1: one group" in said
-    said = refuses(2, irs / "main", checkpoint, tmp_path / "p", "--draft-weight-format=int4", "--", "--group-size", "x")
-    assert "--group-size x is not a whole number" in said
+        message = refuses(2, irs / "main", checkpoint, tmp_path / "pair", "--draft-weight-format", "int4", "--", *given)
+        assert "does not divide hidden_size 96 of" in message and "give 32, -1 (-1: one group" in message
+    message = refuses(
+        2, irs / "main", checkpoint, tmp_path / "p", "--draft-weight-format=int4", "--", "--group-size", "x"
+    )
+    assert "--group-size x is not a whole number" in message
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
     command = [str(irs / "main"), str(checkpoint), str(tmp_path / "pair"), "--dry-run", "--draft-weight-format", "int4"]
     for fits in (["--group-size", "32"], ["--group-size", "64", "--group-size-fallback", "adjust"]):
@@ -444,10 +446,10 @@ def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, t
 def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkpoints, irs, tmp_path):
     other = train_tokenizer(vocab_size=300)
     checkpoint = save_checkpoint("llama", "draft", other, tmp_path / "checkpoint")
-    said = refuses(1, checkpoints / "main", checkpoint, tmp_path / "pair")
-    assert "not a sound pair, before exporting" in said and "84 of 384 token ids differ" in said
-    said = refuses(1, irs / "main", save_ir(other, tmp_path / "ir"), tmp_path / "pair")
-    assert "not a sound pair" in said
+    message = refuses(1, checkpoints / "main", checkpoint, tmp_path / "pair")
+    assert "not a sound pair, before exporting" in message and "84 of 384 token ids differ" in message
+    message = refuses(1, irs / "main", save_ir(other, tmp_path / "ir"), tmp_path / "pair")
+    assert "not a sound pair" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "ir"]
 
 
@@ -510,8 +512,8 @@ def test_models_made_by_hand_are_replaced_only_with_overwrite(record, refuses, i
     if record:
         (pair / "pair.json").write_text(record, encoding="utf-8")
     before = everything_in(pair)
-    said = refuses(2, *pair_of(irs), pair, "--force")
-    assert "pair/main was not made by this program" in said and "--overwrite" in said
+    message = refuses(2, *pair_of(irs), pair, "--force")
+    assert "pair/main was not made by this program" in message and "--overwrite" in message
     assert everything_in(pair) == before and [path.name for path in tmp_path.iterdir()] == ["pair"]
     assert export_pair.main([*map(str, pair_of(irs)), str(pair), "--overwrite"]) == 0
     assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["main"]["source"] == str(irs / "main")
@@ -529,8 +531,8 @@ def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tm
     """The embedded pair is such a one: its pair.json names the checkpoints it was trained to."""
     pair = shutil.copytree(ROOT / "models/embedded", tmp_path / "embedded")
     before = everything_in(pair)
-    said = refuses(2, *pair_of(irs), pair)
-    assert f"embedded/main was made from checkpoints/main, not from {irs / 'main'}; choose another" in said
+    message = refuses(2, *pair_of(irs), pair)
+    assert f"embedded/main was made from checkpoints/main, not from {irs / 'main'}; choose another" in message
     assert everything_in(pair) == before
 
     command = [*map(str, pair_of(irs)), str(pair)]

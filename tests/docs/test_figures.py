@@ -162,14 +162,14 @@ ENGINE_IDS = pytest.mark.parametrize(
 
 @ENGINE_IDS
 def test_the_table_of_gains_says_what_the_figures_say(genai, native):
-    def way(name, engine, k, speedup, sampled=False):
+    def method(name, engine, k, speedup, sampled=False):
         row = {"name": name, "engine": engine, "sampled": sampled, "draft_length": k, "speedup": speedup}
         return {**row, "speedup_range": [speedup - 0.1, speedup + 0.1]}
 
     rows = [
-        way("GenAI, main alone", genai, 0, 1.0), way("GenAI, draft alone", genai, 0, 9.0),
-        way("GenAI, K = 4", genai, 4, 2.0), way("GenAI, K = 8", genai, 8, 2.5), way("ours", native, 4, 3.0),
-        way("ours, adaptive", native, "adaptive", 2.9), way("ours, sampled", native, 8, 1.5, sampled=True),
+        method("GenAI, main alone", genai, 0, 1.0), method("GenAI, draft alone", genai, 0, 9.0),
+        method("GenAI, K = 4", genai, 4, 2.0), method("GenAI, K = 8", genai, 8, 2.5), method("ours", native, 4, 3.0),
+        method("ours, adaptive", native, "adaptive", 2.9), method("ours, sampled", native, 8, 1.5, sampled=True),
     ]  # fmt: skip
     fact = {"what": "x", "where": "K = 4", "ratio": 1.04, "range": [1.0, 1.1], "interval": [0.99, 1.08]}
     alone = {"what": "ours, main alone / GenAI, main alone, 4 texts", "clients": 4, "ratio": 0.9, "range": [0.8, 1]}

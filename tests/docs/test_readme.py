@@ -26,9 +26,9 @@ SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=
 DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
 FEW = "--prompts few_prompts.jsonl"
 SHORTER = {
-    "scripts/benchmark.py": "--rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
+    "scripts/benchmark.py": "--starts 1 --rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
     "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
-    "scripts/benchmark_batching.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
+    "scripts/benchmark_batching.py": "--starts 1 --max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",

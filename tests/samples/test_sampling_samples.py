@@ -66,9 +66,9 @@ def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_gree
     alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
     done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, *SHORT, *option)
     assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
-    said = figures(done.stderr)["sampling"]
-    assert ("greedy" in said) == (option == ("--temperature", 0))
-    assert f"{option[0][2:]} {option[1]:g}" in said
+    sampling = figures(done.stderr)["sampling"]
+    assert ("greedy" in sampling) == (option == ("--temperature", 0))
+    assert f"{option[0][2:]} {option[1]:g}" in sampling
 
 
 def test_any_text_on_any_console_and_device(run, engine):

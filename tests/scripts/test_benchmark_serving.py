@@ -1,6 +1,7 @@
 """The load benchmarks as users run them, on the embedded pair; their counts and their summaries."""
 
 import csv
+import itertools
 import json
 import signal
 import socket
@@ -46,14 +47,14 @@ def measured(request, tmp_path_factory):
     return request.param, process.stdout, folder
 
 
-def test_every_way_is_measured_with_every_number_of_clients(measured):
+def test_every_method_is_measured_with_every_number_of_clients(measured):
     program, printed, folder = measured
     result = json.loads(printed.splitlines()[-1])
     assert problems(result, ServingResult if program == SERVING else BatchingResult) == []
     serving = ["main model alone", "with draft"]
     batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
-    ways = serving if program == SERVING else batching
-    assert [(row["way"], row["clients"]) for row in result["rows"]] == [(way, n) for way in ways for n in (1, 3)]
+    methods = serving if program == SERVING else batching
+    assert [(row["way"], row["clients"]) for row in result["rows"]] == list(itertools.product(methods, (1, 3)))
     for one in result["rows"]:
         assert one["answered"] == one["requests"] >= one["clients"]
         assert one["refused"] == one["cut off"] == one["lost"] == 0
@@ -211,8 +212,8 @@ def test_tokens_count_where_they_fall():
 
 def spans(speed, drafted):
     """Two rounds of one answer: 1 + 5 tokens, of which two were drafted and accepted."""
-    told = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
-    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **told, finish_reason="length", whole=True)], 0, 1)] * 2
+    counts = {"accepted": 2 * (drafted > 0), "rejected": max(drafted - 2, 0)}
+    return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **counts, finish_reason="length", whole=True)], 0, 1)] * 2
 
 
 def test_where_speculation_stops_paying_is_said():
@@ -220,14 +221,14 @@ def test_where_speculation_stops_paying_is_said():
     alone.rounds = {n: spans(10, 0) for n in (1, 4, 16)}
     draft.rounds = {1: spans(20, 100), 4: spans(11, 20), 16: spans(9, 2)}
     rows = [row(draft, n, alone) for n in draft.rounds]
-    said = " ".join(break_even(rows))
-    assert "2.00x (2.00-2.00) with 1 client; 1.10x" in said
-    assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in said
+    summary = " ".join(break_even(rows))
+    assert "2.00x (2.00-2.00) with 1 client; 1.10x" in summary
+    assert "stops helping at 16 clients; from there on it costs up to 10% of the throughput" in summary
     slow_once = [rows[0], {**rows[2], "speedup": 1.17, "speedup_range": [0.56, 1.31]}]  # the median hides a round
     assert "from there on it costs up to 44% of the throughput" in break_even(slow_once)[1]
     level = [rows[0], {**rows[2], "speedup": 1.05, "speedup_range": [0.998, 1.31]}]
     assert "from there on it costs nothing" in break_even(level)[1]
-    assert "draft length shrinks" in said
+    assert "draft length shrinks" in summary
     assert "does not reliably help with 16, 17 clients" in break_even([rows[2], {**rows[2], "clients": 17}, rows[0]])[1]
     assert "does not reliably help with 1 client;" in break_even([{**rows[2], "clients": 1}, rows[1]])[1]
     assert break_even(rows[:2])[1] == "The draft helps at every measured number of clients, up to 4."
@@ -238,18 +239,18 @@ def test_where_speculation_stops_paying_is_said():
 
 def test_ways_take_turns_on_the_same_prompts_in_changing_order():
     asked = []
-    ways = [
+    methods = [
         Load(name, lambda n, s, first, name=name: asked.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
     ]
-    assert take_turns(ways, [1, 2], 0.1, rounds=2, warm_up=1)
+    assert take_turns(methods, [1, 2], 0.1, rounds=2, warm_up=1)
     turns = [asked[i : i + 2] for i in range(0, len(asked), 2)]
     assert [{(name, n) for name, n, _ in turn} for turn in turns] == [{("a", 1), ("b", 1)}, {("a", 2), ("b", 2)}] * 3
     assert {turn[0][0] for turn in turns} == {"a", "b"}  # who goes first changes
     firsts = [first for _, _, first in asked]
     assert firsts[::2] == firsts[1::2] and len(set(firsts[::2])) == 6  # the same for both, none twice
-    assert [len(way.rounds[n]) for way in ways for n in (1, 2)] == [2] * 4
-    assert take_turns(ways, [1, 2], 0.1, rounds=1, warm_up=0)  # after another start
-    assert [len(way.rounds[n]) for way in ways for n in (1, 2)] == [3] * 4
+    assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [2] * 4
+    assert take_turns(methods, [1, 2], 0.1, rounds=1, warm_up=0)  # after another start
+    assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [3] * 4
 
 
 def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
@@ -259,11 +260,11 @@ def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
         run.calls += 1
         return spans(1, 0)[0]
 
-    run.calls, ways = 0, [Load("a", run), Load("b", run)]
-    assert take_turns(ways, [1], 0.1, rounds=1, warm_up=0)
+    run.calls, methods = 0, [Load("a", run), Load("b", run)]
+    assert take_turns(methods, [1], 0.1, rounds=1, warm_up=0)
     with pytest.raises(KeyboardInterrupt):
-        take_turns(ways, [1], 0.1, rounds=1, warm_up=0)
-    assert [len(way.rounds[1]) for way in ways] == [1, 1]
+        take_turns(methods, [1], 0.1, rounds=1, warm_up=0)
+    assert [len(method.rounds[1]) for method in methods] == [1, 1]
 
 
 @pytest.mark.posix("Ctrl-C")
@@ -278,6 +279,6 @@ def test_ctrl_c_ends_what_was_started(tmp_path):
     wait_until(lambda: len(servers()) == 2, "both servers are started")
     started = servers()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in said
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in stderr
     assert not psutil.wait_procs(started, timeout=PATIENCE)[1]

@@ -21,6 +21,7 @@ from speculative.bench.devices import cell as device_cell
 from speculative.bench.devices import matrix
 from speculative.bench.devices.matrix import Cell, Device, device_list
 from speculative.bench.devices.results import ResultsFile
+from speculative.bench.methods import genai_pipeline
 from speculative.bench.result import SwapResult
 from speculative.models.spec import ModelSpec
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -105,9 +106,11 @@ def test_every_cell_is_measured_compared_and_labelled(swapped):
             assert cell["properties"]["draft"]["MAX_PROMPT_LEN"] == 128
         assert "MAX_PROMPT_LEN" not in (cell["properties"]["main"] if main != emulated else {})
     assert len([row for row in result["rows"] if row["draft_device"] == "none"]) == 2
-    said = " ".join(result["summary"])
-    assert said.startswith("Fastest here: main on CPU") and "(emulated)" not in result["summary"][0]
-    assert "the same greedy text" in said and "GPU is absent" in said and "not representative of an NPU" in said
+    summary = " ".join(result["summary"])
+    assert summary.startswith("Fastest here: main on CPU") and "(emulated)" not in result["summary"][0]
+    assert (
+        "the same greedy text" in summary and "GPU is absent" in summary and "not representative of an NPU" in summary
+    )
 
 
 def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
@@ -145,8 +148,8 @@ def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swa
     assert found["expected_continuation"].startswith(found["expected"])
     assert found["continuation"].startswith(found["seen"])
     assert found["margins"][0] > 0.5 and flagged["difference_is"] == f"real, {found['margins'][0]:.1f} nats"
-    said = "The greedy text really differs from that of main on CPU, alone in: main on NPU (emulated), draft on CPU"
-    assert f"{said} ({flagged['difference_is']})." in result["summary"]
+    sentence = "The greedy text really differs from that of main on CPU, alone in: main on NPU (emulated), draft on CPU"
+    assert f"{sentence} ({flagged['difference_is']})." in result["summary"]
     assert len(results.read_text(encoding="utf-8").splitlines()) == 7  # the verdict is kept, too
     assert f"{found['seen']!r} instead of {found['expected']!r}" in process.stdout and " !" in process.stdout
 
@@ -208,34 +211,36 @@ def count_tokens(model):
     return counts
 
 
-def test_our_engine_reads_each_prompt_anew_in_every_way(monkeypatch):
+def test_our_engine_reads_each_prompt_again_with_every_method(monkeypatch):
     """Otherwise the prompt would be cached by the run without a draft, and TTFT would be the time of one token."""
     engines = []
     load = device_cell.decoder.load
     monkeypatch.setattr(device_cell.decoder, "load", lambda *given: engines.append(load(*given)) or engines[-1])
-    ways = device_cell._own_ways(JOB)
+    methods = device_cell._native_methods(JOB)
     read = [count_tokens(model) for model in (engines[0].main, engines[0].draft.model)]
     ids = np.arange(300) * 7919 % 4000
-    for way in (*ways, *ways):
-        way.decode(ids)
+    for method in (*methods, *methods):
+        method.decode(ids)
         mains, drafts = ([lengths.pop(0) for _ in range(len(lengths))] for lengths in read)
-        assert mains[0] == 300 and (drafts[0] >= 300 if way.draft_length else not drafts), way.name
+        assert mains[0] == 300 and (drafts[0] >= 300 if method.draft_length else not drafts), method.name
 
 
-def test_genai_reads_each_prompt_anew_in_every_way(monkeypatch):
+def test_genai_reads_each_prompt_again_with_every_method(monkeypatch):
     """GenAI does not report cache hits, so the test checks the options its pipelines are loaded with."""
     given = []
     load = genai.load
     monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments) or load(*arguments))
-    ways = device_cell._genai_ways(JOB)
-    assert [way.name for way in ways] == ["alone", "K = 2", "K = 4"]
-    assert all(len(way.decode(np.arange(40, 50)).tokens) == 8 for way in ways)
+    methods = device_cell._genai_methods(JOB)
+    assert [method.name for method in methods] == ["alone", "K = 2", "K = 4"]
+    assert all(len(method.decode(np.arange(40, 50)).tokens) == 8 for method in methods)
     assert [draft for _, draft in given] == [None, ModelSpec(DRAFT, "CPU", EXACT)]
     for main, _ in given:
         assert main.properties["scheduler_config"].enable_prefix_caching is False
         assert main.properties["EXECUTION_MODE_HINT"] == "ACCURACY"
-    main = ModelSpec(MAIN, "CPU", EXACT)
-    assert device_cell._without_prefix_cache(main, "CPUNPU") == main
+    monkeypatch.setattr(genai, "load", lambda *arguments: given.append(arguments))
+    main, draft = ModelSpec(MAIN, "CPU", EXACT), ModelSpec(DRAFT, "NPU")
+    genai_pipeline(main, draft)
+    assert given[-1] == (main, draft)  # pipelines with an NPU have no prefix cache
 
 
 @posix
@@ -244,25 +249,25 @@ def test_an_interrupted_run_goes_on_and_fresh_starts_over(tmp_path):
     process = start(results, "--devices", "AUTO:CPU")
     child = second_cell(process, results)
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
+    out, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     first = cells_of(result_of(out))
     assert first["AUTO:CPU", "none"]["status"] == "ok" and first["AUTO:CPU", "AUTO:CPU"]["status"] == "not run"
     assert "1 cells are not measured yet" in out and "main \\ draft" in out
 
     process = start(results, "--devices", "AUTO:CPU")
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert "1 of 2 cells are already in" in said
+    out, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "1 of 2 cells are already in" in stderr
     second = cells_of(result_of(out))
     assert second["AUTO:CPU", "none"]["measured"] == first["AUTO:CPU", "none"]["measured"]
     assert second["AUTO:CPU", "AUTO:CPU"]["measured"] > first["AUTO:CPU", "none"]["measured"]
 
     process = start(results, "--devices", "AUTO:CPU", "--fresh")
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    out, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
     newest = max(cell["measured"] for cell in second.values())
     assert all(cell["measured"] > newest for cell in cells_of(result_of(out)).values())
     assert len(results.read_text(encoding="utf-8").splitlines()) == 2
@@ -273,8 +278,8 @@ def test_a_crash_costs_one_cell(tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "HETERO:CPU")
     second_cell(process, results).send_signal(signal.SIGSEGV)
-    out, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    out, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
     cells = cells_of(result_of(out))
     assert cells["HETERO:CPU", "none"]["status"] == "ok"
     assert (
@@ -283,7 +288,7 @@ def test_a_crash_costs_one_cell(tmp_path):
     )
     assert (
         "main on HETERO:CPU, draft on HETERO:CPU: failed, its process was killed by SIGSEGV" in out
-        and "Traceback" not in said
+        and "Traceback" not in stderr
     )
 
     kept, _ = start(results, "--devices", "HETERO:CPU").communicate(timeout=120)

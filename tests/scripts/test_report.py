@@ -146,18 +146,18 @@ def show(browser):
     def show(page, width=DESK, scheme="light"):
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         shown = context.new_page()
-        said, asked = [], []
-        shown.on("console", lambda message: said.append(message.text))
-        shown.on("pageerror", lambda error: said.append(str(error)))
+        messages, asked = [], []
+        shown.on("console", lambda message: messages.append(message.text))
+        shown.on("pageerror", lambda error: messages.append(str(error)))
         shown.on("request", lambda request: asked.append(request.url))
         shown.goto(page.as_uri())
-        contexts.append((context, page, said, asked))
+        contexts.append((context, page, messages, asked))
         return shown
 
     yield show
-    for context, page, said, asked in contexts:
+    for context, page, messages, asked in contexts:
         context.close()
-        assert said == [] and asked == [page.as_uri()]
+        assert messages == [] and asked == [page.as_uri()]
 
 
 def sections(shown):
@@ -273,10 +273,10 @@ def test_speedup_against_draft_length(draw, show):
     assert axes == ["draft length K (tokens)", "speedup (x)"]
     places = {}
     for marker in greedy.locator("svg[role=img] > .marker").all():
-        said = marker.locator("title").text_content()
+        title = marker.locator("title").text_content()
         x, y = re.search(r"\((\S+) (\S+)\)", marker.get_attribute("transform")).groups()
-        places[said] = float(x), float(y)
-    one, two, five = (next(v for said, v in places.items() if f"ours, K = {k}:" in said) for k in (1, 2, 5))
+        places[title] = float(x), float(y)
+    one, two, five = (next(v for title, v in places.items() if f"ours, K = {k}:" in title) for k in (1, 2, 5))
     assert two[0] - one[0] == pytest.approx((five[0] - one[0]) / 4, abs=0.2)  # evenly along both axes
     assert one[1] - two[1] == pytest.approx((one[1] - five[1]) / 4, abs=0.2) and one[1] > five[1]
 
@@ -326,8 +326,8 @@ def test_an_iteration_is_split(draw, show):
     for part in (1, 2, 3):
         bar = shown.locator(f"#iteration svg[role=img] > .part{part}")
         width[bar.locator("title").text_content()] = float(bar.get_attribute("width"))
-    said = ["draft 2.00 ms", "verify 6.00 ms", "overhead 0.50 ms"]
-    assert list(width) == [f"ours, K = 4: {one}" for one in said]
+    parts = ["draft 2.00 ms", "verify 6.00 ms", "overhead 0.50 ms"]
+    assert list(width) == [f"ours, K = 4: {one}" for one in parts]
     draft, verify, overhead = width.values()
     assert verify / draft == pytest.approx(3, rel=0.01) and draft / overhead == pytest.approx(4, rel=0.02)
     fills = shown.eval_on_selector_all(
@@ -368,8 +368,8 @@ def test_tokens_differ_by_more_than_colour(draw, show):
 
 def test_candidates_show_speed_against_agreement(draw, show):
     shown = show(draw({**MINIMAL, "candidates": CANDIDATES, "recommendation": PARTS["recommendation"]}))
-    said = shown.locator("#candidates svg[role=img] > .marker > title").all_text_contents()
-    assert said == [
+    titles = shown.locator("#candidates svg[role=img] > .marker > title").all_text_contents()
+    assert titles == [
         "1: draft_length = 4, engine = ours: 60.0 tokens/s, agreement 99.0%",
         "2: draft_length = 2, engine = ours: 50.0 tokens/s, agreement 100.0%",
     ]

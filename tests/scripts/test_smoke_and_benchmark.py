@@ -91,9 +91,9 @@ def test_bad_input_is_one_sentence(run_here, tmp_path, program, arguments, statu
     prompts.write_text("def f(x):\n", encoding="utf-8")
     extra = ["--prompts", prompts] if "benchmark" in program else []
     process = run_here(program, *arguments, *extra)
-    said = process.stdout + process.stderr
-    assert process.returncode == status, said
-    assert word in said and "Traceback" not in said
+    output = process.stdout + process.stderr
+    assert process.returncode == status, output
+    assert word in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def measured(tmp_path_factory):
     return process, folder
 
 
-def test_benchmark_measures_every_way(measured):
+def test_benchmark_measures_every_method(measured):
     result = last_line(measured[0])
     assert problems(result, BenchmarkResult) == []
     rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in result["rows"][2:]}
@@ -134,12 +134,12 @@ def test_benchmark_measures_every_way(measured):
     ours = [0, 2, 4, "adaptive"]
     assert set(rows) == {
         *(("genai", False, k) for k in (2, 4, "lookup 5")),
-        *(("native", False, k) for k in (*ours, "lookup 5")),
+        *(("native", False, k) for k in (*ours, "lookup 5", "lookup adaptive")),
         *(("native", True, k) for k in ours),
     }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for (engine, sampled, k), row in rows.items():
-        if k == "adaptive" and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
+        if "adaptive" in str(k) and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
             assert row["block_efficiency"] == 1
         elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not tell
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
@@ -185,8 +185,8 @@ def test_benchmark_tells_starts_categories_and_iterations(measured):
     facts = result["environment"]
     assert facts["processor"] and facts["openvino_genai"].startswith("20") and "ACCURACY" in facts["command"]
     assert facts["main_precision"].startswith("int8") and 0 <= facts["other_load"] <= 1
-    said = process.stdout.splitlines()
-    assert "acceptance" in said[0] and all(sentence in said for sentence in result["summary"])
+    printed = process.stdout.splitlines()
+    assert "acceptance" in printed[0] and all(sentence in printed for sentence in result["summary"])
     assert ("Other programs used" in process.stdout) == (facts["other_load"] >= 0.1)
 
 
@@ -216,7 +216,7 @@ def test_no_prompt_is_answered_from_a_cache():
     import numpy as np
 
     from speculative import decoder
-    from speculative.bench.methods import genai_pipeline, genai_way, our_way
+    from speculative.bench.methods import genai_method, genai_pipeline, our_method
 
     ids = np.arange(900) * 7919 % 4000
     engine = decoder.load(MAIN, draft=DRAFT)
@@ -226,14 +226,14 @@ def test_no_prompt_is_answered_from_a_cache():
         1
     ]
     for keep, expected in ((False, 900), (True, 1)):
-        one = our_way("ours", engine, [], 4, 0.0, 8, keep)
+        one = our_method("ours", engine, [], 4, 0.0, 8, keep)
         one.decode(ids)
         read.clear()
         one.decode(ids)
         assert read[0] == expected
     seconds = {}
     for keep in (False, True):  # no other sign of it from outside: 900 tokens take 30 times as long as one
-        one = genai_way("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
+        one = genai_method("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 8)
         seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
     assert seconds[False] > 3 * seconds[True]
 
@@ -347,6 +347,6 @@ def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     wait_until_loaded(loaded, process)
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode in (-signal.SIGINT, 130), said
-    assert "Traceback" not in said and out == "" and not list(tmp_path.iterdir())
+    out, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode in (-signal.SIGINT, 130), stderr
+    assert "Traceback" not in stderr and out == "" and not list(tmp_path.iterdir())

@@ -56,9 +56,9 @@ def test_the_prediction_is_leviathans(swept):
         assert point["predicted_from_alpha"] == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha) / cost)
     errors = [abs(point["predicted"] / point["speedup"] - 1) for point in result["sweep"]]
     assert result["prediction_error"] == pytest.approx(sum(errors) / len(errors))
-    said = " ".join(result["summary"])
-    assert f"off by {result['prediction_error']:.1%} on average" in said
-    assert ("Reason, averaged over K" in said) == (result["prediction_error"] > 0.1)
+    summary = " ".join(result["summary"])
+    assert f"off by {result['prediction_error']:.1%} on average" in summary
+    assert ("Reason, averaged over K" in summary) == (result["prediction_error"] > 0.1)
     assert all(sentence in swept[0].stdout for sentence in result["summary"])
 
 
@@ -121,9 +121,9 @@ def test_genais_pipeline(run_here):
 )
 def test_bad_input_is_one_sentence(run_here, arguments, status, word):
     process = run_here(PROGRAM, *arguments)
-    said = process.stdout + process.stderr
-    assert process.returncode == status, said
-    assert word in said and "Traceback" not in said and process.stdout == ""
+    output = process.stdout + process.stderr
+    assert process.returncode == status, output
+    assert word in output and "Traceback" not in output and process.stdout == ""
 
 
 def test_the_plot_without_matplotlib(run, tmp_path):
@@ -169,6 +169,6 @@ def test_a_pipe_that_closes_loses_no_file(tmp_path):
     command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    _, said = process.communicate(timeout=120)
-    assert b"Traceback" not in said and b"error" not in said
+    _, stderr = process.communicate(timeout=120)
+    assert b"Traceback" not in stderr and b"error" not in stderr
     assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))["program"] == "sweep_draft_length"

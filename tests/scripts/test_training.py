@@ -46,6 +46,18 @@ def test_deepening_changes_nothing():
     assert deep.config.num_hidden_layers == 5 and difference < 1e-5
 
 
+def test_without_torch_it_says_what_to_install(tmp_path):
+    program = f"""import runpy, sys
+sys.modules["torch"] = None  # as if it were not there
+sys.argv[1:] = [{str(tmp_path / "out")!r}]
+runpy.run_path({str(ROOT / "scripts/train_embedded_pair.py")!r}, run_name="__main__")"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=ROOT)
+    assert process.returncode == 1 and process.stdout == "" and not (tmp_path / "out").exists()
+    assert process.stderr == (
+        "error: torch is not installed: `pip install -r requirements-export.txt` installs what training needs.\n"
+    )
+
+
 @pytest.mark.posix("POSIX signals stop the run in its middle here")
 def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, request):
     if not request.config.getoption("--long"):
@@ -61,8 +73,8 @@ def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, r
     first = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     wait_until((tmp_path / "shallow").exists, "the first half is trained")
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=PATIENCE)
-    assert first.returncode == 130 and "rerun the command to resume" in said and "Traceback" not in said, said
+    _, stderr = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 130 and "rerun the command to resume" in stderr and "Traceback" not in stderr, stderr
     made = (tmp_path / "shallow/model.safetensors").stat().st_mtime
 
     second = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=300)

@@ -210,14 +210,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
     with subprocess.Popen(
         list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
-        said = ""
-        while seen not in said:
-            said += (piece := process.stderr.read(1))
-            assert piece, said
+        stderr = ""
+        while seen not in stderr:
+            stderr += (piece := process.stderr.read(1))
+            assert piece, stderr
         process.send_signal(signal.SIGINT)
         out, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
-    assert "Traceback" not in said + rest
+    assert "Traceback" not in stderr + rest
     assert not (pair / NAME).exists()
     result = json.loads(out.splitlines()[-1])
     assert problems(result, TuneResult) == []
@@ -268,8 +268,8 @@ def made_up(choosing, remeasured=None, gained=4):
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
             setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
-            way = contest.ways[setting] = Finals(tuning).way(setting)
-            way.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
+            method = contest.methods[setting] = Finals(tuning).method(setting)
+            method.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
         contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
     return tuning
 
@@ -310,12 +310,12 @@ def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gai
     assert problems(found, Recommendation) == []
     assert found["use_draft"] and found["best"] == NATIVE and found["settings"][NATIVE]["num_assistant_tokens"] == 4
     assert verdict.choice.draft == DRAFT and verdict.sentences[0].startswith("Use this draft: ours, K = 4,")
-    said = next(
+    line = next(
         (line for line in verdict.sentences if line.startswith("Speedup over the fastest method without")), None
     )
-    if said:
-        assert float(re.search(r": ([\d.]+)x", said)[1]) == pytest.approx(gain, abs=0.006)
-        assert str(tune_verdict.choose(made_up(figures)).alone.setting) in said
+    if line:
+        assert float(re.search(r": ([\d.]+)x", line)[1]) == pytest.approx(gain, abs=0.006)
+        assert str(tune_verdict.choose(made_up(figures)).alone.setting) in line
     else:  # what it decodes with its defaults is the fastest alone
         assert re.search(rf" {gain:.2f}x \([^)]*\) the main model alone with its defaults", verdict.sentences[0])
     assert "Why: " in verdict.reason and verdict.reason in verdict.sentences
@@ -329,7 +329,7 @@ def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
     assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
     assert verdict.choice.draft is None and verdict.sentences[0] == verdict.reason
     assert verdict.reason.startswith("Do not use this draft: even its best setting gains too little")
-    fastest = max(figures, key=lambda way: figures[way][0] if not way[1] else 0)
+    fastest = max(figures, key=lambda method: figures[method][0] if not method[1] else 0)
     assert (verdict.choice.engine, verdict.choice.scheduler) == (fastest[0], (*fastest, (), ())[3])
 
 
@@ -364,7 +364,7 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     assert "1.70x (1.65-1.75)" in table.partition("new rounds after the choice")[2]
 
 
-def test_what_is_reported_is_measured_afresh_and_no_more():
+def test_what_is_reported_is_remeasured_and_no_more():
     figures = {
         ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], (GENAI, 8): [29, 29],
         (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],
@@ -390,11 +390,11 @@ def test_of_settings_as_fast_as_each_other_the_one_with_the_fewest_properties_is
 def test_the_lines_of_python_of_our_engine_alone_decode():
     figures = {ALONE: [20, 20], OURS_ALONE: [30, 30], OURS: [20, 20]}
     verdict = tune_verdict.judge(made_up(figures, figures))
-    said = (
+    sentence = (
         "The fastest method without a draft, ours, main alone, default properties, is the Python code below: 1.50x "
         "(1.50-1.50)"
     )
-    assert any(line.startswith(f"{said} samples/greedy_causal_lm.py") for line in verdict.sentences)
+    assert any(line.startswith(f"{sentence} samples/greedy_causal_lm.py") for line in verdict.sentences)
     assert any("samples/greedy_causal_lm.py" in line and "with explicit options" in line for line in verdict.sentences)
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
     assert "draft" not in program

@@ -198,15 +198,15 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
     assert document["ok"]
-    for way in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
-        assert greedy[f"engine {way}"]["verdict"] == "equal" and greedy[f"engine {way}"]["same"] == 3
-        assert sampled[f"engine {way}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {way}"]["draws"] == 100
-    for way in ("draft, K = 2", "draft, by confidence"):
-        assert 0 < sampled[f"engine {way}"]["acceptance_rate"] < 1
+    for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
+        assert greedy[f"engine {method}"]["verdict"] == "equal" and greedy[f"engine {method}"]["same"] == 3
+        assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == 100
+    for method in ("draft, K = 2", "draft, by confidence"):
+        assert 0 < sampled[f"engine {method}"]["acceptance_rate"] < 1
     assert document["reference"] == "GenAI main alone" and greedy["GenAI main alone"]["verdict"] == "reference"
     assert greedy["engine main alone"]["verdict"] == greedy["GenAI lookup, K = 2"]["verdict"] == "equal"
-    for way in ("main alone", "lookup, K = 2"):
-        assert sampled[f"GenAI {way}"]["verdict"] == NO_DIFFERENCE
+    for method in ("main alone", "lookup, K = 2"):
+        assert sampled[f"GenAI {method}"]["verdict"] == NO_DIFFERENCE
     assert greedy["GenAI draft, K = 2"]["verdict"] == "equal"
     assert sampled["GenAI draft, K = 2"]["verdict"] in ("crashes", "NOT lossless")
     assert sampled["GenAI draft, K = 2"]["crashes"] <= 5
@@ -216,8 +216,8 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
     assert any(line.startswith("engine draft, adaptive") and line.endswith(NO_DIFFERENCE) for line in lines)
     finds = sampled["engine draft, adaptive"]["detectable_total_variation"]
     assert 0.1 < finds < 0.5 and "exact" not in process.stdout.replace("exact distribution", "")
-    said = f"No difference found in 100 samples: a TV above {finds:.3f} would have been detected with 90%"
-    assert f"{said} power." in lines
+    sentence = f"No difference found in 100 samples: a TV above {finds:.3f} would have been detected with 90%"
+    assert f"{sentence} power." in lines
 
 
 def run_with(patch, *arguments):
@@ -366,9 +366,9 @@ def test_what_is_wrong_in_genai_fails_if_strict():
 )
 def test_bad_input_is_one_sentence(run_here, arguments, status, word):
     process = run_here(SCRIPT, *arguments)
-    said = process.stdout + process.stderr
-    assert process.returncode == status, said
-    assert word in said and "Traceback" not in said and process.stdout == ""
+    output = process.stdout + process.stderr
+    assert process.returncode == status, output
+    assert word in output and "Traceback" not in output and process.stdout == ""
 
 
 @pytest.mark.posix("signals")
@@ -378,6 +378,6 @@ def test_ctrl_c_ends_at_once_without_a_trace(loaded):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     wait_until_loaded(loaded, process)
     process.send_signal(signal.SIGINT)
-    out, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode in (-signal.SIGINT, 130), said
-    assert "Traceback" not in said and out == ""
+    out, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode in (-signal.SIGINT, 130), stderr
+    assert "Traceback" not in stderr and out == ""

@@ -204,13 +204,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "status", "code", "said"), REFUSED)
-def test_what_cannot_be_served_is_refused_in_the_apis_words(client, asked, status, code, said):
+@pytest.mark.parametrize(("asked", "status", "code", "words"), REFUSED)
+def test_what_cannot_be_served_is_refused_in_the_apis_words(client, asked, status, code, words):
     with pytest.raises(openai.APIStatusError) as refused:
         complete(client, **asked)
     error = refused.value.body
     assert (refused.value.status_code, error["code"]) == (status, code)
-    assert said in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
+    assert words in error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_rays_proxy_has_as_many_connections_as_it_may(server):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ((), "required"),
         (("nowhere", DRAFT), "nowhere"),
@@ -468,10 +468,10 @@ def test_rays_proxy_has_as_many_connections_as_it_may(server):
         ((MAIN, DRAFT, "--recommended"), "recommended.json"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_status_2(run, arguments, said):
+def test_wrong_usage_is_one_sentence_and_status_2(run, arguments, words):
     done = run(PROGRAM, *arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and said in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
 
 
 def test_a_draft_with_another_tokenizer_is_refused(run, other_tokenizer, tmp_path):

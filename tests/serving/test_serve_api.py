@@ -27,9 +27,9 @@ from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
 from speculative.serving import application, arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
-from speculative.serving.limits import Limits
 from speculative.serving.middleware import digest
 from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message, ResponseBuilder
+from speculative.serving.settings import API_KEY_VARIABLE, Limits
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -163,12 +163,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "param", "said"), REFUSED, ids=[param for _, param, _ in REFUSED])
-def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, said):
+@pytest.mark.parametrize(("asked", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])
+def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, words):
     answer = post(api, {"model": "embedded", **asked}, "/chat/completions")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
-    assert error["message"].startswith(f"{param}: ") and said in error["message"]
+    assert error["message"].startswith(f"{param}: ") and words in error["message"]
 
 
 NAME = "x" * 5_000
@@ -198,9 +198,9 @@ def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
 
 
 def test_a_prompts_error_names_the_prompt(api):
-    for prompt, said in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
+    for prompt, words in (([0.5, 1], "token ids"), (["a", "b"], "one prompt"), ({}, "string"), ([[True]], "token ids")):
         error = post(api, {**ONE, "prompt": prompt}).json()["error"]
-        assert error["param"] == "prompt" and said in error["message"]
+        assert error["param"] == "prompt" and words in error["message"]
 
 
 def test_streams_have_no_line_ends_of_unicode():
@@ -733,7 +733,7 @@ def parsed_arguments(monkeypatch, *given):
 
 
 def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.delenv(arguments.KEY, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::"):
         with pytest.raises(SystemExit) as end:
             parsed_arguments(monkeypatch, "--host", host)
@@ -756,17 +756,17 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, capsys, tmp_path,
     file = tmp_path / "key"
     file.write_text(key, encoding="utf-8")
     for asked, environment in ((("--api-key-file", file), ""), ((), key)):
-        monkeypatch.setenv(arguments.KEY, environment)
+        monkeypatch.setenv(API_KEY_VARIABLE, environment)
         with pytest.raises(SystemExit) as end:
             parsed_arguments(monkeypatch, *asked)
         assert end.value.code == 2 and "ASCII" in capsys.readouterr().err
 
 
 def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monkeypatch):
-    args = parsed_arguments(monkeypatch, "--max-replicas", 2, "--timeout", 300, "--drain", 5)
-    options = application.options(args)
-    assert options["graceful_shutdown_timeout_s"] > args.timeout
-    assert options["max_queued_requests"] > 0 and args.limits.open < options["max_ongoing_requests"]
+    settings = parsed_arguments(monkeypatch, "--max-replicas", 2, "--timeout", 300, "--drain", 5)
+    options = application.options(settings)
+    assert options["graceful_shutdown_timeout_s"] > settings.limits.timeout == 300
+    assert options["max_queued_requests"] > 0 and settings.limits.open < options["max_ongoing_requests"]
     assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
 
 

@@ -217,10 +217,10 @@ def test_a_malformed_body_is_refused_in_the_apis_words(server, name):
     assert "Traceback" not in answer["error"]["message"] and "\n" not in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["with its length", "in chunks"])
-def test_an_oversized_body_is_refused(server, told):
+@pytest.mark.parametrize("with_length", [True, False], ids=["with its length", "in chunks"])
+def test_an_oversized_body_is_refused(server, with_length):
     body = json.dumps({"model": "embedded", "prompt": "x" * (8 << 20)}).encode()
-    pieces = body if told else (body[i : i + 65536] for i in range(0, len(body), 65536))
+    pieces = body if with_length else (body[i : i + 65536] for i in range(0, len(body), 65536))
     try:
         status, answer = post(server, pieces)
     except (BrokenPipeError, ConnectionResetError):

@@ -172,16 +172,16 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
         "whole": greedy(60),
     }
     requests = {name: decoder.add_request(PROMPTS[0], config, stream=True) for name, config in configs.items()}
-    said = dict.fromkeys(requests, "")
+    streamed = dict.fromkeys(requests, "")
     for gain in finish(decoder):
         name = next(name for name, request in requests.items() if request is gain.request)
-        said[name] += gain.text
+        streamed[name] += gain.text
     got = {name: request.result for name, request in requests.items()}
-    assert {name: one.text for name, one in got.items()} == said
+    assert {name: one.text for name, one in got.items()} == streamed
     assert got["token"].tokens == tokens[: tokens.index(tokens[9]) + 1]
-    assert said["string"] == text[: text.index(text[33:40])]
-    assert said["inside"] == text[: text.index(text[50]) + 1]
-    assert got["length"].tokens == tokens[:20] and said["whole"] == text
+    assert streamed["string"] == text[: text.index(text[33:40])]
+    assert streamed["inside"] == text[: text.index(text[50]) + 1]
+    assert got["length"].tokens == tokens[:20] and streamed["whole"] == text
     ends = {name: one.finish_reason for name, one in got.items()}
     assert ends == {"token": "stop", "string": "stop", "inside": "stop", "length": "length", "whole": "length"}
 
@@ -797,7 +797,7 @@ def test_a_prompt_is_read_in_as_few_inferences_as_its_pieces_need(tokens, tiny, 
 def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, piece, tiny, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     rule = BatchDraftLength(LatencyCurve(seconds), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}))
-    monkeypatch.setattr(rule.main, "update", lambda *told: None)  # not from this machine's clock
+    monkeypatch.setattr(rule.main, "update", lambda *_: None)  # not from this machine's clock
     decoder = BatchDecoder(BatchModel(tiny[0], 64), None, rule)
     decoder.add_request([1, 5], greedy(30))
     decoder.step()
@@ -811,13 +811,13 @@ def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, pie
 class Told(BatchDraftLength):
     """Notes what it is asked and told of an iteration."""
 
-    def begin(self, histories, texts):
-        self.begun, self.asked, self.read = (len(histories), texts), [], []
-        super().begin(histories, texts)
+    def begin(self, estimates, texts):
+        self.begun, self.asked, self.read = (len(estimates), texts), [], []
+        super().begin(estimates, texts)
 
-    def choose(self, histories, tokens, anyway):
-        self.asked.append((len(histories), tokens, anyway))
-        return super().choose(histories, tokens, anyway)
+    def choose(self, estimates, tokens, anyway):
+        self.asked.append((len(estimates), tokens, anyway))
+        return super().choose(estimates, tokens, anyway)
 
     def update_draft(self, tokens, seconds):
         self.read.append(tokens)

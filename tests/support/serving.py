@@ -26,7 +26,7 @@ from speculative.bench.load.server import free_port
 from speculative.cli.processes import interrupt_group, own_group
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
-from speculative.serving.limits import Limits
+from speculative.serving.settings import Limits
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import wait_until
 

@@ -34,10 +34,10 @@ class OutOfTime(ChildFailed):
 def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], None] = lambda: None) -> dict | list:
     """The child's answer. `waiting` is called about every second. Raises ChildFailed, also for {"failed": reason}."""
     quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = None
         try:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said, env=quiet, **own_group())
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=quiet, **own_group())
             with no_sigpipe(), contextlib.suppress(OSError):  # it may have ended already
                 assert child.stdin is not None  # a pipe
                 child.stdin.write(json.dumps(job).encode() + b"\n")
@@ -46,17 +46,17 @@ def run(command: list[str], job: dict, timeout: float, waiting: Callable[[], Non
         finally:
             if child:  # if interrupted during startup, the child reads an empty standard input
                 end(child)
-        return _answer(child.returncode, last_line(out), last_line(said))
+        return _answer(child.returncode, last_line(out), last_line(err))
 
 
 def _wait(child: subprocess.Popen, timeout: float, waiting: Callable[[], None]) -> None:
-    begin = told = time.monotonic()
+    begin = last_call = time.monotonic()
     while child.poll() is None:
         now = time.monotonic()
         if now - begin > timeout:
             raise OutOfTime(f"timed out after {timeout:g} seconds")
-        if now - told >= 1:
-            told = now
+        if now - last_call >= 1:
+            last_call = now
             waiting()
         time.sleep(LOOK)
 
@@ -70,13 +70,13 @@ def end(child: subprocess.Popen) -> None:
             child.stdin.close()
 
 
-def _answer(status: int, answered: str, said: str) -> dict | list:
+def _answer(status: int, answered: str, message: str) -> dict | list:
     try:
         answer = json.loads(answered)
     except ValueError:
         answer = None
     if status != 0 or answer is None:
-        raise ChildFailed(f"{how_it_ended(status)}{f'; its last message: {said[:SHOWN]}' if said else ''}")
+        raise ChildFailed(f"{how_it_ended(status)}{f'; its last message: {message[:SHOWN]}' if message else ''}")
     if "failed" in answer:
         raise ChildFailed(answer["failed"])
     return answer

@@ -115,8 +115,8 @@ def all_devices(places: list[Place]) -> list[Device]:
         if full_names:
             found.append(dataclasses.replace(here[0][1], full_name=" or ".join(full_names), missing=""))
         else:
-            told = "; ".join(f"{why} (on {' and '.join(machines)})" for why, machines in reasons.items())
-            found.append(Device(name, missing=told))
+            missing = "; ".join(f"{why} (on {' and '.join(machines)})" for why, machines in reasons.items())
+            found.append(Device(name, missing=missing))
     return found
 
 

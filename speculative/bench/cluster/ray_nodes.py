@@ -12,11 +12,9 @@ start --address=HEAD:6379 --resources='{"intel_gpu": 1, "intel_npu": 1}'`, the s
 without CPUs (`--num-cpus=0`, common for heads) are ignored. Ray is imported only when `connect` is called.
 """
 
-import argparse
 import contextlib
 import logging
 import platform
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,9 +27,11 @@ from speculative.bench.cluster import child_process, worker_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.bench.cluster.worker_process import RAISABLE, RAISED, WorkerProcess
 from speculative.cli.processes import no_sigpipe
+from speculative.cli.ray_cluster import DEVICE_RESOURCES, ping
+from speculative.error_text import one_line
 
 PACKAGE = Path(__file__).resolve().parents[2]  # shipped with the job
-RESOURCES = {"intel_gpu": "GPU", "intel_npu": "NPU"}  # Ray resource: device type
+RESOURCES = {name: kind for kind, name in DEVICE_RESOURCES.items()}  # Ray resource: device type
 WAIT = 60  # seconds to wait for a machine to become free
 ANSWER_WAIT = 30  # seconds beyond a job's own time limit
 
@@ -109,17 +109,7 @@ class Machine:
             try:
                 return ray.get(method(*arguments), timeout=timeout + ANSWER_WAIT)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise NodeLost(f"machine {self.name} was lost ({_sentence(error)})") from None
-
-
-def ray_address(text: str) -> str:
-    """An argparse type."""
-    host, _, port = text.removeprefix("ray://").rpartition(":")
-    if text == "auto" or (host and port.isdecimal()):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not the address of a Ray cluster: use HOST:PORT, ray://HOST:PORT or auto"
-    )
+                raise NodeLost(f"machine {self.name} was lost ({one_line(error)[:200]})") from None
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -135,7 +125,13 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
         import ray
     except ImportError:
         raise ValueError("--address requires Ray: install it with `pip install -r requirements-serve.txt`") from None
-    _look_for(address)
+    try:
+        ping(address)
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster at {address} ({error.strerror or error}): give HOST:PORT of its head, as printed by "
+            "`ray start --head`"
+        ) from None
     actors: list = []
     with no_sigpipe():
         try:
@@ -151,26 +147,12 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
                 ray.shutdown()
 
 
-def _look_for(address: str) -> None:
-    """Fail fast: Ray itself would take a minute to report that nothing answers."""
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"no Ray cluster at {address} ({reason}): give HOST:PORT of its head, as printed by `ray start --head`"
-        ) from None
-
-
-def _join(ray: ModuleType, address: str) -> None:
+def _join(ray, address: str) -> None:
     runtime = {"py_modules": [str(PACKAGE)]}
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ValueError(f"cannot connect to the Ray cluster at {address}: {_sentence(error)}") from None
+        raise ValueError(f"cannot connect to the Ray cluster at {address}: {one_line(error)[:200]}") from None
 
 
 def _machines(ray: ModuleType, actors: list, note: Callable[[str], None]) -> list[Machine]:
@@ -204,7 +186,7 @@ def _machines(ray: ModuleType, actors: list, note: Callable[[str], None]) -> lis
                 raise TimeoutError(f"its CPUs or devices were in use by other work for {WAIT} seconds")
             facts = ray.get(asked)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            note(f"machine {machine.name} is skipped: {_sentence(error)}")
+            note(f"machine {machine.name} is skipped: {one_line(error)[:200]}")
             continue
         machine.cores = facts["cores"]
         machine.alone = locks.setdefault(facts["computer"], threading.Lock())
@@ -235,10 +217,6 @@ def _check_models(machines: list[Machine], folders: list[str]) -> None:
                 raise ValueError(f"machine {machine.name} has no model in {folder}: copy it to the same path there")
             if found != here.get(folder):
                 raise ValueError(f"machine {machine.name} has different weights in {folder}: copy this machine's there")
-
-
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # ---- distributing jobs ----------------------------------------------------------------------------------------------

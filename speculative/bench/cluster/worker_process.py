@@ -24,6 +24,7 @@ from typing import IO, Any
 from speculative.bench.cluster import child_process
 from speculative.bench.cluster.child_process import ChildFailed, OutOfTime
 from speculative.cli.processes import no_sigpipe, own_group
+from speculative.error_text import one_line
 
 SECONDS = 1800  # time limit per call, enough to compile a large model for a GPU
 START = b"\0answers\0"  # follows anything libraries print during import
@@ -64,10 +65,10 @@ class WorkerProcess:
 
     def _start(self) -> Any:
         quiet = {**os.environ, "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (kept open as long as the process)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (kept open as long as the process)
         self._answers: queue.Queue = queue.Queue()
         self._child = subprocess.Popen(
-            self._command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, **own_group()
+            self._command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, **own_group()
         )
         self.started += 1
         threading.Thread(target=_read, args=(self._child.stdout, self._answers), daemon=True).start()
@@ -103,8 +104,8 @@ class WorkerProcess:
         if message is None:
             assert self._child is not None
             status = self._child.wait()
-            said = child_process.last_line(self._said)[: child_process.SHOWN]
-            raise ChildFailed(child_process.how_it_ended(status) + (f"; its last message: {said}" if said else ""))
+            last = child_process.last_line(self._stderr)[: child_process.SHOWN]
+            raise ChildFailed(child_process.how_it_ended(status) + (f"; its last message: {last}" if last else ""))
         return message
 
 
@@ -152,7 +153,7 @@ def serve(functions: Callable[[str], Callable]) -> None:
             answer = "", functions(name)(*arguments)
         except RAISABLE as error:
             kind = next(name for name, kind in RAISED.items() if isinstance(error, kind))
-            answer = kind, " ".join(str(error).split())
+            answer = kind, one_line(error)
         write(answers, answer)
 
 

@@ -11,28 +11,24 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import BinaryIO
 
 import numpy as np
 import openvino as ov
 import openvino_genai
-from openvino_genai import GenerationConfig, SchedulerConfig
 
 from speculative import decoder
-from speculative.bench import genai
 from speculative.bench.harness import BackgroundLoad, Method, interleave, precision, row
+from speculative.bench.methods import genai_method, genai_pipeline, our_method
 from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
-from speculative.decoder import Decoder, GenerationResult
+from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
-from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.engines import GENAI
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32
 KINDS = ("CPU", "GPU", "NPU")  # Intel device types, all of which are looked up
-MEMORY_SIGNS = ("bad_alloc", "out of memory", "out_of_", "cannot allocate", "exceeded max size", "resource exhausted")
 
 
 def look_up(names: list[str] | None) -> dict:
@@ -69,18 +65,18 @@ def measure(job: dict) -> CellAnswer:
     Prompts are never served from a cache: each method gets a prompt the previous one has just read, and the time to
     first token would be that of a single token."""
     begin = time.perf_counter()
-    ways = (_genai_ways if job["engine"] == GENAI else _own_ways)(job)
+    methods = (_genai_methods if job["engine"] == GENAI else _native_methods)(job)
     load_seconds = time.perf_counter() - begin
     prompts = [np.array(ids, np.int64) for ids in job["prompts"]]
     with BackgroundLoad() as load:
-        interleave(ways, prompts, job["rounds"])
-    rows = [row(way, ways[0]) for way in ways]
+        interleave(methods, prompts, job["rounds"])
+    rows = [row(method, methods[0]) for method in methods]
     if job["engine"] == GENAI and "NPU" in (job["main_device"], job["draft_device"]):
         for one in rows:  # there GenAI varies K and does not report the drafted tokens
             one["acceptance_rate"], one["position_acceptance"], one["mean_draft_length"] = None, [], None
     answer: CellAnswer = {
         "rows": rows,
-        "tokens": [[run.tokens for run in way.rounds[0]] for way in ways],
+        "tokens": [[run.tokens for run in method.rounds[0]] for method in methods],
         "load_seconds": load_seconds,
         "other_load": load.share,
         "main_precision": precision(_spec(job, "main")),
@@ -94,48 +90,22 @@ def _spec(job: dict, role: str) -> ModelSpec:
     return ModelSpec(job[role], job[f"{role}_device"], job[f"{role}_properties"])
 
 
-def _genai_ways(job: dict) -> list[Method]:
+def _genai_methods(job: dict) -> list[Method]:
     main, n = _spec(job, "main"), job["max_new_tokens"]
-    alone = genai.load(_without_prefix_cache(main, main.device), None)
-    ways = [Method("alone", GENAI, 0, 0.0, lambda ids: genai.generate(alone, genai.inputs(ids), n))]
+    methods = [genai_method("alone", genai_pipeline(main), 0, n)]
     if job["draft_device"]:
-        draft = _spec(job, "draft")
-        pair = genai.load(_without_prefix_cache(main, main.device + draft.device), draft)
-        for k in job["draft_lengths"]:
-            decode = lambda ids, k=k: genai.generate(pair, genai.inputs(ids), n, k)  # noqa: E731
-            ways.append(Method(f"K = {k}", GENAI, k, 0.0, decode))
-    return ways
+        pair = genai_pipeline(main, _spec(job, "draft"))
+        methods += [genai_method(f"K = {k}", pair, k, n) for k in job["draft_lengths"]]
+    return methods
 
 
-def _without_prefix_cache(main: ModelSpec, devices: str) -> ModelSpec:
-    """The main model with LLMPipeline's prefix cache off; an NPU has none."""
-    if "NPU" in devices:
-        return main
-    scheduler = SchedulerConfig()
-    scheduler.enable_prefix_caching = False
-    scheduler.max_num_batched_tokens = 2**31  # as LLMPipeline sets it: one forward pass per prompt
-    return replace(main, properties={**main.properties, "scheduler_config": scheduler})
-
-
-def _own_ways(job: dict) -> list[Method]:
+def _native_methods(job: dict) -> list[Method]:
     draft = _spec(job, "draft") if job["draft_device"] else None
     engine = decoder.load(_spec(job, "main"), draft)
-    return [_own_way(engine, k, job["max_new_tokens"]) for k in [0, *(job["draft_lengths"] if draft else [])]]
-
-
-def _own_way(engine: Decoder, k: int | str, max_new_tokens: int) -> Method:
-    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
-    if isinstance(k, int) and k:
-        config.num_assistant_tokens = k
-    one = Decoder(engine.main, engine.draft if k else None, engine.draft_length)
-
-    def decode(ids: np.ndarray) -> GenerationResult:
-        one.main.reset()  # the previous method has just read this prompt
-        if one.draft:
-            one.draft.reset()
-        return one.generate(ids, config)
-
-    return Method(f"K = {k}" if k else "alone", NATIVE, k, 0.0, decode)
+    return [
+        our_method(f"K = {k}" if k else "alone", engine, [], k, 0.0, job["max_new_tokens"])
+        for k in [0, *(job["draft_lengths"] if draft else [])]
+    ]
 
 
 def margins(job: dict) -> list[float]:
@@ -148,12 +118,10 @@ def margins(job: dict) -> list[float]:
 
 def sentence(error: Exception) -> str:
     """The last line of an OpenVINO error, which is the cause; earlier lines are its call stack."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith("Exception from")]
-    said = lines[-1] if lines else type(error).__name__
-    if any(sign in str(error).lower() for sign in MEMORY_SIGNS) or isinstance(error, MemoryError):
-        said += "; probably out of memory: --engine native holds the main model once instead of twice"
-    return said[:300]
+    text = engine_lines(error)[-1]
+    if is_out_of_memory(error):
+        text += "; probably out of memory: --engine native holds the main model once instead of twice"
+    return text[:300]
 
 
 def _end_with(stream: BinaryIO) -> None:

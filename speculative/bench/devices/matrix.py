@@ -277,8 +277,8 @@ def summary(cells: list[Cell]) -> list[str]:
         lines.append(f"{waiting} cells are not measured yet: rerun the command to continue.")
     kinds = {cell.machine_kind: cell.machine for cell in measured}
     if len(kinds) > 1:
-        told = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
-        lines.append(f"Measured on different machines; compare speedups between them, not tokens/s: {told}.")
+        places = "; ".join(f"{machine} ({kind})" for kind, machine in kinds.items())
+        lines.append(f"Measured on different machines; compare speedups between them, not tokens/s: {places}.")
     load = BackgroundLoad()
     load.share = statistics.median([cell.answer["other_load"] for cell in measured] or [0.0])
     return [*lines, *([f"{load.sentence} Use --fresh to measure again."] if load.sentence else [])]
@@ -295,11 +295,11 @@ def _changed_texts(measured: list[Cell]) -> list[str]:
     if not changed:
         return ["All cells generate the same greedy text, token by token."] if len(measured) > 1 else []
     lines, first = [], measured[0].name
-    told = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
+    listing = lambda cells: "; ".join(f"{cell.name} ({verdict(cell.difference)})" for cell in cells)  # noqa: E731
     if real := [cell for cell in changed if is_real(cell.difference)]:
-        lines.append(f"The greedy text really differs from that of {first} in: {told(real)}.")
+        lines.append(f"The greedy text really differs from that of {first} in: {listing(real)}.")
     if ties := [cell for cell in changed if cell.margins and cell not in real]:
-        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {told(ties)}.")
+        lines.append(f"It differs from that of {first} only at near-ties (about equal in f32) in: {listing(ties)}.")
     if unknown := [cell.name for cell in changed if not cell.margins]:
         lines.append(f"It differs from that of {first} (near-tie or real not judged) in: {'; '.join(unknown)}.")
     return lines

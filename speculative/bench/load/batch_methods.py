@@ -2,7 +2,7 @@
 
     process = BatchingProcess({"name": "ours, draft", "engine": "native", "main": "models/embedded/main", ...})
     process.start()
-    way = process.way("ours, adaptive draft", 0)
+    method = process.method("ours, adaptive draft", 0)
 
 Both get the same token ids. GenAI alone runs with its default scheduler. With a draft, prompts must not be split
 (`dynamic_split_fuse=False`), as GenAI's output otherwise differs from the main model's. Its prefix cache is off.
@@ -50,7 +50,7 @@ class Prompts:
 # ---- our engine -----------------------------------------------------------------------------------------------------
 
 
-def our_way(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
+def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_tokens: int) -> Load:
     """Our batch decoder with its adaptive draft length."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
 
@@ -101,7 +101,7 @@ def genai_pipeline(
     return ContinuousBatchingPipeline(str(main.folder), config, main.device, given)
 
 
-def genai_way(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
+def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: Prompts, max_new_tokens: int) -> Load:
     """GenAI's pipeline with `k` draft tokens per iteration, or 0 for a pipeline without a draft."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     if k:
@@ -153,18 +153,18 @@ class BatchingProcess:
     def close(self) -> None:
         self._worker.close()
 
-    def way(self, name: str, k: int) -> Load:
+    def method(self, name: str, k: int) -> Load:
         return Load(name, lambda *load: self._worker.call("run", k, *load))
 
     def memory(self) -> ProcessMemory:
         """The process's load time and peak memory so far."""
-        told = self._worker.call("memory")
+        memory = self._worker.call("memory")
         return {
             "name": self.job["name"],
             "texts": self.job["texts"],
-            "first_seconds": told["first_seconds"],
-            "peak_bytes": told["peak_bytes"],
-            "cache_bytes": told["cache_bytes"],
+            "first_seconds": memory["first_seconds"],
+            "peak_bytes": memory["peak_bytes"],
+            "cache_bytes": memory["cache_bytes"],
         }
 
 
@@ -175,7 +175,7 @@ class Batch:
         main = ModelSpec(job["main"], job["device"], job["properties"])
         draft = ModelSpec(job["draft"], job["draft_device"], job["properties"]) if job.get("draft") else None
         self.job, self.prompts = job, Prompts(main.folder, job["prompts"])
-        self.ways: dict[int, Load] = {}
+        self.methods: dict[int, Load] = {}
         self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
@@ -189,13 +189,13 @@ class Batch:
             huge_pages.move(before)
 
     def run(self, k: int, clients: int, seconds: float, first: int) -> Span:
-        if k not in self.ways:
+        if k not in self.methods:
             new_tokens = self.job["max_new_tokens"]
             if self.ours:
-                self.ways[k] = our_way("", self.pipeline, self.prompts, new_tokens)
+                self.methods[k] = our_method("", self.pipeline, self.prompts, new_tokens)
             else:
-                self.ways[k] = genai_way("", self.pipeline, k, self.prompts, new_tokens)
-        return self.ways[k].run(clients, seconds, first)
+                self.methods[k] = genai_method("", self.pipeline, k, self.prompts, new_tokens)
+        return self.methods[k].run(clients, seconds, first)
 
     def memory(self) -> dict:
         return {"first_seconds": self.seconds, "peak_bytes": peak_memory(), "cache_bytes": self.cache_bytes}

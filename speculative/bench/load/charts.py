@@ -41,17 +41,17 @@ def _chart(key: str, rows: list[Drawn]) -> Markup | None:
     if not known:
         return None
     clients = sorted({row["clients"] for row in rows})
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    methods = list(dict.fromkeys(row["way"] for row in rows))
     x = Axis(
         f"{rows[0]['counted']}s at once", -0.4, len(clients) - 0.6, list(range(len(clients))), list(map(str, clients))
     )
     highest = max(unit * value for row in known for value in [row[key], *(row[spread] if spread else [])])
-    said = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
-    plot = Plot(heading, said, x, axis(title, 0, highest or 1))
+    description = "; ".join(f"{row['name']}: {unit * row[key]:.4g}" for row in known)
+    plot = Plot(heading, description, x, axis(title, 0, highest or 1))
     entries = []
-    for i, way in enumerate(ways):
-        aside = 0.1 * (i - (len(ways) - 1) / 2)  # keeps the ranges of two methods apart
-        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["way"] == way]
+    for i, method in enumerate(methods):
+        aside = 0.1 * (i - (len(methods) - 1) / 2)  # keeps the ranges of two methods apart
+        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["way"] == method]
         if not line:
             continue
         plot.line([(place, unit * row[key]) for place, row in line], colour(i))
@@ -59,5 +59,5 @@ def _chart(key: str, rows: list[Drawn]) -> Markup | None:
             if spread:
                 plot.spread(place, unit * min(row[spread]), unit * max(row[spread]), colour(i))
             plot.marker(place, unit * row[key], shape(i), colour(i), f"{row['name']}: {unit * row[key]:.4g}")
-        entries.append((way, swatch(colour(i), shape(i))))
+        entries.append((method, swatch(colour(i), shape(i))))
     return section(f"load-{key}", heading, how(words), tag("figure", plot.svg(), legend(entries)))

@@ -1,8 +1,8 @@
 """Load metrics: throughput, TTFT and TPOT by number of clients, for several interleaved methods.
 
-    ways = [Load("alone", ask_one), Load("with draft", ask_other)]
-    take_turns(ways, clients=[1, 4, 16], seconds=8, rounds=3)
-    rows = [row(way, n, ways[0]) for way in ways for n in way.rounds]
+    methods = [Load("alone", ask_one), Load("with draft", ask_other)]
+    take_turns(methods, clients=[1, 4, 16], seconds=8, rounds=3)
+    rows = [row(method, n, methods[0]) for method in methods for n in method.rounds]
 
 `run(clients, seconds, first)` puts a method under load: that many clients in a closed loop for that long, with prompts
 numbered from `first`. Methods are interleaved at every number of clients, in varying order, so that background load
@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from speculative.bench.harness import ctrl_c_raises, shuffled
+from speculative.bench.harness import shuffled
 from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, Range
+from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
 
@@ -96,13 +97,13 @@ class Load:
     rounds: dict[int, list[Span]] = field(default_factory=dict)  # by number of clients
 
 
-def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rounds: int, warm_up: int = 1) -> bool:
+def take_turns(methods: Sequence[Load], clients: Sequence[int], seconds: float, rounds: int, warm_up: int = 1) -> bool:
     """Add `rounds` rounds to every method after `warm_up` discarded rounds.
 
     Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
-    total = (warm_up + rounds) * len(clients) * len(ways)
-    before = kept = len(ways[0].rounds.get(clients[0], ()))
+    total = (warm_up + rounds) * len(clients) * len(methods)
+    before = kept = len(methods[0].rounds.get(clients[0], ()))
     try:
         with ctrl_c_raises(), tqdm(total=total, unit="run", leave=False) as bar:
             for number in range(warm_up + rounds):
@@ -110,18 +111,18 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
                 for place, n in enumerate(clients):
                     turn = (before + number) * len(clients) + place
                     lasting = seconds if number >= warm_up else min(WARM_UP, seconds)
-                    for way in shuffled(ways, turn):
-                        bar.set_description(f"{way.name}, {n} at once")
-                        done.append((way, n, way.run(n, lasting, EACH * turn)))
+                    for method in shuffled(methods, turn):
+                        bar.set_description(f"{method.name}, {n} at once")
+                        done.append((method, n, method.run(n, lasting, EACH * turn)))
                         bar.update()
                 if number >= warm_up:
-                    for way, n, span in done:
-                        way.rounds.setdefault(n, []).append(span)
+                    for method, n, span in done:
+                        method.rounds.setdefault(n, []).append(span)
                     kept += 1
     except KeyboardInterrupt:
-        for way in ways:  # the signal can arrive at any point
+        for method in methods:  # the signal can arrive at any point
             for n in clients:
-                del way.rounds.get(n, [])[kept:]
+                del method.rounds.get(n, [])[kept:]
         if kept == before:
             raise
         return False
@@ -131,14 +132,14 @@ def take_turns(ways: Sequence[Load], clients: Sequence[int], seconds: float, rou
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
-def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") -> LoadRow:
+def row(method: Load, clients: int, baseline: Load | None, counts: str = "client") -> LoadRow:
     """The metrics of a method with `clients` clients; speedups are over `baseline`, if any, in the same rounds."""
-    spans = way.rounds[clients]
+    spans = method.rounds[clients]
     answers = [answer for span in spans for answer in span.answers]
     answered = [answer for answer in answers if answer.outcome == "answered"]
     throughputs = [span.throughput for span in spans]
     ratios, same = [], []
-    if baseline and baseline is not way:
+    if baseline and baseline is not method:
         others = baseline.rounds[clients]
         ratios = [a / b.throughput for a, b in zip(throughputs, others, strict=True) if b.throughput]
         texts = {answer.number: answer.text for span in others for answer in span.answers if answer.whole}
@@ -146,8 +147,8 @@ def row(way: Load, clients: int, baseline: Load | None, counts: str = "client") 
     ttft, ttft_range = _median_and_spread([answer.ttft for answer in answered])
     tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
     return {
-        "name": f"{way.name}, {counted(clients, counts)}",
-        "way": way.name,
+        "name": f"{method.name}, {counted(clients, counts)}",
+        "way": method.name,
         "clients": clients,
         "counted": counts,
         "throughput": statistics.median(throughputs),
@@ -188,9 +189,9 @@ def _median_and_spread(values: list[float | None]) -> tuple[float | None, Range 
 def _drafting(answers: list[RequestRecord]) -> Drafting:
     """Draft metrics from the token counts in each answer: every main-model forward pass yields one token that was not
     drafted."""
-    told = [(a.tokens, a.accepted, a.rejected) for a in answers if a.accepted is not None and a.rejected is not None]
-    accepted, drafted = sum(kept for _, kept, _ in told), sum(kept + rejected for _, kept, rejected in told)
-    inferences = sum(tokens - 1 - kept for tokens, kept, _ in told)
+    counts = [(a.tokens, a.accepted, a.rejected) for a in answers if a.accepted is not None and a.rejected is not None]
+    accepted, drafted = sum(kept for _, kept, _ in counts), sum(kept + rejected for _, kept, rejected in counts)
+    inferences = sum(tokens - 1 - kept for tokens, kept, _ in counts)
     return {
         "acceptance_rate": metrics.acceptance_rate([drafted], [accepted + 1]) if drafted else None,
         "block_efficiency": (accepted + inferences) / inferences if inferences > 0 else None,

@@ -28,13 +28,13 @@ def png(rows: Sequence[Drawn]) -> bytes:
 
     figure = Figure(figsize=SIZE, dpi=DOTS)
     panels = figure.subplots(2, 2)
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    methods = list(dict.fromkeys(row["way"] for row in rows))
     clients = sorted({row["clients"] for row in rows})
     for panel, (key, spread, title, unit) in zip(panels.flat, PANELS, strict=True):
-        for i, way in enumerate(ways):
-            line = [row for row in rows if row["way"] == way and row[key] is not None]
+        for i, method in enumerate(methods):
+            line = [row for row in rows if row["way"] == method and row[key] is not None]
             if line:
-                _draw(panel, way, line, i, key, spread, unit)
+                _draw(panel, method, line, i, key, spread, unit)
         panel.set_xscale("log", base=2)
         panel.set_xticks(clients, [str(n) for n in clients])
         panel.set_xticks([], minor=True)
@@ -50,12 +50,12 @@ def png(rows: Sequence[Drawn]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel: "Axes", way: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel, method: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:
         low = [unit * (row[key] - min(row[spread])) for row in line]
         high = [unit * (max(row[spread]) - row[key]) for row in line]
         reach = [low, high]
-    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-    panel.errorbar(x, y, reach, label=way, color=colour, marker=marker, capsize=2.5, elinewidth=1)
+    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2.5, "elinewidth": 1}
+    panel.errorbar(x, y, reach, label=method, **style)

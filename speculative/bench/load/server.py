@@ -42,7 +42,7 @@ class StartedServer:
             **own_group(),  # Ctrl-C must reach only this program
         )
         self._url = ""
-        self._said = collections.deque[str](maxlen=20)
+        self._output = collections.deque[str](maxlen=20)
         self._ready = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -51,8 +51,8 @@ class StartedServer:
         self._ready.wait(START)
         if not self._url:
             self.end()
-            said = self._said[-1][:SHOWN].removeprefix("error: ") if self._said else "no output"
-            raise RuntimeError(f"the server did not become ready: {said}")
+            reason = self._output[-1][:SHOWN].removeprefix("error: ") if self._output else "no output"
+            raise RuntimeError(f"the server did not become ready: {reason}")
         return self._url
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ class StartedServer:
                 self._url = line.removeprefix(READY).split()[0]
                 self._ready.set()
             elif line.strip():
-                self._said.append(line.strip())
+                self._output.append(line.strip())
         self._ready.set()
 
 

@@ -16,7 +16,7 @@ from speculative.bench.reporting.svg import (
     swatch,
     whole_axis,
 )
-from speculative.bench.reporting.tables import candidate_name, finite, how, section, way
+from speculative.bench.reporting.tables import candidate_name, finite, how, method_name, section
 from speculative.bench.result import Drawn
 from speculative.pair.engines import GENAI, engine_id, shown_engine
 
@@ -82,8 +82,10 @@ def speedup_panel(
 ) -> Markup:
     title = f"Temperature {t:g}" if t else "Greedy"
     best = max(points, key=lambda p: p["speedup"])
-    said = f"Highest: {best['speedup']:.2f}x at K = {best['k']}, {best['engine']}. All points are in the tables below."
-    plot = Plot(f"{title}: speedup against draft length", said, x, y)
+    summary = (
+        f"Highest: {best['speedup']:.2f}x at K = {best['k']}, {best['engine']}. All points are in the tables below."
+    )
+    plot = Plot(f"{title}: speedup against draft length", summary, x, y)
     plot.level(1, "even")
     entries = []
     for i, engine in enumerate(engines):
@@ -99,12 +101,12 @@ def speedup_panel(
         for j, row in enumerate(row for row in others if row["engine"] == engine):
             style = f"{colour(i)} rule{j % 3}"
             plot.level(row["speedup"], style)
-            entries.append((f"{way(row)}: {row['speedup']:.2f}x", swatch(style)))
+            entries.append((f"{method_name(row)}: {row['speedup']:.2f}x", swatch(style)))
         for p in line:
             low, high = p.get("speedup_range") or [p["speedup"]] * 2
             plot.spread(p["k"] + aside, low, high, colour(i))
-            said = f"{engine}, K = {p['k']}: {p['speedup']:.2f}x ({low:.2f} to {high:.2f})"
-            plot.marker(p["k"] + aside, p["speedup"], "star" if p.get("best") else shape(i), colour(i), said)
+            tooltip = f"{engine}, K = {p['k']}: {p['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+            plot.marker(p["k"] + aside, p["speedup"], "star" if p.get("best") else shape(i), colour(i), tooltip)
             if p.get("best"):
                 plot.note(p["k"] + aside, max(high, p["speedup"]), f"{p['speedup']:.2f}x")
     entries += [("best K", swatch("even", "star", line=False)), ("main model alone", swatch("even"))]
@@ -126,16 +128,18 @@ def acceptance(result: Drawn) -> Markup | str:
     if not rows or result["program"] in OTHER_ROWS:
         return ""
     most = max(len(row["position_acceptance"]) for row in rows)
-    said = "; ".join(f"{way(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows)
+    description = "; ".join(
+        f"{method_name(row)}: {', '.join(f'{a:.2f}' for a in row['position_acceptance'])}" for row in rows
+    )
     x, y = whole_axis("position in the draft (token)", [1, most]), axis("accepted (share of iterations)", 0, 1)
-    plot = Plot("Per-position acceptance", said, x, y)
+    plot = Plot("Per-position acceptance", description, x, y)
     entries = []
     for i, row in enumerate(rows):
         points = list(enumerate(row["position_acceptance"], start=1))
         plot.line(points, colour(i))
         for position, share in points:
-            plot.marker(position, share, shape(i), colour(i), f"{way(row)}, position {position}: {share:.2f}")
-        entries.append((way(row), swatch(colour(i), shape(i))))
+            plot.marker(position, share, shape(i), colour(i), f"{method_name(row)}, position {position}: {share:.2f}")
+        entries.append((method_name(row), swatch(colour(i), shape(i))))
     words = "Share of the iterations with an i-th draft token in which it, and so all before it, was accepted."
     return section("acceptance", "Per-position acceptance", how(words), tag("figure", plot.svg(), legend(entries)))
 
@@ -149,8 +153,8 @@ def iteration(result: Drawn) -> Markup | str:
         return ""
     parts = ("draft", "verify", "overhead")
     bars = [(row["name"], [row[f"{part}_ms"] for part in parts]) for row in rows]
-    said = "; ".join(f"{name}: {sum(values):.1f} ms" for name, values in bars)
-    chart = stacked_bars("Time per iteration", said, "time per iteration (ms)", bars, parts)
+    description = "; ".join(f"{name}: {sum(values):.1f} ms" for name, values in bars)
+    chart = stacked_bars("Time per iteration", description, "time per iteration (ms)", bars, parts)
     marks = ["draft: its forward passes", "verify: one forward pass of the main model", "overhead: the rest"]
     entries = [(words, part_swatch(i)) for i, words in enumerate(marks, start=1)]
     words = "Means. An iteration drafts up to K tokens, verifies them with the main model and yields 1 to K + 1 tokens."
@@ -179,17 +183,17 @@ def candidates(result: Drawn) -> Markup | str:
 def candidates_figure(shown: list[tuple[int, Drawn]], recommended: Drawn | None) -> Markup:
     agreement, speed = zip(*((one["agreement"], one["throughput"]) for _, one in shown), strict=True)
     top = max((one for _, one in shown), key=lambda one: one["throughput"])
-    said = (
+    description = (
         f"{len(shown)} candidates; the fastest decodes {top['throughput']:.1f} tokens/s and agrees on "
         f"{top['agreement']:.1%} of the tokens."
     )
     x = percent_axis("agreement with f32 greedy (% of tokens)", min(agreement), max(agreement))
-    plot = Plot("Speed against agreement", said, x, axis("throughput (tokens/s)", 0, max(speed)))
+    plot = Plot("Speed against agreement", description, x, axis("throughput (tokens/s)", 0, max(speed)))
     for i, one in shown:
         to_the_end = one.get("spread") is not None and not one.get("dropped_in_round")
         mark, style = ("star", "c2") if one is recommended else ("circle", "c1" if to_the_end else "c1 open")
-        said = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
-        plot.marker(one["agreement"], one["throughput"], mark, style, said)
+        tooltip = f"{candidate_name(i, one)}: {one['throughput']:.1f} tokens/s, agreement {one['agreement']:.1%}"
+        plot.marker(one["agreement"], one["throughput"], mark, style, tooltip)
     entries = [("measured to the end", swatch("c1", "circle", line=False))]
     entries.append(("dropped, or only measured briefly", swatch("c1 open", "circle", line=False)))
     for i, one in shown:

@@ -29,8 +29,8 @@ def gains(kept: dict[str, RecordedResult]) -> str:
         lines.append(f"| {words} | {' | '.join(cells)} |")
     used = sorted({figures.format(pair) for _, figures, _ in ROWS for pair in PAIRS} & set(kept))
     commits = dict.fromkeys((kept[name]["commit"], kept[name]["machine"]["date"][:10]) for name in used)
-    told = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
-    last = f"Measured at {told}." if used else "Not measured yet: `make figures`."
+    listed = ", ".join(f"commit {commit} ({day})" for commit, day in commits)
+    last = f"Measured at {listed}." if used else "Not measured yet: `make figures`."
     return "\n".join([*lines, "", last]) + "\n"
 
 
@@ -53,7 +53,7 @@ def summary(kept: dict[str, RecordedResult]) -> str:
 
 def best_fixed(engine: str, sampled: bool) -> Cell:
     def cell(result: BenchmarkResult) -> str:
-        rows = [row for row in ways(result, engine, sampled) if isinstance(row["draft_length"], int)]
+        rows = [row for row in method_rows(result, engine, sampled) if isinstance(row["draft_length"], int)]
         drafted = [row for row in rows if row["draft_length"]]
         if not drafted:
             return ""
@@ -67,13 +67,13 @@ def named(engine: str, sampled: bool, begin: str) -> Cell:
     """The cell of the method whose draft length starts with `begin`."""
 
     def cell(result: BenchmarkResult) -> str:
-        rows = [row for row in ways(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
+        rows = [row for row in method_rows(result, engine, sampled) if str(row["draft_length"]).startswith(begin)]
         return times(rows[0]) if rows else ""
 
     return cell
 
 
-def ways(result: BenchmarkResult, engine: str, sampled: bool) -> list[MethodRow]:
+def method_rows(result: BenchmarkResult, engine: str, sampled: bool) -> list[MethodRow]:
     chosen = [row for row in result["rows"] if row["name"] != "GenAI, draft alone"]
     return [row for row in chosen if (engine_id(row["engine"]), row["sampled"]) == (engine, sampled)]
 

@@ -93,7 +93,7 @@ def scroll(table: Markup, label: str) -> Markup:
 def tables(result: Drawn) -> Markup | str:
     named: dict[str, list[Drawn]] = {
         "Draft lengths": result.get("sweep", []),
-        "Methods": [{**row, "name": way(row)} for row in result.get("rows", []) if "clients" not in row],
+        "Methods": [{**row, "name": method_name(row)} for row in result.get("rows", []) if "clients" not in row],
         "Under load": [row for row in result.get("rows", []) if "clients" in row],
         "Candidates": [
             {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
@@ -111,7 +111,7 @@ def tables(result: Drawn) -> Markup | str:
     return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
 
 
-def way(row: Drawn) -> str:
+def method_name(row: Drawn) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
@@ -128,8 +128,8 @@ def candidate_name(number: int, candidate: Drawn) -> str:
 def data_table(caption: str, rows: Sequence[Drawn]) -> Markup:
     """A table of the known columns for which any row has a value."""
     used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    told = {"engine", "temperature", "k"} if "name" in used else set()  # contained in the name
-    used = [key for key in used if key not in told]
+    in_name = {"engine", "temperature", "k"} if "name" in used else set()  # contained in the name
+    used = [key for key in used if key not in in_name]
     head = tag("tr", *(tag("th", COLUMNS[key][0], scope="col", class_=alignment(rows, key)) for key in used))
     body = []
     for row in rows:
@@ -162,9 +162,9 @@ def cell_text(key: str, value: object) -> str:
 def terms(keys: set[str]) -> Markup:
     """The meaning of the columns, from the docstrings of the functions that compute them."""
     known = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
-    said = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
-    said.append(("speedup", "Throughput over that of the same main model alone, runs interleaved."))
-    listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in said))
+    definitions = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
+    definitions.append(("speedup", "Throughput over that of the same main model alone, runs interleaved."))
+    listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in definitions))
     return tag("details", tag("summary", "Column definitions"), listed)
 
 
@@ -316,11 +316,11 @@ def tokens(result: Drawn) -> Markup | str:
     )
     text = [tag("span", view.get("prompt", ""), class_="prompt")]
     for i, step in enumerate(steps, start=1):
-        said = f"iteration {i}: {len(step['accepted'])} of {len(step['accepted']) + len(step['rejected'])} accepted"
+        title = f"iteration {i}: {len(step['accepted'])} of {len(step['accepted']) + len(step['rejected'])} accepted"
         pieces = [tag("u", shown(piece, "\n")) for piece in step["accepted"]]
         pieces += [tag("del", shown(piece, "")) for piece in step["rejected"]]
         pieces.append(tag("b", shown(step["main"], "\n")))
-        text.append(tag("span", *pieces, title=said))
+        text.append(tag("span", *pieces, title=title))
     marks = [("u", "accepted draft token"), ("del", "rejected draft token"), ("b", "main model's token")]
     named = [tag("li", tag(name, meaning)) for name, meaning in marks]
     named.append(tag("li", tag("span", "prompt", class_="prompt")))

@@ -56,11 +56,11 @@ class Finals:
         try:
             self.session.share(list(range(machines)), work)
         except Ended:
-            if not contest.ways:
+            if not contest.methods:
                 raise
 
     def compare_on(self, bench: TuningClient, contest: Contest, number: int, machines: int) -> None:
-        if contest.ways and self.session.clock.until(contest.by) < 0:  # a lost machine's share
+        if contest.methods and self.session.clock.until(contest.by) < 0:  # a lost machine's share
             return
         settings = contest.settings
         bench.ask("keep", settings, [])
@@ -78,7 +78,7 @@ class Finals:
             self.keep_round(contest, self.decode_all(bench, settings, prompts), prompts)
             start += machines * at_once
             rounds += 1
-        if not contest.ways:
+        if not contest.methods:
             self.keep_round(contest, warm_up, self.session.prompts[-1:])
         if bench.machine:
             self.session.other_load = max(self.session.other_load, bench.ask("other_load"))
@@ -96,14 +96,14 @@ class Finals:
     def keep_round(self, contest: Contest, runs: dict[Setting, list], prompts: list[np.ndarray]) -> None:
         """Add a round to the contest; settings that failed are dropped from it."""
         with self.session.lock:
-            ways = contest.ways or {one: self.way(one) for one in runs}
-            ways = {one: way for one, way in ways.items() if len(runs.get(one, [])) == len(prompts)}
-            for one, way in ways.items():
-                way.rounds.append(runs[one])
+            methods = contest.methods or {one: self.method(one) for one in runs}
+            methods = {one: method for one, method in methods.items() if len(runs.get(one, [])) == len(prompts)}
+            for one, method in methods.items():
+                method.rounds.append(runs[one])
             contest.prompts += prompts
-            contest.ways = ways
+            contest.methods = methods
 
-    def way(self, setting: Setting) -> Method:
+    def method(self, setting: Setting) -> Method:
         length = setting.draft_length if isinstance(setting.draft_length, int) else setting.length
         tokens = self.session.arguments.max_new_tokens
         return Method(

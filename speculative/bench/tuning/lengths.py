@@ -127,7 +127,7 @@ class LengthStage:
                 here = [one for one in here if str(one) not in self.session.failed]
                 for one in here:
                     candidate = self.session.candidates.setdefault(one, Candidate(one))
-                    throughput, alone = (gained[way] / spent[way] for way in (one, self.session.baseline))
+                    throughput, alone = (gained[setting] / spent[setting] for setting in (one, self.session.baseline))
                     candidate.throughput, candidate.speedup = throughput, throughput / alone  # both from this machine
                 prompts += 1
                 if self.session.clock.until(1) < 0:

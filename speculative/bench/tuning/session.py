@@ -66,7 +66,7 @@ class Contest:
     by: float
     least_rounds: int = 0
     settings: list[Setting] = field(default_factory=list)
-    ways: dict[Setting, Method] = field(default_factory=dict)
+    methods: dict[Setting, Method] = field(default_factory=dict)
     prompts: list[np.ndarray] = field(default_factory=list)
 
 

@@ -108,24 +108,24 @@ class TuningChoice:
 
 def figures(tuning: Session) -> list[Figures]:
     """The results the choice is based on."""
-    if tuning.choosing.ways:
+    if tuning.choosing.methods:
         return figures_of(tuning.choosing, tuning.baseline)
     left = [one for one in tuning.candidates.values() if one.speedup and not one.dropped]
     return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left if one.throughput is not None]
 
 
-def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
-    if not contest.ways:
+def figures_of(contest, baseline: Setting) -> list[Figures]:
+    if not contest.methods:
         return []
-    alone = contest.ways[baseline]
+    alone = contest.methods[baseline]
     rounds = range(len(alone.rounds))
     return [
         Figures(
             setting,
-            [way.throughput(i) for i in rounds],
-            [way.throughput(i) / alone.throughput(i) for i in rounds],
+            [method.throughput(i) for i in rounds],
+            [method.throughput(i) / alone.throughput(i) for i in rounds],
         )
-        for setting, way in contest.ways.items()
+        for setting, method in contest.methods.items()
     ]
 
 
@@ -218,7 +218,7 @@ def _usual(tuning: Session) -> Setting:
 
 def _contest(tuning: Session, setting: Setting) -> Contest | None:
     """The rounds to report for a setting, the new ones if any; None if it was not in either contest."""
-    return next((one for one in (tuning.remeasured, tuning.choosing) if setting in one.ways), None)
+    return next((one for one in (tuning.remeasured, tuning.choosing) if setting in one.methods), None)
 
 
 def measured_on(place: Place, models: PropertySet) -> dict[str, str]:
@@ -233,7 +233,7 @@ def _tokens_each(tuning: Session, one: Figures) -> float:
     if not contest:
         assert one.setting.draft is not None
         return 1 + tuning.alpha[one.setting.draft]
-    return metrics.block_efficiency([n for run in contest.ways[one.setting].runs() for n in run.gained]) or 1.0
+    return metrics.block_efficiency([n for run in contest.methods[one.setting].runs() for n in run.gained]) or 1.0
 
 
 # ---- sentences ------------------------------------------------------------------------------------------------------
@@ -298,16 +298,16 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
 
 def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) -> str:
     """Which changes contributed, each relative to the step before."""
-    told, before = [], usual
+    gains, before = [], usual
     for after in _steps(by_setting, usual, best):
         one, two = before.setting, after.setting
         changed = [str(two.models)] * (one.models != two.models)
         changed += [two.length] * (one.draft_length != two.draft_length)
         changed += ["our engine"] * (one.engine != two.engine)
         changed += [shown(two.scheduler)] * (two.scheduler not in ((), one.scheduler))
-        told.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
+        gains.append(f"{' and '.join(changed)} {statistics.median(after.over(before)):.2f}x")
         before = after
-    return f": {', '.join(told)}" if told else ""
+    return f": {', '.join(gains)}" if gains else ""
 
 
 def _alone_in_sample(choice: TuningChoice) -> list[str]:
@@ -378,7 +378,7 @@ def _facts(tuning: Session, one: Figures) -> tuple[float, float, int, float, flo
     contest = _contest(tuning, one.setting)
     if not measured or not contest:
         return None
-    row = harness.row(contest.ways[one.setting], contest.ways[tuning.baseline])
+    row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
     verify = measured.verify()
     k = min(max(1, round(row["mean_draft_length"] or 0.0)), LONGEST)
     return (
@@ -417,8 +417,8 @@ def _first_differences(tuning: Session, models: PropertySet) -> str:
     references = {reference.prompt.tobytes(): reference for reference in tuning.references}
     total, found = 0, []
     for contest in (tuning.choosing, tuning.remeasured):
-        for way in (way for setting, way in contest.ways.items() if setting.models == models):
-            for prompt, run in zip(contest.prompts, way.runs(), strict=True):
+        for method in (method for setting, method in contest.methods.items() if setting.models == models):
+            for prompt, run in zip(contest.prompts, method.runs(), strict=True):
                 reference = references.get(prompt.tobytes())
                 if reference:
                     total += 1
@@ -532,8 +532,10 @@ def _decoding(title: str, found: list[Figures]) -> list[str]:
 
 def rows(tuning: Session) -> list[MethodRow]:
     """The rows of the result object: the finalists, with the new rounds if measured again."""
-    contests = {setting: _contest(tuning, setting) for setting in (*tuning.choosing.ways, *tuning.remeasured.ways)}
-    return [harness.row(one.ways[setting], one.ways[tuning.baseline]) for setting, one in contests.items() if one]
+    contests = {
+        setting: _contest(tuning, setting) for setting in (*tuning.choosing.methods, *tuning.remeasured.methods)
+    }
+    return [harness.row(one.methods[setting], one.methods[tuning.baseline]) for setting, one in contests.items()]
 
 
 def candidates(tuning: Session) -> list[CandidateRow | FailedCandidate]:
@@ -559,7 +561,7 @@ def candidates(tuning: Session) -> list[CandidateRow | FailedCandidate]:
                 "throughput": statistics.median(final.throughputs) if final else one.throughput,
                 "speedup": final.speedup if final else one.speedup,
                 "spread": [min(final.speedups), max(final.speedups)] if final else None,
-                "measured_afresh": not is_set and setting in remeasured,
+                "remeasured": one.setting in remeasured,
                 **_quality(tuning.quality.get(one.models)),
                 "dropped_in_round": one.dropped,
             }

@@ -71,12 +71,12 @@ def start(program, *arguments, python=(sys.executable,), **options):
 
 
 def finish(process, status=0, seconds=200):
-    out, said = process.communicate(timeout=seconds)
-    assert process.returncode == status, said
-    assert "Traceback" not in said
+    out, stderr = process.communicate(timeout=seconds)
+    assert process.returncode == status, stderr
+    assert "Traceback" not in stderr
     result = json.loads(out.splitlines()[-1])
     assert problems(result, SwapResult | TuneResult) == []
-    return result, said
+    return result, stderr
 
 
 def cells_of(result):
@@ -98,8 +98,8 @@ def running(program, node):
 
 def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, two, tmp_path):
     asked = ["--address", cluster.address, "--devices", "GPU,CPU,AUTO:CPU", "--results", tmp_path / "cells.jsonl"]
-    result, said = finish(start(SWAP, *asked, *QUICK))
-    assert "2 Ray nodes are on 1 computer: these take turns" in said
+    result, stderr = finish(start(SWAP, *asked, *QUICK))
+    assert "2 Ray nodes are on 1 computer: these take turns" in stderr
     cells = cells_of(result)
     assert len(cells) == 12
     measured = {key: cell for key, cell in cells.items() if "GPU" not in key}
@@ -111,8 +111,8 @@ def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, tw
         if "GPU" in key:
             assert cell["status"] == "absent" and "there is no GPU" in cell["reason"] and "machine" not in cell
     assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
-    again, said = finish(start(SWAP, *asked, *QUICK))
-    assert "6 of 6 cells are already in" in said
+    again, stderr = finish(start(SWAP, *asked, *QUICK))
+    assert "6 of 6 cells are already in" in stderr
     assert cells_of(again) == cells
 
 
@@ -142,8 +142,8 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, no
     assert "machine only was lost" in cells["CPU", "CPU"]["reason"]
     assert any("machine only was lost" in line for line in result["summary"])
     node("other")
-    again, said = finish(start(SWAP, *asked, "--max-new-tokens", 401))
-    assert "1 of 2 cells are already in" in said and cells_of(again)["CPU", "CPU"]["machine"] == "other"
+    again, stderr = finish(start(SWAP, *asked, "--max-new-tokens", 401))
+    assert "1 of 2 cells are already in" in stderr and cells_of(again)["CPU", "CPU"]["machine"] == "other"
 
 
 def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):

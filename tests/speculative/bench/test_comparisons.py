@@ -21,8 +21,8 @@ def run_of(seconds, tokens=(1, 2, 3, 4, 5), gained=(2, 2)):
     return Run(list(tokens), [3] * len(gained), list(gained), 1.0, 1.0 + seconds)
 
 
-def way(*rounds, engine=NATIVE):
-    return Method("a way", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
+def method(*rounds, engine=NATIVE):
+    return Method("a method", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
@@ -30,42 +30,42 @@ def way(*rounds, engine=NATIVE):
 
 def test_the_order_of_the_ways_changes_and_each_has_its_turn():
     asked = []
-    ways = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
-    assert interleave(ways, [np.arange(3)] * 4, rounds=5, warm_up=1)
+    methods = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
+    assert interleave(methods, [np.arange(3)] * 4, rounds=5, warm_up=1)
     turns = [asked[i : i + 3] for i in range(0, len(asked), 3)]
     assert len(turns) == 6 * 4 and all(set(turn) == set("abc") for turn in turns)
-    for name in "abc":  # none has always the same way before it, or the same place
+    for name in "abc":  # none has always the same method before it, or the same place
         before = {asked[i - 1] for i in range(1, len(asked)) if asked[i] == name}
         assert before >= set("abc") - {name} and {turn.index(name) for turn in turns} == {0, 1, 2}
-    assert [len(one.rounds) for one in ways] == [5] * 3
+    assert [len(one.rounds) for one in methods] == [5] * 3
 
 
 # ---- ratios ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_has_a_range_over_rounds_and_an_interval_over_prompts():
-    ours = way([run_of(1), run_of(2)], [run_of(1), run_of(1)])
-    other = way([run_of(2), run_of(2)], [run_of(1), run_of(2)])
+    ours = method([run_of(1), run_of(2)], [run_of(1), run_of(1)])
+    other = method([run_of(2), run_of(2)], [run_of(1), run_of(2)])
     fact = ratio("x", ours, other)
     assert fact["ratio"] == pytest.approx((4 / 3 + 3 / 2) / 2) and fact["range"] == pytest.approx([4 / 3, 3 / 2])
     assert fact["interval"] == pytest.approx([4 / 3, 3 / 2])  # the second prompt alone, the first alone: 4/3 and 3/2
     assert ratio("x", ours, other, [0])["interval"] is None
-    assert ratio("x", way([run_of(1, gained=(1, 1, 1, 1))]), way([run_of(1)]), units=iterations)["ratio"] == 2
+    assert ratio("x", method([run_of(1, gained=(1, 1, 1, 1))]), method([run_of(1)]), units=iterations)["ratio"] == 2
 
 
 def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
     """Ten prompts, three times as fast on one, a tenth slower on nine, the same in every round."""
     ours = [[run_of(3 if i == 0 else 1.1) for i in range(10)]] * 5
     other = [[run_of(9 if i == 0 else 1.0) for i in range(10)]] * 5
-    fact = ratio("x", way(*ours), way(*other))
+    fact = ratio("x", method(*ours), method(*other))
     assert fact["range"][0] == fact["range"][1] > 1.3
     assert fact["interval"][0] < 1 < fact["interval"][1]
 
 
 def test_texts_that_differ_stand_apart():
     other_text = run_of(0.1, tokens=(1, 2, 3, 4, 9))
-    ours = way([run_of(1), other_text], [run_of(1), run_of(1)])
-    genai = way([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine=GENAI)
+    ours = method([run_of(1), other_text], [run_of(1), run_of(1)])
+    genai = method([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine=GENAI)
     assert same_tokens(ours, genai) == [0]
     alike, per_iteration, rest = engines("K = 4", ours, genai)
     assert alike["what"] == "ours / GenAI, greedy, K = 4" and alike["ratio"] == 2 and alike["prompts"] == 1
@@ -85,8 +85,8 @@ def test_texts_that_differ_stand_apart():
 )
 def test_who_is_faster_is_said_plainly(range_, interval, words):
     fact = {"what": "x", "where": "alone", "ratio": sum(range_) / 2, "range": range_, "interval": interval}
-    said = verdict([fact, {"what": "x, per iteration"}], starts=3)
-    assert len(said) == 1 and f": {words}" in said[0]
+    sentences = verdict([fact, {"what": "x, per iteration"}], starts=3)
+    assert len(sentences) == 1 and f": {words}" in sentences[0]
     assert "--starts 3" in verdict([fact], starts=1)[1]
     assert verdict([{"what": "no engine compared"}], starts=1) == []
 
@@ -159,18 +159,18 @@ def test_both_engines_have_processes_of_their_own_and_the_same_pages():
     from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 
     genai = ProcessJob("GenAI", GENAI, ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)
-    ways = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
-    ours = replace(genai, name="ours", engine=NATIVE, draft=ModelSpec(DRAFT), ways=ways)
+    methods = (("ours, main alone", 0, 0.0), ("ours, K = 3", 3, 0.0))
+    ours = replace(genai, name="ours", engine=NATIVE, draft=ModelSpec(DRAFT), methods=methods)
     small = replace(genai, name="usual pages", huge_pages=False)
     with Closing([DecodingProcess(job) for job in (genai, ours, small)]) as processes:
-        ways = [one for process in processes for one in process.ways]
-        assert measure(processes, ways, [np.arange(1, 30), np.arange(40, 60)], rounds=1, starts=2)
+        methods = [one for process in processes for one in process.methods]
+        assert measure(processes, methods, [np.arange(1, 30), np.arange(40, 60)], rounds=1, starts=2)
         assert [process._worker.started for process in processes] == [2, 2, 2]
-    assert [len(one.rounds) for one in ways] == [2] * 4
+    assert [len(one.rounds) for one in methods] == [2] * 4
     usual = max(start["huge_bytes"] for start in processes[2].starts)
     for process in processes[:2]:
         assert [start["start"] for start in process.starts] == [1, 2]
         for start in process.starts:
             assert start["huge_bytes"] > usual + 15e6 and start["load_seconds"] > 0  # half of the weights, at least
-    assert ways[0].seconds == [] and all(one.seconds[0] for one in ways[1:3]) and ways[2].seconds[1]
-    assert all(len(run.tokens) == 8 and run.decode_seconds > 0 for one in ways for run in one.runs())
+    assert methods[0].seconds == [] and all(one.seconds[0] for one in methods[1:3]) and methods[2].seconds[1]
+    assert all(len(run.tokens) == 8 and run.decode_seconds > 0 for one in methods for run in one.runs())

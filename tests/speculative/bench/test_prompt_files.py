@@ -25,7 +25,7 @@ def test_there_are_more_than_a_hundred_unlike_any_other():
 def test_the_readme_counts_what_is_there():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]*\| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE)
-    told = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
+    documented = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     seen: dict[str, list[int]] = {}
     for name, prompts in BUNDLED.items():
@@ -33,7 +33,7 @@ def test_the_readme_counts_what_is_there():
             category = "code" if name == "embedded_code.jsonl" else prompt.category
             seen.setdefault(category, []).append(tokenizer.encode(prompt.text).input_ids.shape[1])
     counted = {name: (len(n), sorted(n)[len(n) // 2], min(n), max(n)) for name, n in seen.items()}
-    assert told == counted
+    assert documented == counted
 
 
 def test_conversations_have_turns():

@@ -81,7 +81,7 @@ def test_every_program_whose_result_is_recorded_has_a_type():
 # ---- results of the code --------------------------------------------------------------------------------------------
 
 
-def way(name="a way", draft_length=0, temperature=0.0, seconds=1.0):
+def method(name="a method", draft_length=0, temperature=0.0, seconds=1.0):
     """Two rounds of two texts, with the seconds of the forward passes."""
     drafted = ([3, 3], [2, 2]) if draft_length else ([0] * 4, [1] * 4)
     run = Run([1, 2, 3, 4, 5], *drafted, 0.1, seconds)
@@ -91,16 +91,16 @@ def way(name="a way", draft_length=0, temperature=0.0, seconds=1.0):
 
 @pytest.mark.parametrize(("draft_length", "temperature"), [(0, 0.0), (4, 0.0), ("adaptive", 0.7), ("lookup 5", 0.0)])
 def test_the_rows_of_decoding_methods_have_their_types(draft_length, temperature):
-    one = way("a draft", draft_length, temperature)
-    assert problems(as_json(harness.row(one, way())), result.MethodRow) == []
+    one = method("a draft", draft_length, temperature)
+    assert problems(as_json(harness.row(one, method())), result.MethodRow) == []
     assert problems(as_json(harness.iteration_split(one)), result.IterationSplit) == []
 
 
 def test_comparisons_have_their_type():
-    found = ratios.engines("K = 4", way(draft_length=4), way(draft_length=4, seconds=2.0))
+    found = ratios.engines("K = 4", method(draft_length=4), method(draft_length=4, seconds=2.0))
     assert problems(as_json(found), list[result.Ratio]) == []
     assert ["where" in fact for fact in found] == [True, False]
-    assert problems(as_json(ratios.ratio("x", way(), way(), [0])), result.Ratio) == []  # without an interval
+    assert problems(as_json(ratios.ratio("x", method(), method(), [0])), result.Ratio) == []  # without an interval
 
 
 def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
@@ -120,15 +120,15 @@ def test_an_environment_names_no_memory_if_the_system_does_not_tell_it(monkeypat
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_the_rows_of_methods_under_load_have_their_type(answered):
-    told = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
-    load = Load("a way", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **told)], 0.0, 1.0)] * 2})
+    outcome = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
+    load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **outcome)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
     assert [problems(as_json(row(one, 4, alone)), result.LoadRow) for one in (load, alone)] == [[], []]
     assert problems(as_json(row(load, 4, None, "text")), result.LoadRow) == []
 
 
 def test_the_cells_of_a_matrix_have_their_type():
-    rows = [harness.row(one, way()) for one in (way(), way("K = 4", 4))]
+    rows = [harness.row(one, method()) for one in (method(), method("K = 4", 4))]
     facts = {"load_seconds": 1.0, "other_load": 0.0, "main_precision": "int8"}
     alone = {"rows": rows[:1], "tokens": [[[1, 2]]], **facts}
     drafted = {"rows": rows, "tokens": [[[1, 2]], [[1, 3]]], **facts, "draft_precision": "f32"}

@@ -76,9 +76,9 @@ def test_a_reader_that_goes_away_ends_a_program_that_leaves_nothing_half_written
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, bufsize=0) as process:
         process.stdout.read(1)
         process.stdout.close()
-        said = process.stderr.read()
+        stderr = process.stderr.read()
     assert (process.returncode == -signal.SIGPIPE) == quiet
-    assert (said == b"") == quiet and (b"BrokenPipeError" in said) == (not quiet)
+    assert (stderr == b"") == quiet and (b"BrokenPipeError" in stderr) == (not quiet)
 
 
 def test_nothing_else_knows_what_windows_does_otherwise():

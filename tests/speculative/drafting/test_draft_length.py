@@ -176,7 +176,7 @@ def test_why_tells_what_was_measured():
     assert "per-token acceptance 0.83 over 6 draft tokens, 2.67 tokens per forward pass, speedup 2.25x over" in why
     assert "expected" not in why
     best, cost, tokens = re.fullmatch(r"about (\d+) draft tokens: .* and ([\d.]+) ms for (\d+)", why).groups()
-    assert int(tokens) == int(best) + 1 and cost == f"{rule._verify_cost[int(tokens)] * 1000:.1f}"
+    assert int(tokens) == int(best) + 1 and cost == f"{rule._verify.seconds[int(tokens)] * 1000:.1f}"
 
 
 def test_fewer_tokens_never_cost_more():
@@ -184,9 +184,9 @@ def test_fewer_tokens_never_cost_more():
     rule = AdaptiveDraftLength(COSTS)
     for _ in range(20):
         rule.update(0, 0, 0.0, 2 * SECONDS[1])
-    assert rule._verify_cost[1] > 1.5 * SECONDS[1]
+    assert rule._verify.seconds[1] > 1.5 * SECONDS[1]
     rule.update(4, 2, 8.0, SECONDS[5])
-    assert rule._verify_cost[:5].max() <= rule._verify_cost[5] < 1.5 * SECONDS[5]
+    assert rule._verify.seconds[:5].max() <= rule._verify.seconds[5] < 1.5 * SECONDS[5]
 
 
 def test_costs_are_by_the_number_of_tokens():
@@ -199,11 +199,11 @@ def test_costs_are_by_the_number_of_tokens():
 @pytest.mark.parametrize("drafted", [0, 3, LONGEST])
 def test_a_time_moves_most_what_it_is_the_time_of(drafted):
     rule = AdaptiveDraftLength(COSTS)
-    draft, verify = rule._draft_cost.copy(), rule._verify_cost.copy()
+    draft, verify = rule._drafting.seconds.copy(), rule._verify.seconds.copy()
     rule.update(drafted, 0, draft[drafted], verify[drafted + 1])  # as expected
-    assert (rule._draft_cost == draft).all() and (rule._verify_cost == verify).all()
+    assert (rule._drafting.seconds == draft).all() and (rule._verify.seconds == verify).all()
     rule.update(drafted, 0, draft[drafted], 1.5 * verify[drafted + 1])
-    assert np.argmax(rule._verify_cost[1:] / verify[1:]) == drafted  # the other entry is of no tokens
+    assert np.argmax(rule._verify.seconds[1:] / verify[1:]) == drafted  # the other entry is of no tokens
 
 
 def test_probes_get_rarer_until_one_succeeds():
@@ -280,8 +280,8 @@ def test_fixed_and_confidence():
 def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as):
     def after(times):
         rule = AdaptiveDraftLength(COSTS)
-        rule.update(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
-        return [*rule._draft_cost, *rule._verify_cost]
+        rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
+        return [*rule._drafting.seconds, *rule._verify.seconds]
 
     assert after(seen) == after(counts_as) != after(1.0)
 
@@ -289,7 +289,7 @@ def test_one_hiccup_of_the_clock_counts_as_twice_as_long_at_most(seen, counts_as
 def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
     def left(times):
         rule = AdaptiveDraftLength(COSTS)
-        rule.update(3, 1, times * rule._draft_cost[3], times * rule._verify_cost[4])
+        rule.update(3, 1, times * rule._drafting.seconds[3], times * rule._verify.seconds[4])
         return rule._budget.left(rule._plain_cost())
 
     assert left(100) == left(9) > 0

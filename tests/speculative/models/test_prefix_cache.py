@@ -287,18 +287,18 @@ def test_the_embedded_pair_in_a_conversation():
         tokenizer=openvino_genai.Tokenizer(str(MAIN)),
     )
     decoder = decoder_of(*(cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in (MAIN, DRAFT)))
-    said = alone.encode(
+    history = alone.encode(
         'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        self.items = []\n'
     )
     before = 0
     for question in ("\n    def push(self, item):\n", "\n    def pop(self):\n", "\n    def peek(self):\n"):
-        said = np.concatenate([said, alone.encode(question)])
-        request = decoder.add_request(said, greedy(24))
+        history = np.concatenate([history, alone.encode(question)])
+        request = decoder.add_request(history, greedy(24))
         finish(decoder)
-        assert request.result.tokens == alone.generate(said, greedy(24)).tokens
+        assert request.result.tokens == alone.generate(history, greedy(24)).tokens
         assert request.cached_tokens == before // BLOCK * BLOCK
-        said = np.concatenate([said, request.result.tokens])
-        before = len(said) - 1
+        history = np.concatenate([history, request.result.tokens])
+        before = len(history) - 1
     assert request.cached_tokens >= 64 and blocks_are_back(decoder)
 
 

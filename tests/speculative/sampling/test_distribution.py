@@ -119,16 +119,16 @@ def distribution(config, **defaults):
     return Distribution(SamplingParams.resolve(GenerationConfig(**config), **defaults))
 
 
-def each_token(texts, prompt, model, said):
+def each_token(texts, prompt, model, target):
     """Yield (token, its logits, their probabilities, tokens before) for each token of `texts` after `prompt`.
 
-    `model(tokens)` returns the logits [n, V] after each of n tokens, `said(logits, prompt, text so far)` the
+    `model(tokens)` returns the logits [n, V] after each of n tokens, `target(logits, prompt, text so far)` the
     probabilities.
     """
     for text in texts:
         rows = model([*prompt, *text])[len(prompt) - 1 :]
         for i, token in enumerate(text):
-            yield token, rows[i], said(rows[i], np.array(prompt), np.array(text[:i], np.int64)), [*prompt, *text[:i]]
+            yield token, rows[i], target(rows[i], np.array(prompt), np.array(text[:i], np.int64)), [*prompt, *text[:i]]
 
 
 def text_p_value(*what):
@@ -184,12 +184,12 @@ def test_texts_are_drawn_by_genai_as_said_here(config, table, table_pipe):
 
 
 OTHER_MEANINGS = {
-    "no penalty": lambda said: lambda logits, prompt, text: said(logits, NOTHING, NOTHING),
-    "the prompt counts": lambda said: lambda logits, prompt, text: said(logits, NOTHING, np.append(prompt, text)),
-    "the prompt does not count": lambda said: lambda logits, prompt, text: said(logits, NOTHING, text),
-    "subtracted always": lambda said: lambda logits, prompt, text: said(logits + 50, prompt, text),  # none is negative
-    "without the last token": lambda said: lambda logits, prompt, text: said(logits, prompt, text[:-1]),
-    "tokens count once": lambda said: lambda logits, prompt, text: said(logits, prompt, np.unique(text)),
+    "no penalty": lambda target: lambda logits, prompt, text: target(logits, NOTHING, NOTHING),
+    "the prompt counts": lambda target: lambda logits, prompt, text: target(logits, NOTHING, np.append(prompt, text)),
+    "the prompt does not count": lambda target: lambda logits, prompt, text: target(logits, NOTHING, text),
+    "subtracted always": lambda target: lambda logits, prompt, text: target(logits + 50, prompt, text),  # none below 0
+    "without the last token": lambda target: lambda logits, prompt, text: target(logits, prompt, text[:-1]),
+    "tokens count once": lambda target: lambda logits, prompt, text: target(logits, prompt, np.unique(text)),
 }
 
 
@@ -205,10 +205,10 @@ OTHER_MEANINGS = {
 def test_genai_does_not_mean_anything_else_by_the_penalties(config, meanings, table, table_pipe):
     """Were the other meaning right, its likelihood would fall behind that far with a probability of 1e-9 at most."""
     drawn = texts(table_pipe, PROMPT, 150, 30, do_sample=True, **config)
-    said = distribution(dict(do_sample=True, **config))
-    likelihood = log_likelihood(drawn, PROMPT, table.__getitem__, said)
+    target = distribution(dict(do_sample=True, **config))
+    likelihood = log_likelihood(drawn, PROMPT, table.__getitem__, target)
     for meaning in ["no penalty", *meanings]:
-        other = OTHER_MEANINGS[meaning](said)
+        other = OTHER_MEANINGS[meaning](target)
         assert likelihood - log_likelihood(drawn, PROMPT, table.__getitem__, other) > -np.log(UNLIKELY), meaning
 
 
@@ -231,14 +231,14 @@ def test_stop_tokens_have_no_chance_before_min_new_tokens(tmp_path):
     row = np.array([2, 1, 0, -1, 1, 0, -1, 2], np.float32)
     pipe = save_table(np.tile(row, (8, 1)), tmp_path)
     config = dict(do_sample=True, min_new_tokens=3, eos_token_id=0, stop_token_ids={0, 7})
-    drawn, said = texts(pipe, PROMPT, 500, 6, ignore_eos=False, **config), distribution(config)
+    drawn, target = texts(pipe, PROMPT, 500, 6, ignore_eos=False, **config), distribution(config)
     assert {len(text) for text in drawn} >= {4, 5, 6}
-    assert text_p_value(drawn, PROMPT, lambda tokens: [row] * len(tokens), said) > LIKELY
-    assert not said(row, NOTHING, np.array([1, 1]))[[0, 7]].any()
-    assert said(row, NOTHING, np.array([1, 1, 1]))[[0, 7]].all()
+    assert text_p_value(drawn, PROMPT, lambda tokens: [row] * len(tokens), target) > LIKELY
+    assert not target(row, NOTHING, np.array([1, 1]))[[0, 7]].any()
+    assert target(row, NOTHING, np.array([1, 1, 1]))[[0, 7]].all()
 
     models_own = distribution(dict(do_sample=True, min_new_tokens=3), default_stop_token_ids=frozenset({0, 7}))
-    assert models_own(row, NOTHING, NOTHING).tolist() == said(row, NOTHING, NOTHING).tolist()
+    assert models_own(row, NOTHING, NOTHING).tolist() == target(row, NOTHING, NOTHING).tolist()
 
 
 # A real model, over the backend LLMPipeline takes by itself.
@@ -281,9 +281,9 @@ REAL_PROMPT = [300, 45, 801, 12, 300, 77, 5]
 )
 def test_greedy_tokens_of_a_real_model_are_the_same(config, real_pipe, real_logits):
     (text,) = tokens(real_pipe, REAL_PROMPT, max_new_tokens=150, **config)
-    said, rows = distribution(config), real_logits(REAL_PROMPT + text)[len(REAL_PROMPT) - 1 :]
+    target, rows = distribution(config), real_logits(REAL_PROMPT + text)[len(REAL_PROMPT) - 1 :]
     for i, token in enumerate(text):
-        row = np.asarray(said(rows[i], np.array(REAL_PROMPT), np.array(text[:i], np.int64)))
+        row = np.asarray(target(rows[i], np.array(REAL_PROMPT), np.array(text[:i], np.int64)))
         assert row[token] == row.sum() == 1
 
 
@@ -355,16 +355,16 @@ def test_filters_in_a_large_vocabulary(flatness, top_p):
 
 @pytest.mark.parametrize("config", [{}, dict(do_sample=True, temperature=0), dict(do_sample=True, temperature=1e-6)])
 def test_greedy_is_certainty_at_the_first_of_the_largest(config):
-    said = distribution({**config, "temperature": config.get("temperature", 0.7)})
-    assert said.greedy
-    assert np.asarray(said(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING)).tolist() == [0, 1, 0, 0]
+    target = distribution({**config, "temperature": config.get("temperature", 0.7)})
+    assert target.greedy
+    assert np.asarray(target(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING)).tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("config", [dict(do_sample=True, temperature=1e-5), dict(do_sample=True, top_k=2, top_p=0.9)])
 def test_sampled_is_not_greedy(config):
-    said = distribution(config)
-    assert not said.greedy
-    assert said(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING).tolist() == [0, 0.5, 0, 0.5]
+    target = distribution(config)
+    assert not target.greedy
+    assert target(np.array([1, 3, -2, 3], np.float32), NOTHING, NOTHING).tolist() == [0, 0.5, 0, 0.5]
 
 
 def test_what_the_model_excludes_stays_excluded():

@@ -1,11 +1,15 @@
 """SamplingParams: the answers to what a GenerationConfig leaves open, and the configs that are refused."""
 
 import dataclasses
+import re
+import shutil
 
+import numpy as np
 import openvino_genai
 import pytest
 from openvino_genai import GenerationConfig, Tokenizer
 
+from speculative.sampling.distribution import Distribution
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from tests.support.paths import MAIN
 
@@ -58,6 +62,23 @@ def test_default_stop_tokens_come_from_the_generation_config_or_the_tokenizer(tm
     assert stop_ids_of(tmp_path, tokenizer) == {tokenizer.get_eos_token_id()}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}', encoding="utf-8")
     assert stop_ids_of(tmp_path, tokenizer) == {6, 7}
+
+
+def test_a_tokenizer_without_an_eos_id_names_no_stop_token(tmp_path):
+    """Its id -1 would be the last entry of the vocabulary, which `min_new_tokens` would suppress."""
+    for part in ("openvino_tokenizer", "openvino_detokenizer"):
+        for suffix in (".xml", ".bin"):
+            shutil.copy(MAIN / f"{part}{suffix}", tmp_path)
+    xml = tmp_path / "openvino_tokenizer.xml"
+    xml.write_text(re.sub(r"<eos_token_id .*?/>", "", xml.read_text(encoding="utf-8")), encoding="utf-8")
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.get_eos_token_id() == -1
+    stop_token_ids = stop_ids_of(tmp_path, tokenizer)
+    assert stop_token_ids == frozenset()
+    config = dict(do_sample=True, min_new_tokens=2, max_new_tokens=4)
+    probabilities = Distribution(resolve(config, default_stop_token_ids=stop_token_ids))
+    nothing = np.array([], np.int64)
+    assert probabilities(np.zeros(4, np.float32), nothing, nothing).tolist() == [0.25] * 4
 
 
 @pytest.mark.parametrize(

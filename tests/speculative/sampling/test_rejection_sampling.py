@@ -49,16 +49,16 @@ def outcomes(program):
     result, pending = Counter(), [((), Fraction(1))]
     while pending:
         numbers, probability = pending.pop()
-        ways = {}
+        decided = {}
         for number, share in CELLS:
             seen = []
             try:
                 outcome = (program(Numbers(*numbers, number), seen),)
             except Exhausted:
                 outcome = ()
-            shares, _ = ways.get((outcome, tuple(seen)), (0, None))
-            ways[outcome, tuple(seen)] = shares + share, number
-        for (outcome, _), (share, number) in ways.items():
+            shares, _ = decided.get((outcome, tuple(seen)), (0, None))
+            decided[outcome, tuple(seen)] = shares + share, number
+        for (outcome, _), (share, number) in decided.items():
             if outcome:
                 result[outcome[0]] += probability * share
             else:

@@ -79,7 +79,7 @@ def test_drafts_are_of_use_behind_the_first_token_up_to_the_last_but_one_and_not
 
 
 @pytest.mark.parametrize(
-    ("said", "gained"),
+    ("main_tokens", "gained"),
     [
         ([4, 5, 6, 7], ([4, 5, 6, 7], 3)),
         ([4, 6, 1, 1], ([4, 6], 1)),
@@ -88,12 +88,12 @@ def test_drafts_are_of_use_behind_the_first_token_up_to_the_last_but_one_and_not
     ],
     ids=str,
 )
-def test_what_the_main_model_says_too_is_accepted(said, gained):
+def test_what_the_main_model_says_too_is_accepted(main_tokens, gained):
     text = text_of([1, 2], max_new_tokens=8)
     verify(text, 3)
     draft(text, 4, 5, 6)
     tokens, accepted = gained
-    assert verify(text, *said) == Step(tokens, accepted, 3)
+    assert verify(text, *main_tokens) == Step(tokens, accepted, 3)
     assert text.token_ids.tolist() == [1, 2, 3, *tokens] and text.is_finished == (STOP in tokens) and not text.drafted
 
 

@@ -32,18 +32,18 @@ def check(pieces, stops, include, pushed):
     found = [(text.index(stop), stop) for stop in stops if stop in text]
     at, first = min(found, default=(len(text), ""))
     expected = text[: at + len(first) * include]
-    stream, said, used = IncrementalDetokenizer(lambda ids: "".join(pieces[i] for i in ids), stops, include), "", 0
+    stream, streamed, used = IncrementalDetokenizer(lambda ids: "".join(pieces[i] for i in ids), stops, include), "", 0
     for begin in range(0, len(pieces), pushed):
         tokens = list(range(begin, min(begin + pushed, len(pieces))))
         piece, taken = stream.push(tokens)
-        said, used = said + piece, used + taken
+        streamed, used = streamed + piece, used + taken
         if stream.stopped:
             break
         token_ids = "".join(pieces[: tokens[-1] + 1])
-        assert taken == len(tokens) and len(said) == len(token_ids) - could_begin(token_ids, stops)
-        assert expected.startswith(said)
-    said += stream.end()
-    assert said == stream.text == expected and stream.stopped == bool(found)
+        assert taken == len(tokens) and len(streamed) == len(token_ids) - could_begin(token_ids, stops)
+        assert expected.startswith(streamed)
+    streamed += stream.end()
+    assert streamed == stream.text == expected and stream.stopped == bool(found)
     if found:  # with the token that completes the stop string, and no more
         assert len("".join(pieces[: used - 1])) < at + len(first) <= len("".join(pieces[:used]))
 
@@ -73,13 +73,13 @@ def test_a_stop_string_of_two_real_tokens():
     assert len(stops) > 10 and all(stops)
     for stop in stops:
         for pushed in (1, 2, 3):
-            stream, said = IncrementalDetokenizer(tokenizer.decode, [stop]), ""
+            stream, streamed = IncrementalDetokenizer(tokenizer.decode, [stop]), ""
             for begin in range(0, len(tokens), pushed):
-                said += stream.push(tokens[begin : begin + pushed])[0]
-                assert text[: text.index(stop)].startswith(said)
+                streamed += stream.push(tokens[begin : begin + pushed])[0]
+                assert text[: text.index(stop)].startswith(streamed)
                 if stream.stopped:
                     break
-            assert said == stream.text == text[: text.index(stop)]
+            assert streamed == stream.text == text[: text.index(stop)]
 
 
 def steps_of_python(action):

@@ -1,0 +1,100 @@
+"""Acceptance of draft tokens: the probability that the main model accepts one, learned from those it judged."""
+
+import numpy as np
+
+
+class AcceptanceEstimate:
+    """Learns the acceptance probability of a draft token, given that those before it were accepted.
+
+    Draft tokens are counted by the draft's confidence in them (as in Mamou et al. 2024, arXiv 2405.04304), with
+    exponential decay. The estimate ages while nothing is drafted, so it also says when a draft token is due as a probe.
+    """
+
+    BINS = 8  # of the draft's confidence
+    FADE = 0.99  # decay of the statistics per judged draft token
+    PRIOR = 4.0  # weight of the prior, in draft tokens
+    PRIOR_ACCEPTANCE = 0.7
+    PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between probes; doubled after each unsuccessful one
+
+    def __init__(
+        self,
+        prior: float = PRIOR_ACCEPTANCE,
+        pool: "AcceptanceEstimate | None" = None,
+        prior_fades: bool = False,
+    ):
+        """`prior` is the acceptance before any draft token is judged. With `pool`, the estimate for all requests, it is
+        what the pool has learned; the pool learns from this request's draft tokens, too.
+
+        With `prior_fades`, the prior loses weight like any draft token, as suits a single request: a hundred tokens of
+        its own say more. Otherwise it keeps its weight: that of a pool goes on learning, and that of the pool itself
+        stands for the next request, which may be easier than those so far.
+        """
+        self._prior = prior
+        self._pool = pool
+        self._kept = 0.0 if prior_fades else self.PRIOR  # weight of the prior besides the counts
+        self._all_judged = self.PRIOR - self._kept
+        self._all_accepted = self._all_judged * prior
+        self._judged = np.zeros(self.BINS)
+        self._accepted = np.zeros(self.BINS)
+        self.judged = self.accepted = 0  # draft tokens up to the first rejected one of each iteration; without decay
+        self.plain = 0  # consecutive iterations without a draft
+        self._probe_every = self.PROBE_FIRST
+        self.begin()
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
+        self.survival = 1.0  # probability that all of them are accepted
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens in this iteration whose confidence is known."""
+        return len(self._bins)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a probe is due: there was no draft token for long."""
+        return self.plain >= self._probe_every
+
+    def draft(self, confidence: float) -> None:
+        """Record a draft token and the draft's `confidence` in it, from 0 to 1."""
+        self._bins.append(min(int(confidence * self.BINS), self.BINS - 1))
+        self.survival *= self._of_bin(self._bins[-1])
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Record an iteration's outcome: of `drafted` draft tokens, the first `accepted` ones were accepted."""
+        judged = min(drafted, accepted + 1)
+        for estimate in (self, self._pool) if self._pool else (self,):
+            for i, bin_ in enumerate(self._bins[:judged]):
+                estimate._count(bin_, i < accepted)
+            estimate.judged += judged
+            estimate.accepted += accepted
+        if not drafted:
+            self.plain += 1
+        elif self.plain:  # this was a probe
+            was_right = accepted == drafted
+            self.plain = self._probe_every if was_right else 0  # after a success, probe again at once
+            self._probe_every = self.PROBE_FIRST if was_right else min(2 * self._probe_every, self.PROBE_LAST)
+
+    def _count(self, bin_: int, was_accepted: bool) -> None:
+        self._judged *= self.FADE
+        self._judged[bin_] += 1
+        self._accepted *= self.FADE
+        self._accepted[bin_] += was_accepted
+        self._all_judged = self._all_judged * self.FADE + 1
+        self._all_accepted = self._all_accepted * self.FADE + was_accepted
+
+    def mean(self) -> float:
+        """The probability that the next draft token is accepted, whatever the draft's confidence in it."""
+        prior = self._pool.mean() if self._pool else self._prior
+        return (self._all_accepted + self._kept * prior) / (self._all_judged + self._kept)
+
+    def _of_bin(self, bin_: int) -> float:
+        prior = self._pool._of_bin(bin_) if self._pool else self.mean()
+        return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
+
+    def describe(self) -> str:
+        """The measured acceptance, in a few words."""
+        if not self.judged:
+            return "no draft token verified yet"
+        return f"per-token acceptance {self.accepted / self.judged:.2f} over {self.judged} draft tokens"

@@ -1,0 +1,74 @@
+"""What is learned of a draft's acceptance."""
+
+import pytest
+
+from speculative.drafting.acceptance import AcceptanceEstimate
+
+
+def judge(estimate, confidence, accepted, times):
+    """Draft a single token again and again."""
+    for _ in range(times):
+        estimate.begin()
+        estimate.draft(confidence)
+        estimate.update(1, accepted)
+
+
+def survival(estimate, *confidences):
+    estimate.begin()
+    for confidence in confidences:
+        estimate.draft(confidence)
+    return estimate.survival
+
+
+def test_each_confidence_has_its_own_acceptance():
+    estimate = AcceptanceEstimate()
+    for _ in range(50):
+        judge(estimate, 0.1, 0, 1)
+        judge(estimate, 0.9, 1, 1)
+    unsure, sure, unseen = (survival(estimate, confidence) for confidence in (0.1, 0.9, 0.5))
+    assert unsure < 0.15 and sure > 0.9 and unseen == estimate.mean() == pytest.approx(0.5, abs=0.02)
+    assert survival(estimate, 0.1, 0.9) == pytest.approx(unsure * sure)
+    assert survival(estimate, 0.0) == unsure and survival(estimate, 1.0) == sure
+
+
+def test_tokens_after_a_rejected_one_are_not_judged():
+    estimate, same = AcceptanceEstimate(), AcceptanceEstimate()
+    for one, confidences in ((estimate, (0.9, 0.1, 0.5)), (same, (0.9, 0.1))):
+        survival(one, *confidences)
+        one.update(len(confidences), 1)
+    assert estimate.mean() == same.mean() and survival(estimate, 0.5) == survival(same, 0.5)
+    assert estimate.describe() == "per-token acceptance 0.50 over 2 draft tokens"
+    assert AcceptanceEstimate().describe() == "no draft token verified yet"
+
+
+def test_a_new_request_begins_with_what_the_others_taught():
+    pool = AcceptanceEstimate()
+    assert AcceptanceEstimate(pool=pool).mean() == pool.mean() == AcceptanceEstimate.PRIOR_ACCEPTANCE
+    judge(AcceptanceEstimate(pool=pool), 0.9, 0, 200)
+    new = AcceptanceEstimate(pool=pool)
+    assert new.mean() == pool.mean() < 0.1 and survival(new, 0.9) == survival(pool, 0.9) < 0.05
+    judge(new, 0.9, 1, 20)
+    assert new.mean() > 0.8 > 0.3 > pool.mean() and pool.judged == 220 and pool.accepted == 20
+
+
+@pytest.mark.parametrize(("fades", "least", "most"), [(True, 0.0, 0.001), (False, 0.02, 0.03)])
+def test_a_prior_fades_or_keeps_its_weight(fades, least, most):
+    estimate = AcceptanceEstimate(prior_fades=fades)
+    judge(estimate, 0.9, 0, 1000)
+    assert least <= estimate.mean() <= most
+
+
+def test_a_probe_is_due_after_long_without_a_draft():
+    estimate = AcceptanceEstimate()
+
+    def plain():
+        for n in range(100):
+            if estimate.is_due:
+                return n
+            estimate.update(0, 0)
+
+    gaps = []
+    for accepted in (0, 0, 0, 0, 0, 1, 0, 0):
+        gaps.append(plain())
+        estimate.update(1, accepted)
+    assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]

@@ -1,0 +1,35 @@
+"""Seconds by the number of tokens, as they are measured and learned."""
+
+import numpy as np
+import pytest
+
+from speculative.drafting.latency_curve import LatencyCurve, LatencyTable
+
+
+def test_the_costs_of_tokens_never_seen_are_a_straight_line():
+    costs = LatencyCurve({1: 10.0, 2: 11.0, 4: 13.0})
+    assert costs(0) == 0 and costs(3) == pytest.approx(12) and costs(100) == pytest.approx(109)
+    assert costs.most(20.0, beside=1) == 10 and costs.most(5.0, beside=1) == 0
+    for _ in range(100):
+        costs.update(2, 22.0)
+    assert costs(2) == pytest.approx(22, rel=0.05)
+
+
+def test_more_tokens_never_cost_less():
+    assert LatencyCurve({1: 10.0, 2: 9.0, 4: 13.0})(np.array([1, 2, 3])).tolist() == [9, 9, 11]
+
+
+@pytest.mark.parametrize(("spread", "next_to"), [(0.5, 1.025), (1.0, 1.05)])
+def test_a_table_spreads_a_time_over_sizes_nearby(spread, next_to):
+    table = LatencyTable(np.array([0.0, 10.0, 20.0, 30.0, 40.0]), spread)
+    table.update(3, 45.0)
+    assert (table.seconds / [1, 10, 20, 30, 40])[1:].tolist() == pytest.approx(
+        [1 + (next_to - 1) * spread, next_to, 1.05, next_to]
+    )
+
+
+def test_a_table_lowers_fewer_tokens_at_once():
+    table = LatencyTable(np.array([60.0, 60.0, 60.0, 60.0]), 0.5)
+    for _ in range(100):
+        table.update(2, 30.0)
+    assert table.seconds[:3] == pytest.approx(30, rel=0.01) and table.seconds[0] == table.seconds[2] < table.seconds[3]
