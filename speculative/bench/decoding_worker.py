@@ -8,7 +8,7 @@ from speculative import decoder
 from speculative.bench.cluster import worker_process
 from speculative.bench.decoding_process import ProcessJob
 from speculative.bench.genai import Run
-from speculative.bench.harness import time_in
+from speculative.bench.harness import Method, time_in
 from speculative.bench.methods import genai_method, genai_pipeline, our_method
 from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view

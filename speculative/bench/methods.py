@@ -39,7 +39,7 @@ def genai_pipeline(
     return genai.load(replace(main, properties=given), None if lookup else draft)
 
 
-def genai_method(name: str, pipe, draft_length: int | str, max_new_tokens: int) -> Method:
+def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
     k = draft_length or None if isinstance(draft_length, int) else None

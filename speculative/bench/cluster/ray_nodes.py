@@ -147,7 +147,7 @@ def connect(address: str, folders: list[Path], note: Callable[[str], None]) -> I
                 ray.shutdown()
 
 
-def _join(ray, address: str) -> None:
+def _join(ray: ModuleType, address: str) -> None:
     runtime = {"py_modules": [str(PACKAGE)]}
     try:
         ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, namespace="measuring")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import numpy as np
 import openvino as ov

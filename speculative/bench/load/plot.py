@@ -50,12 +50,12 @@ def png(rows: Sequence[Drawn]) -> bytes:
     return written.getvalue()
 
 
-def _draw(panel, method: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
+def _draw(panel: "Axes", method: str, line: list[Drawn], i: int, key: str, spread: str | None, unit: float) -> None:
     x, y = [row["clients"] for row in line], [unit * row[key] for row in line]
     reach = None
     if spread:
         low = [unit * (row[key] - min(row[spread])) for row in line]
         high = [unit * (max(row[spread]) - row[key]) for row in line]
         reach = [low, high]
-    style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2.5, "elinewidth": 1}
-    panel.errorbar(x, y, reach, label=method, **style)
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    panel.errorbar(x, y, reach, label=method, color=colour, marker=marker, capsize=2.5, elinewidth=1)

@@ -114,7 +114,7 @@ def figures(tuning: Session) -> list[Figures]:
     return [Figures(one.setting, [one.throughput], [one.speedup]) for one in left if one.throughput is not None]
 
 
-def figures_of(contest, baseline: Setting) -> list[Figures]:
+def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
     if not contest.methods:
         return []
     alone = contest.methods[baseline]
@@ -535,7 +535,7 @@ def rows(tuning: Session) -> list[MethodRow]:
     contests = {
         setting: _contest(tuning, setting) for setting in (*tuning.choosing.methods, *tuning.remeasured.methods)
     }
-    return [harness.row(one.methods[setting], one.methods[tuning.baseline]) for setting, one in contests.items()]
+    return [harness.row(one.methods[setting], one.methods[tuning.baseline]) for setting, one in contests.items() if one]
 
 
 def candidates(tuning: Session) -> list[CandidateRow | FailedCandidate]:
