@@ -38,7 +38,8 @@ def start(settings: Settings) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    app = Replica.options(**options(settings)).bind(settings.pair, settings.limits, settings.keys)  # type: ignore[attr-defined]
+    deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
+    app = deployment.bind(settings.pair, settings.limits, settings.keys)
     try:
         handle = serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:

@@ -79,7 +79,9 @@ def joined(address: str | None, metrics_port: int) -> Iterator[None]:
 def wait_until_lost() -> NoReturn:
     """Raise HeadLost once Ray's head has been unreachable for some seconds or has been replaced by another."""
     import ray
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # no public API distinguishes a restarted head from the previous one
+
+    # no public API distinguishes a restarted head from the previous one
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError, RayError
 
     address = ray.get_runtime_context().gcs_address
