@@ -257,7 +257,7 @@ def test_one_block_that_several_have_is_promised_once(tiny):
         decoder.step()
     assert decoder.main.pool.reserved == 4 + 5
     with pytest.raises(ValueError, match=r"^128 tokens are shared with other sequences"):
-        decoder._requests[0].slot.begin(100, 110)
+        decoder._requests[0].slot.start_write(100, 110)
     finish(decoder)
     assert blocks_are_back(decoder)
 
