@@ -540,14 +540,14 @@ def draft_tokens_of_another_text(patch):
     """Bug: a request gets the draft logits of another one. The output is still correct, only slower."""
     read = BatchDecoder._read
 
-    def swapped(self, requests):
-        computed = read(self, requests)
+    def swapped(draft, requests):
+        computed = read(draft, requests)
         slots = [request.draft_slot for request in requests if not request.idle]
         for slot, rows in zip(slots, [slot.rows for slot in slots[::-1]], strict=True):
             slot.rows = rows
         return computed
 
-    patch.setattr(BatchDecoder, "_read", swapped)
+    patch.setattr(BatchDecoder, "_read", staticmethod(swapped))
 
 
 def one_stream_of_random_numbers_for_all(patch):

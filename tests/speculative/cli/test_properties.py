@@ -5,9 +5,9 @@ import argparse
 import pytest
 
 from convert import export_model_server
-from scripts import device_swap
+from scripts import benchmark_serving, device_swap, tune, verify_lossless
 from speculative.cli import arguments, pipeline_arguments
-from speculative.cli.properties import key_value
+from speculative.cli.properties import PROPERTY, key_value
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_anything_else_is_refused(text):
 
 
 def test_every_program_has_this_one():
-    assert {module.key_value for module in (export_model_server, device_swap, arguments, pipeline_arguments)} == {
-        key_value
-    }
+    for module in (arguments, pipeline_arguments, export_model_server, benchmark_serving, tune, verify_lossless):
+        assert module.PROPERTY is PROPERTY
+    assert PROPERTY["type"] is device_swap.key_value is key_value
     assert device_swap.device_property("GPU:X=2") == ("GPU", "X", 2)
