@@ -106,7 +106,7 @@ FIGURES = {
         "--max-prompts 3 --max-new-tokens 48 --results build/device_swap.jsonl --fresh",
         2,
     ),
-    "lossless": Figure(f"scripts/verify_lossless.py {EMBEDDED}", 40),
+    "lossless": Figure(f"scripts/verify_lossless.py {EMBEDDED}", 13),
 }
 
 

@@ -213,7 +213,8 @@ def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
 
 def lookup_policy(costs: Costs) -> AdaptiveDraftLength:
     """The adaptive draft length for prompt lookup. Draft tokens are free; `costs` gives the main model's seconds."""
-    return AdaptiveDraftLength(replace(costs, draft=0.0, draft_further=None), LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+    costs = replace(costs, draft=0.0, draft_further=None)
+    return AdaptiveDraftLength(costs, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET, charges_switches=True)
 
 
 def load(

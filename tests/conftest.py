@@ -31,7 +31,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--long",
         action="store_true",
-        help="also every architecture, 20,000 draws of every case, 20 minutes of a server, a training",
+        help="also every architecture, 20,000 draws of every case, and tests that take minutes: soaks, a training",
     )
 
 
@@ -63,11 +63,13 @@ SLOW = [
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by these markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Sort slow files first, so that no test process waits long for another at the end."""
     for item in items:
         for marker in (name for name, is_so in kinds(item).items() if is_so):
             item.add_marker(marker)
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --long"))
         if os.name == "nt" and (posix := item.get_closest_marker("posix")):
             item.add_marker(pytest.mark.skip(reason=posix.args[0]))
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

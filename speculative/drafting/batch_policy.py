@@ -54,8 +54,6 @@ class BatchDraftLength:
         self._plain_seen = 0  # iterations without a draft
         self._plain_change = 1.0  # iterations without a draft: seconds taken / as measured at the start
         self._in_a_row = 0  # consecutive iterations with a draft
-        self._follows_draft = False  # the iteration before had draft tokens
-        self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
         self._totals = np.zeros(4)  # requests in all iterations, tokens; both as in `_lately`, of all iterations
 
@@ -83,7 +81,7 @@ class BatchDraftLength:
         self._forced = self._forced or anyway > 0
         if not self._without:
             self._without = self._without_draft(tokens)
-        if not estimates or (not self._drafted and self._is_to_compare()):
+        if not estimates or (self._is_to_compare() and not self._drafted):
             return []
         if self._budget.left(self._plain_change) <= 0:
             return []
@@ -123,22 +121,18 @@ class BatchDraftLength:
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds)
-        if not self._is_switch():
-            self.main.update(verified + prompts, seconds)
-        self._follows_draft = verified > self._texts
+        self.main.update(verified + prompts, seconds)
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
         return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding. A switch counts as drafting."""
+        """Record what the iteration lost or saved against plain decoding."""
         if not self._texts or self._forced:
             return
-        is_switch = self._is_switch()
-        self._is_comparing = is_switch and self._is_comparing
-        self._in_a_row = self._in_a_row + 1 if self._drafted else 0
-        if not self._drafted and not is_switch:
+        if not self._drafted:
+            self._in_a_row = 0
             self._plain_seen += 1
             expected = self._plain_change * self.main.measured(tokens)
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
@@ -150,22 +144,16 @@ class BatchDraftLength:
         self._totals += (self._texts, gained, worth, seconds / self._without)
         # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
         taken = min(seconds, 2 * self._seconds) / self._without
-        if self._drafted:
-            self._lately = self._lately * self.FADE + (worth, taken)
+        self._in_a_row += 1
+        self._lately = self._lately * self.FADE + (worth, taken)
         self._budget.update(self._plain_change, taken * self._plain_change, worth)
-
-    def _is_switch(self) -> bool:
-        """Whether an iteration is the first plain one after drafting, which is no measure of plain decoding, as in
-        `AdaptiveDraftLength`. Plain ones of another size, as requests come and go, would be there without drafts."""
-        return not self._drafted and self._follows_draft
 
     def _is_to_compare(self) -> bool:
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         worth, taken = self._lately.tolist()
-        unsure = self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change)
-        due = self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
-        self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
-        return self._is_comparing
+        if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
+            return True
+        return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further drafting round: never more than a first one."""

@@ -128,9 +128,16 @@ class AdaptiveDraftLength:
         costs: Costs,
         prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE,
         budget: float = DraftBudget.START,
+        charges_switches: bool = False,
     ):
-        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
+        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`.
+
+        `charges_switches` counts the first plain iteration after drafting as one of drafting, for drafts that rarely
+        gain much (prompt lookup). A good draft would be given up too soon: it pays that price only until it is used
+        all the time.
+        """
         self.costs = costs
+        self._charges_switches = charges_switches
         self._prior_acceptance = prior_acceptance
         self._initial_budget = budget
         self.reset()
@@ -175,14 +182,14 @@ class AdaptiveDraftLength:
         self._all_seconds += seconds
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding. A switch counts as drafting."""
+        """Record what the iteration lost or saved against plain decoding. A charged switch counts as drafting."""
         is_switch = self._is_switch(drafted)
         if drafted:
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
-        elif is_switch:
-            self._in_a_row = 0
         else:
+            self._in_a_row = 0
+        if not drafted and not is_switch:
             self._plain_seen += 1
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
@@ -192,10 +199,10 @@ class AdaptiveDraftLength:
         self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted or is_switch else None)
 
     def _is_switch(self, drafted: int) -> bool:
-        """Whether an iteration is the first plain one after drafting. OpenVINO prepares a forward pass again if it has
-        another number of tokens than the one before, which takes up to half of a plain one's time: it is no measure of
-        plain decoding, and would not be needed without drafts."""
-        return not drafted and self._in_a_row > 0
+        """Whether an iteration is the first plain one after drafting, and charged to drafting. OpenVINO prepares a
+        forward pass again if it has another number of tokens than the one before, which takes up to half of a plain
+        one's time: it is no measure of plain decoding, and would not be needed without drafts."""
+        return self._charges_switches and not drafted and self._in_a_row > 0
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""

@@ -58,10 +58,9 @@ runpy.run_path({str(ROOT / "scripts/train_embedded_pair.py")!r}, run_name="__mai
     )
 
 
+@pytest.mark.long
 @pytest.mark.posix("POSIX signals stop the run in its middle here")
-def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path, request):
-    if not request.config.getoption("--long"):
-        pytest.skip("two minutes of training: --long")
+def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "scripts/train_embedded_pair.py"),

@@ -107,10 +107,9 @@ def test_a_request_that_is_over_is_forgotten():
     asyncio.run(ask_and_forget())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
-def test_long_use_leaves_memory_flat_and_every_place_free(request):
-    if not request.config.getoption("--long"):
-        pytest.skip("20 minutes: --long")
+def test_long_use_leaves_memory_flat_and_every_place_free():
     seconds = 60 * float(os.environ.get("SOAK_MINUTES", "20"))
     options = ("--max-num-seqs", RUNNING, "--max-queue", WAITING, "--cache-tokens", 2 * CONTEXT)
     with Server(*options) as server:

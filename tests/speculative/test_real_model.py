@@ -34,7 +34,7 @@ def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypa
     assert issubclass(wrong, PagedModel)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", [pytest.param(PROMPTS[0], marks=pytest.mark.long), PROMPTS[1]])
 def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
     config = openvino_genai.GenerationConfig(max_new_tokens=80)
     main = ModelSpec(folder, properties=EXACT)
@@ -45,6 +45,7 @@ def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
     assert drafted.tokens == plain.tokens and sum(drafted.proposed) > 0
 
 
+@pytest.mark.long
 def test_greedy_text_with_itself_as_the_draft(folder):
     config = openvino_genai.GenerationConfig(max_new_tokens=60, num_assistant_tokens=4)
     main = ModelSpec(folder, properties=EXACT)

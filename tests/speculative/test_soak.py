@@ -71,10 +71,6 @@ def growth(one: Decoder, wanted: int) -> tuple[list[int], np.ndarray]:
     return grown, text
 
 
-def tokens_in_all(request) -> int:
-    return (20_000 if request.config.getoption("--long") else 1_500) // 2
-
-
 def check(stateful: bool, wanted: int) -> None:
     one = load(stateful)
     grown, text = growth(one, wanted)
@@ -102,10 +98,12 @@ def in_own_process(call: str) -> None:
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
-def test_long_use_leaves_memory_flat_and_the_cache_right(stateful, request):
-    in_own_process(f"check({stateful}, {tokens_in_all(request)})")
+def test_long_use_leaves_memory_flat_and_the_cache_right(stateful):
+    in_own_process(f"check({stateful}, wanted=10_000)")
 
 
+@pytest.mark.long
 def test_a_planted_leak_is_found():
     in_own_process("check_planted_leak()")

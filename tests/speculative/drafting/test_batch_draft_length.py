@@ -45,11 +45,9 @@ class Text:
         self.estimate, self.chances = rule.estimate(), chances
 
 
-def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0, switch=0.0):
-    """Tokens per second, and draft tokens by iteration. The draft's confidence equals its acceptance probability.
-
-    `switch` is what a forward pass takes longer that has another number of tokens than the one before."""
-    gained = seconds = before = 0
+def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0):
+    """Tokens per second, and draft tokens by iteration. The draft's confidence equals its acceptance probability."""
+    gained = seconds = 0
     drafted = []
     for _ in range(iterations):
         for text in texts:
@@ -72,8 +70,7 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
             took = float(cost(len(chosen))) * random.normal(1, 0.1)
             rule.update_draft(len(chosen), took)
             tokens, spent = tokens + len(chosen), spent + took
-        took = float(main(tokens + prompts) + switch * (tokens != before)) * random.normal(1, 0.05)
-        before = tokens
+        took = float(main(tokens + prompts)) * random.normal(1, 0.05)
         rule.update_main(tokens, prompts, sum(accepted) + len(texts), took)
         for text, n in zip(texts, accepted, strict=True):
             text.estimate.update(text.estimate.drafted, n)
@@ -165,49 +162,6 @@ def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, te
         each = [Text(rule, chances) for _ in range(texts)]
         rates.append(decode(rule, each, 2000, np.random.default_rng(seed), main=main)[0])
     assert np.mean(rates) > 0.99 * texts / large(texts)
-
-
-def free(n):
-    """Draft tokens copied from the text."""
-    return 0.0 * np.asarray(n)
-
-
-def smollm2(n):
-    """In ms, each measured after a forward pass over as many tokens."""
-    return np.interp(n, [0, 1, 3, 5, 17, 64], [0, 21.4, 26.4, 30.0, 60.0, 177.5])
-
-
-@pytest.mark.parametrize("chances", [[0.0], [0.1]], ids=str)
-@pytest.mark.parametrize("texts", [1, 4])
-def test_forward_passes_of_changing_sizes_do_not_make_prompt_lookup_slower_than_no_draft(texts, chances):
-    """Plain decoding that is timed between drafts seems slower than it is."""
-    rates = []
-    for seed in range(3):
-        rule = BatchDraftLength(curve(smollm2), curve(free), curve(free))
-        each = [Text(rule, chances) for _ in range(texts)]
-        random = np.random.default_rng(seed)
-        rates.append(decode(rule, each, 2000, random, main=smollm2, draft=free, switch=10.0)[0])
-    assert np.mean(rates) > 0.992 * texts / smollm2(texts)
-
-
-def test_the_first_plain_inference_after_drafting_is_no_measure_of_plain_decoding():
-    def iterate(drafts, seconds):
-        text.estimate.begin()
-        rule.begin([text.estimate], 1)
-        rule.choose([text.estimate], 1, 0)
-        if drafts:
-            rule.update_draft(1, small(1))
-        rule.update_main(1 + drafts, 0, 1, seconds)
-
-    rule = rule_of()
-    text = Text(rule, [0.5])
-    iterate(False, large(1))
-    iterate(True, large(2))
-    believed, left = rule.main(1), rule._budget.left(1.0)
-    iterate(False, 2 * large(1))
-    assert rule.main(1) == believed and rule._plain_change == 1 and rule._budget.left(1.0) < left - 0.9
-    iterate(False, 2 * large(1))
-    assert rule.main(1) > believed and rule._plain_change > 1
 
 
 def test_why_tells_what_was_measured():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import LOOKUP_ACCEPTANCE, LOOKUP_BUDGET
+from speculative.decoder import lookup_policy
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.policy import (
     LONGEST,
@@ -111,7 +111,7 @@ def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, dr
     main = SECONDS * np.where(np.arange(len(SECONDS)) > 1, dearer, 1.0)
     speeds = []
     for seed in range(4):
-        rule = AdaptiveDraftLength(COSTS) if draft else AdaptiveDraftLength(LOOKUP, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+        rule = AdaptiveDraftLength(COSTS) if draft else lookup_policy(LOOKUP)
         tokens = 2000 if draft else 600
         random = np.random.default_rng(seed)
         speeds.append(decode(rule, chances, tokens, random, draft=draft, main=main)[0] * SECONDS[1])
@@ -138,7 +138,7 @@ def test_a_plain_inference_measured_as_too_slow_is_corrected():
     """Drafting seems to gain if plain decoding is believed to take a third longer than it does."""
     main = dict.fromkeys(COSTS.main, 60.0)
     random = np.random.default_rng(7)
-    rule = AdaptiveDraftLength(Costs(draft=0.0, main=main), LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+    rule = lookup_policy(Costs(draft=0.0, main=main))
     true = SECONDS * np.where(np.arange(len(SECONDS)) > 1, 1.3, 1.0)
     decode(rule, [0.1], 300, random, draft=0.0, main=true)
     assert decode(rule, [0.1], 2000, random, draft=0.0, main=true)[0] * SECONDS[1] > 0.985
@@ -317,7 +317,7 @@ def test_forward_passes_of_changing_sizes_do_not_make_prompt_lookup_slower_than_
     """Plain decoding that is timed between drafts seems slower than it is."""
     speeds = []
     for seed in range(6):
-        rule = AdaptiveDraftLength(SMOLLM2, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET)
+        rule = lookup_policy(SMOLLM2)
         options = {"draft": 0.0, "main": SMOLLM2.verify(), "switch": SWITCH}
         speed, _ = decode(rule, chances, 600, np.random.default_rng(seed), **options)
         speeds.append(speed * SMOLLM2.verify()[1])
