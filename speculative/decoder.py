@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,9 +21,9 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
+from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import (
     AdaptiveDraftLength,
-    Costs,
     DraftLengthPolicy,
     FixedDraftLength,
     policy_from_params,
@@ -40,10 +39,6 @@ from speculative.sequence.sequence import Sequence
 
 Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
 """A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
-
-
-LOOKUP_ACCEPTANCE = 0.3  # prior acceptance rate for prompt lookup
-LOOKUP_BUDGET = 3.0  # less than for a draft model: most texts repeat little, and no draft was chosen for them
 
 
 class Decoder:
@@ -63,6 +58,8 @@ class Decoder:
         """Without `draft`, decoding is plain. `draft_length` applies when a call's GenerationConfig sets no draft
         length; it defaults to a fixed 5. Without `tokenizer`, prompts are token ids and results have no text.
         `stop_token_ids` apply when a GenerationConfig sets none."""
+        if isinstance(draft_length, LookupDraftLength) and isinstance(draft, DraftModelProposer):
+            raise ValueError("LookupDraftLength is for prompt lookup: declining random proposals changes the output")
         self.main = main
         self.draft = draft
         self.draft_length = draft_length or FixedDraftLength(5)
@@ -166,19 +163,30 @@ class Decoder:
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
         while not text.is_finished:
-            is_prefill, confidence = text.is_prefill, None
+            is_prefill = text.is_prefill
             begin = time.perf_counter()
-            while self.draft and text.can_draft and policy.should_draft(text.drafted, confidence):
-                proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
-                if proposal is None:
-                    break
-                text.draft(proposal)
-                confidence = proposal.confidence
+            declined = self._draft(text, policy)
             drafted_at = time.perf_counter()
             step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
+            seconds = drafted_at - begin, time.perf_counter() - drafted_at
+            if declined is not None and step.accepted == step.proposed and isinstance(policy, LookupDraftLength):
+                policy.learn_declined(step.tokens[-1] == declined)
             if not is_prefill:
-                policy.update(step.proposed, step.accepted, drafted_at - begin, time.perf_counter() - drafted_at)
+                policy.update(step.proposed, step.accepted, *seconds)
             yield step
+
+    def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> int | None:
+        """Draft tokens until `policy` stops. Returns the token that it declined to draft, None if it saw none."""
+        sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
+        while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
+            proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
+            if proposal is None:
+                break
+            confidence = proposal.confidence
+            if sees_proposals and not policy.should_draft(text.drafted, confidence):
+                return proposal.token
+            text.draft(proposal)
+        return None
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
@@ -209,12 +217,6 @@ def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
     """What loading found out about the models' caches; "" if nothing."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
-
-
-def lookup_policy(costs: Costs) -> AdaptiveDraftLength:
-    """The adaptive draft length for prompt lookup. Draft tokens are free; `costs` gives the main model's seconds."""
-    costs = replace(costs, draft=0.0, draft_further=None)
-    return AdaptiveDraftLength(costs, LOOKUP_ACCEPTANCE, LOOKUP_BUDGET, charges_switches=True)
 
 
 def load(
@@ -254,6 +256,6 @@ def load(
         if draft_model:
             source, policy = DraftModelProposer(draft_model, main_model.vocab_size), AdaptiveDraftLength(measured)
         elif max_ngram_size:
-            source, policy = NgramProposer(main_model.vocab_size, max_ngram_size), lookup_policy(measured)
+            source, policy = NgramProposer(main_model.vocab_size, max_ngram_size), LookupDraftLength(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

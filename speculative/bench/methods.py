@@ -14,7 +14,8 @@ from openvino_genai import GenerationConfig, SchedulerConfig
 from speculative.bench import genai
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method
-from speculative.decoder import Decoder, GenerationResult, lookup_policy
+from speculative.decoder import Decoder, GenerationResult
+from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength
 from speculative.drafting.proposers import NgramProposer, Proposer
 from speculative.models.spec import ModelSpec
@@ -79,7 +80,7 @@ def our_method(
     if isinstance(policy, AdaptiveDraftLength):
         lookup = str(draft_length).startswith("lookup")
         source = NgramProposer(engine.main.vocab_size, NGRAM) if lookup else source
-        policy = lookup_policy(policy.costs) if lookup else AdaptiveDraftLength(policy.costs)
+        policy = (LookupDraftLength if lookup else AdaptiveDraftLength)(policy.costs)
     if draft_length == f"lookup {LOOKUP}":
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:

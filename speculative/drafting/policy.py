@@ -1,7 +1,8 @@
 """Draft-length policies: how many tokens to draft before the main model verifies them.
 
 A policy is asked before each draft token whether to draft another. It may use the tokens drafted so far, and every
-draft token is verified. Stopping then depends on the past only, which keeps the output lossless.
+draft token is verified. Stopping then depends on the past only, which keeps the output lossless. A proposal that is not
+random depends on the past only, too: `LookupDraftLength` sees it before it decides.
 """
 
 from collections.abc import Callable
@@ -128,16 +129,9 @@ class AdaptiveDraftLength:
         costs: Costs,
         prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE,
         budget: float = DraftBudget.START,
-        charges_switches: bool = False,
     ):
-        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`.
-
-        `charges_switches` counts the first plain iteration after drafting as one of drafting, for drafts that rarely
-        gain much (prompt lookup). A good draft would be given up too soon: it pays that price only until it is used
-        all the time.
-        """
+        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
         self.costs = costs
-        self._charges_switches = charges_switches
         self._prior_acceptance = prior_acceptance
         self._initial_budget = budget
         self.reset()
@@ -153,7 +147,6 @@ class AdaptiveDraftLength:
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
-        self._is_comparing = False  # plain decoding is to be timed
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
@@ -169,7 +162,7 @@ class AdaptiveDraftLength:
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         self._acceptance.update(drafted, accepted)
-        if not self._repeatable and not self._is_switch(drafted):
+        if not self._repeatable:
             self._drafting.update(drafted, draft_seconds)
             self._verify.update(drafted + 1, main_seconds)
         drafting, verify = float(self._drafting.seconds[drafted]), float(self._verify.seconds[drafted + 1])
@@ -182,27 +175,18 @@ class AdaptiveDraftLength:
         self._all_seconds += seconds
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding. A charged switch counts as drafting."""
-        is_switch = self._is_switch(drafted)
+        """Record what the iteration lost or saved against plain decoding."""
         if drafted:
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
         else:
             self._in_a_row = 0
-        if not drafted and not is_switch:
             self._plain_seen += 1
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
                 self._verify.seconds[1] = self._plain_cost()
-        self._is_comparing = is_switch and self._is_comparing
-        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted or is_switch else None)
-
-    def _is_switch(self, drafted: int) -> bool:
-        """Whether an iteration is the first plain one after drafting, and charged to drafting. OpenVINO prepares a
-        forward pass again if it has another number of tokens than the one before, which takes up to half of a plain
-        one's time: it is no measure of plain decoding, and would not be needed without drafts."""
-        return self._charges_switches and not drafted and self._in_a_row > 0
+        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted else None)
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
@@ -213,8 +197,7 @@ class AdaptiveDraftLength:
         tokens, seconds = self._lately.tolist()
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
         due = self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
-        self._is_comparing = self._is_comparing or unsure or due  # until one is measured that is no switch
-        return self._is_comparing
+        return unsure or due
 
     def acceptance(self) -> float:
         """The probability that the next draft token is accepted, given that those before it were."""
@@ -249,9 +232,20 @@ class AdaptiveDraftLength:
         return f"{does}: {self._came_to(one)}; {costs}"
 
     def _came_to(self, plain_seconds: float) -> str:
-        shown = self._acceptance.describe()
-        if self._acceptance.judged:
-            tokens = self._iterations + self._acceptance.accepted
-            shown += f", {tokens / self._iterations:.2f} tokens per forward pass"
-            shown += f", speedup {tokens * plain_seconds / self._all_seconds:.2f}x over plain decoding"
-        return shown
+        judged, accepted = self._acceptance.judged, self._acceptance.accepted
+        return describe_outcome(judged, accepted, self._iterations, self._all_seconds, plain_seconds)
+
+
+def describe_outcome(judged: int, accepted: int, iterations: int, seconds: float, plain_seconds: float) -> str:
+    """The measured acceptance, tokens per forward pass and speedup over plain decoding, in a few words.
+
+    `judged` are the draft tokens up to the first rejected one of each iteration, `accepted` the accepted ones. All
+    iterations took `seconds`, a plain one takes `plain_seconds`.
+    """
+    if not judged:
+        return "no draft token verified yet"
+    tokens = iterations + accepted
+    return (
+        f"per-token acceptance {accepted / judged:.2f} over {judged} draft tokens, {tokens / iterations:.2f} tokens "
+        f"per forward pass, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"
+    )
