@@ -79,7 +79,7 @@ class IncrementalDetokenizer:
 
     def _say(self, until: int) -> str:
         new = self.text[self._returned : until]
-        self._returned = max(until, self._returned)
+        self._returned = until
         return new
 
 

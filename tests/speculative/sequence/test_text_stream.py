@@ -110,3 +110,13 @@ def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
         return steps_of_python(lambda: [stream.push([0]) for _ in range(1500)])
 
     assert steps(1000) < 2 * steps(10)
+
+
+@pytest.mark.parametrize("pushed", [1, 3, 20])
+def test_words_of_a_decoder_that_strips_the_first_space_stay_apart(pushed):
+    """SentencePiece drops the space before the first token that it decodes, whichever that is."""
+    stream = IncrementalDetokenizer(lambda ids: "".join(f" {i}" for i in ids)[1:])
+    text = ""
+    for begin in range(0, 100, pushed):
+        text += stream.push(list(range(begin, min(begin + pushed, 100))))[0]
+    assert text + stream.end() == " ".join(map(str, range(100)))

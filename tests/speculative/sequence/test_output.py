@@ -1,0 +1,37 @@
+"""What a request's result records of each step."""
+
+from openvino_genai import GenerationConfig
+
+from speculative.sampling.params import SamplingParams
+from speculative.sequence.output import OutputProcessor
+from speculative.sequence.result import Step
+
+LETTERS = "abcdefgh"
+
+
+def processor(**config):
+    params = SamplingParams.resolve(GenerationConfig(max_new_tokens=50, **config))
+    return OutputProcessor(params, lambda ids: "".join(LETTERS[i] for i in ids))
+
+
+def test_tokens_after_a_stop_string_are_not_counted():
+    """The draft's tokens c, d, e and f are accepted, but the text ends with d."""
+    output = processor(stop_strings={"d"}, include_stop_str_in_output=True)
+    output.take(Step([0, 1], 0, 0))
+    tokens, _ = output.take(Step([2, 3, 4, 5, 6], 4, 4))
+    output.end()
+    result = output.result
+    assert tokens == [2, 3] and result.tokens == [0, 1, 2, 3] and result.finish_reason == "stop"
+    assert (result.proposed, result.accepted, result.gained) == ([4], [2], [2])
+    assert result.from_draft == [False, False, True, True] and result.text == "abcd"
+
+
+def test_without_a_stop_string_all_tokens_are_counted():
+    output = processor()
+    output.take(Step([0], 0, 0))
+    output.take(Step([1, 2, 3], 2, 5))
+    output.take(Step([4], 0, 5))
+    output.end()
+    result = output.result
+    assert (result.proposed, result.accepted, result.gained) == ([5, 5], [2, 0], [3, 1])
+    assert result.from_draft == [False, True, True, False, False] and result.finish_reason == "length"
