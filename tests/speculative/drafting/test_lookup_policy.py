@@ -107,6 +107,24 @@ def test_a_plain_forward_pass_measured_as_too_slow_is_corrected():
     assert decode(policy, text(random, 0.0, n=2000), costs, switch, random)[0] > 0.985
 
 
+def test_the_first_draft_after_plain_decoding_pays_for_the_way_back():
+    """Tokens at 0.45 and more gain 1.8 at most and cost 0.3 x 1.3; the way back costs as much again, or 2 x 1.3."""
+    policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.0}))
+    assert policy.should_draft(0, lambda: 0.45)
+    policy._switch = 2.0
+    assert not policy.should_draft(0, lambda: 0.45)
+    policy._was_plain = False
+    assert policy.should_draft(0, lambda: 0.45)
+
+
+def test_the_balance_has_bounds():
+    policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.0}))
+    for tokens, bound in ((0, policy.LEAST), (LONGEST, policy.MOST)):
+        for _ in range(20):
+            policy.update(LONGEST, tokens, 0.0, 2.0)
+        assert policy._balance == bound
+
+
 def test_acceptance_is_learned_from_proposals_that_were_declined():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 40.0}))  # never worth it
     for _ in range(100):
@@ -191,9 +209,12 @@ def test_the_confidence_is_by_the_length_of_the_match():
         run = list(range(10, 10 + length))
         found = proposal(1, *run, 7, 2, *run)
         assert found.token == 7 and found.confidence() == MATCH_ACCEPTANCE[min(length, len(MATCH_ACCEPTANCE)) - 1]
+        at_begin = proposal(*run, 7, 2, *run)
+        assert at_begin.token == 7 and at_begin.confidence() == found.confidence()
     assert proposal(5, 5, 5).token == 5  # a match may overlap its own copy
     assert proposal(1, 2, 3, 8, 9, 3, 4, 1, 2, 3).token == 8  # the longer n-gram, although the shorter one is later
     assert proposal(3, 4, 0, 3, 5, 9, 3).token == 5  # of equal ones the last
+    assert proposal(0, 1, 2, 3, 4, 9, 1, 2, 3, 5, 0, 1, 2, 3).token == 5  # which may have a shorter whole match
 
 
 def test_random_proposals_must_not_be_declined():
