@@ -1,5 +1,7 @@
 """Shared fixtures and markers: run a program of this project as a user does, export tiny pairs, schedule test files."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -92,10 +94,16 @@ def starts_ray(nodeid):
 
 class OneStartsRay(LoadFileScheduling):
     """One test process runs all that starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives
-    its processes."""
+    its processes. Where there are more processes than cores, it runs nothing else: Rays mostly wait."""
 
     def _split_scope(self, nodeid):
         return "ray" if starts_ray(nodeid) else super()._split_scope(nodeid)
+
+    def _reschedule(self, node):
+        if "ray" not in self.assigned_work[node] or len(self.nodes) <= len(CORES):
+            super()._reschedule(node)
+        elif not node.shutting_down:
+            node.shutdown()  # after what it has
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -106,9 +114,25 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_runtest_setup(item):
     """A test process of several has a core of its own: the threads of small models mostly wait for each other, and cost
     a fifth more where others want the cores, too. Rays, which wait for much, have them all."""
-    if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-        own = {CORES[int(worker.removeprefix("gw")) % len(CORES)]}
-        os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own)
+    if CORES and os.environ.get("PYTEST_XDIST_WORKER"):
+        os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own_core())
+
+
+HELD = []  # a lock is released when it is collected as garbage
+
+
+@functools.cache
+def own_core():
+    """The first core that no other test process has, or all cores where each is somebody's."""
+    from filelock import FileLock, Timeout
+
+    for core in CORES:
+        lock = FileLock(Path(os.environ["XDG_CACHE_HOME"]) / f"core-{core}.lock")
+        with contextlib.suppress(Timeout):
+            lock.acquire(blocking=False)
+            HELD.append(lock)
+            return {core}
+    return CORES
 
 
 @pytest.fixture
