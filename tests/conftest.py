@@ -60,7 +60,7 @@ LONGEST = [
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
 SLOW = [
     *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
-    *("test_comparisons", "test_figures"),
+    *("test_comparisons", "test_figures", "test_benchmark_batching"),
 ]
 
 
@@ -168,6 +168,29 @@ def kept_signals():
     yield
     for number, handler in usual.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def shared_server():
+    """A function that returns the server of all tests that need no other: it has a batch of 4 texts and a queue of 4,
+    answers of at most 300 tokens, exact arithmetic, and no key. A test may end it; the next call starts another."""
+    from tests.support.serving import METRICS_EXPORTED, Server
+
+    options = ("--max-num-seqs", 4, "--max-queue", 4, "--max-output-tokens", 300, "--timeout", 60)
+    options += ("--property", "EXECUTION_MODE_HINT=ACCURACY")  # a text does not depend on the others in the batch
+    options += ("--num-assistant-tokens", 3)  # the adaptive rule drafts where it pays on this machine
+    env = {**METRICS_EXPORTED, "RAY_gcs_server_port_wait_time_s": "10"}  # until a head that was killed is given up
+    servers = []
+
+    def shared_server():
+        if not servers or servers[-1].process.poll() is not None:
+            servers.append(Server(*options, env=env))
+            servers[-1].wait_for("ready: ")
+        return servers[-1]
+
+    yield shared_server
+    for server in servers:
+        server.end()
 
 
 @pytest.fixture(scope="session")
