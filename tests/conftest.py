@@ -46,17 +46,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("architecture", ARCHITECTURES if every else ("llama", "mistral", "gemma3"))
 
 
-STARTING_RAY = [
-    *("test_serve", "test_serve_faults", "test_serve_cluster", "test_address", "test_benchmark_serving"),
-    "test_serve_soak",
+IN_RAYS_PROCESS = [  # the last ends the server that those before it share
+    *("test_serve_cluster", "test_address", "test_benchmark_serving", "test_serve_soak", "test_serve", "test_readme"),
+    "test_serve_faults",
 ]
+STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # of which a few tests do
 LONGEST = [
-    *(*STARTING_RAY, "test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *(*IN_RAYS_PROCESS, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
-
-
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
 SLOW = [
     *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
