@@ -182,11 +182,12 @@ def test_ctrl_c_ends_what_was_started(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     import psutil
 
-    def servers():
-        return [one for one in psutil.Process(process.pid).children() if "serve_pair" in " ".join(one.cmdline())]
+    def both_servers():  # beside other children, which come and go
+        children = psutil.Process(process.pid).children()
+        found = [one for one in children if "serve_pair" in " ".join(one.cmdline())]
+        return found if len(found) == 2 else None
 
-    wait_until(lambda: len(servers()) == 2, "both servers are started")
-    started = servers()
+    started = wait_until(both_servers, "both servers are started", passing=(psutil.Error,))
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in stderr
