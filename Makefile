@@ -4,7 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PY := $(BIN)/python
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes with a core each, and a third for what starts Rays, which mostly waits (tests/conftest.py).
+PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TESTS ?=# selected files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
 .PHONY: demo test test-fast test-all test-fresh test-samples smoke lint figures docs clean
@@ -18,7 +19,7 @@ test: lint
 
 # About a minute: no exports, no Ray, no browser, no slow tests.
 test-fast: .venv/all-installed
-	$(PYTEST) -m "not slow and not ray and not export and not browser" $(TESTS)
+	$(PYTEST) -n 2 -m "not slow and not ray and not export and not browser" $(TESTS)
 
 # All architectures, long sampling tests, soaks and the training: hours.
 test-all: lint

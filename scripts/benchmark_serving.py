@@ -32,7 +32,7 @@ from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_unsound
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
@@ -95,9 +95,11 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
             str(max(arguments.max_concurrency)),
         ]
         folders = {DRAFT: [arguments.main, arguments.draft], ALONE: [arguments.main]}
-        servers = {name: StartedServer([*pair, *options]) for name, pair in folders.items()}
-        for server in servers.values():
-            stack.callback(server.end)
+        servers = {}
+        with ctrl_c_waits():
+            for name, pair in folders.items():
+                servers[name] = StartedServer([*pair, *options])
+                stack.callback(servers[name].end)
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
     found = {name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}

@@ -1,5 +1,7 @@
 """Shared fixtures and markers: run a program of this project as a user does, export tiny pairs, schedule test files."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -44,21 +46,20 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("architecture", ARCHITECTURES if every else ("llama", "mistral", "gemma3"))
 
 
-STARTING_RAY = [
-    *("test_serve", "test_serve_faults", "test_serve_cluster", "test_address", "test_benchmark_serving"),
-    "test_serve_soak",
+IN_RAYS_PROCESS = [  # the last ends the server that those before it share
+    *("test_serve_cluster", "test_address", "test_benchmark_serving", "test_serve_soak", "test_serve", "test_readme"),
+    "test_serve_faults",
 ]
+STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # of which a few tests do
 LONGEST = [
-    *(*STARTING_RAY, "test_readme", "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
+    *(*IN_RAYS_PROCESS, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
-
-
 EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training"]
 SLOW = [
     *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
-    *("test_comparisons", "test_figures"),
+    *("test_comparisons", "test_figures", "test_benchmark_batching"),
 ]
 
 
@@ -92,10 +93,16 @@ def starts_ray(nodeid):
 
 class OneStartsRay(LoadFileScheduling):
     """One test process runs all that starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives
-    its processes."""
+    its processes. Where there are more processes than cores, it runs nothing else: Rays mostly wait."""
 
     def _split_scope(self, nodeid):
         return "ray" if starts_ray(nodeid) else super()._split_scope(nodeid)
+
+    def _reschedule(self, node):
+        if "ray" not in self.assigned_work[node] or len(self.nodes) <= len(CORES):
+            super()._reschedule(node)
+        elif not node.shutting_down:
+            node.shutdown()  # after what it has
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -106,9 +113,25 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_runtest_setup(item):
     """A test process of several has a core of its own: the threads of small models mostly wait for each other, and cost
     a fifth more where others want the cores, too. Rays, which wait for much, have them all."""
-    if CORES and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-        own = {CORES[int(worker.removeprefix("gw")) % len(CORES)]}
-        os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own)
+    if CORES and os.environ.get("PYTEST_XDIST_WORKER"):
+        os.sched_setaffinity(0, CORES if starts_ray(item.nodeid) else own_core())
+
+
+HELD = []  # a lock is released when it is collected as garbage
+
+
+@functools.cache
+def own_core():
+    """The first core that no other test process has, or all cores where each is somebody's."""
+    from filelock import FileLock, Timeout
+
+    for core in CORES:
+        lock = FileLock(Path(os.environ["XDG_CACHE_HOME"]) / f"core-{core}.lock")
+        with contextlib.suppress(Timeout):
+            lock.acquire(blocking=False)
+            HELD.append(lock)
+            return {core}
+    return CORES
 
 
 @pytest.fixture
@@ -144,6 +167,29 @@ def kept_signals():
     yield
     for number, handler in usual.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def shared_server():
+    """A function that returns the server of all tests that need no other: it has a batch of 4 texts and a queue of 4,
+    answers of at most 300 tokens, exact arithmetic, and no key. A test may end it; the next call starts another."""
+    from tests.support.serving import METRICS_EXPORTED, Server
+
+    options = ("--max-num-seqs", 4, "--max-queue", 4, "--max-output-tokens", 300, "--timeout", 60)
+    options += ("--property", "EXECUTION_MODE_HINT=ACCURACY")  # a text does not depend on the others in the batch
+    options += ("--num-assistant-tokens", 3)  # the adaptive rule drafts where it pays on this machine
+    env = {**METRICS_EXPORTED, "RAY_gcs_server_port_wait_time_s": "10"}  # until a head that was killed is given up
+    servers = []
+
+    def shared_server():
+        if not servers or servers[-1].process.poll() is not None:
+            servers.append(Server(*options, env=env))
+            servers[-1].wait_for("ready: ")
+        return servers[-1]
+
+    yield shared_server
+    for server in servers:
+        server.end()
 
 
 @pytest.fixture(scope="session")

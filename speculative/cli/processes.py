@@ -94,6 +94,22 @@ def ctrl_c_raises() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
 
 
+@contextlib.contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C within the block raises KeyboardInterrupt at its end, so that what it starts is known by then."""
+    if not _sets_signals():
+        yield
+        return
+    came: list[int] = []
+    usual = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if came:
+        raise KeyboardInterrupt
+
+
 def _pipes_have_a_signal() -> bool:
     """Windows has none."""
     return hasattr(signal, "SIGPIPE") and _sets_signals()

@@ -5,6 +5,7 @@ Costs for one request at a time are measured once and cached on disk, those for 
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -27,6 +28,7 @@ MEASURED_BATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
 FORMAT = 3  # of the cached file; format 1 may hold costs measured under load, format 2 includes changes of size
 CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
 TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
+ENOUGH_SECONDS = 2.0  # of measuring for batches at every start: then two repetitions do
 TRIES = 5  # measurements on a busy machine
 DISORDER = 1.2  # a forward pass this many times slower than one over more tokens was disturbed by other load
 
@@ -64,14 +66,16 @@ def _in_disorder(seconds: dict[int, float]) -> bool:
 
 def measure_batched(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
     """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
-    seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED])
+    seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
     return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
 
 
-def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]]) -> Seconds:
+def _clock(
+    main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]], enough: float = math.inf
+) -> Seconds:
     """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
     the CPU caches. Each pass follows one over as many tokens by the same model: after another number of tokens,
-    OpenVINO prepares the pass again. Clears both KV caches."""
+    OpenVINO prepares the pass again. Two repetitions do after `enough` seconds. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
     most = max(n for n, _ in counts)
     context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
@@ -88,8 +92,8 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
             if of_model is not None:
                 of_model.setdefault(n, []).append(time.perf_counter() - begin)
 
-    started = time.perf_counter()
-    while len(times_main.get(counts[0][0], ())) <= TIMES or time.perf_counter() - started < LEAST_SECONDS:
+    started, rounds, elapsed = time.perf_counter(), 0, 0.0
+    while rounds < 2 or (rounds <= TIMES and elapsed < enough) or elapsed < LEAST_SECONDS:
         for n, n_draft in counts:
             time_one(main, n)
             if draft:
@@ -98,10 +102,11 @@ def _clock(main: CachedModel, draft: CachedModel | None, counts: list[tuple[int,
             if draft:
                 time_one(draft, n_draft, times_draft)
                 time_one(draft, n_draft, times_further)
+        rounds, elapsed = rounds + 1, time.perf_counter() - started
     for model in models:
         model.reset()
-    # The first pass of a shape is slower. The lower quartile excludes the load of other programs.
-    return Seconds(*({n: sorted(of_n[1:])[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
+    # The lower quartile excludes the load of other programs, and of few repetitions a first one that is slower.
+    return Seconds(*({n: sorted(of_n)[(len(of_n) - 1) // 4] for n, of_n in of_model.items()} for of_model in times))
 
 
 def key(*models: ModelSpec | None) -> str:

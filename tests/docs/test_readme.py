@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.serving import Server
 from tests.support.waiting import wait_until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -122,12 +120,11 @@ def test_python_block(program, checkout):
 
 
 @pytest.fixture(scope="module")
-def at_server():
-    """Start the server; the fixture is a function that replaces the documented ports in a text by the server's."""
-    with Server(env={"RAY_metrics_report_interval_ms": "1000"}) as server:
-        metrics = f"http://127.0.0.1:{server.metrics_port}/metrics"
-        wait_until(lambda: "speculative_" in httpx.get(metrics).text, "metrics come")
-        yield lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
+def at_server(shared_server):
+    """A function that replaces the documented ports in a text by those of a running server."""
+    server = shared_server()
+    wait_until(server.metrics, "metrics come")
+    return lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 
 def make_missing_pair(command, checkout):

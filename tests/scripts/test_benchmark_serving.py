@@ -1,8 +1,5 @@
-"""The load benchmarks as users run them, on the embedded pair; their counts and their summaries."""
+"""benchmark_serving.py as users run it, on the embedded pair; what the load benchmarks count and say."""
 
-import csv
-import itertools
-import json
 import signal
 import socket
 import subprocess
@@ -13,105 +10,17 @@ import pytest
 
 from speculative.bench.load.clients import Target, ask, closed_loop
 from speculative.bench.load.metrics import Load, RequestRecord, Span, break_even, outcomes, row, table, take_turns
-from speculative.bench.result import BatchingResult, ServingResult
-from speculative.models.spec import ModelSpec
+from speculative.bench.result import ServingResult
+from tests.support import load_benchmarks
 from tests.support.paths import DRAFT, MAIN, ROOT
-from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
-SERVING, BATCHING = "scripts/benchmark_serving.py", "scripts/benchmark_batching.py"
-QUICK = [
-    "--max-concurrency",
-    "1,3",
-    "--seconds",
-    "1.5",
-    "--rounds",
-    "1",
-    "--max-new-tokens",
-    "12",
-    "--max-prompts",
-    "4",
-]
-QUICK += ["--property", "EXECUTION_MODE_HINT=ACCURACY"]
+SERVING = "scripts/benchmark_serving.py"
 
 
-@pytest.fixture(scope="module", params=[SERVING, BATCHING])
-def measured(request, tmp_path_factory):
-    """One run in exact arithmetic: the finished process, its result, and the folder with its files."""
-    folder = tmp_path_factory.mktemp("load")
-    files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
-    command = [sys.executable, request.param, str(MAIN), str(DRAFT), *QUICK, *files]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=500)
-    assert process.returncode == 0, process.stderr
-    assert "Traceback" not in process.stderr
-    return request.param, process.stdout, folder
-
-
-def test_every_method_is_measured_with_every_number_of_clients(measured):
-    program, printed, folder = measured
-    result = json.loads(printed.splitlines()[-1])
-    assert problems(result, ServingResult if program == SERVING else BatchingResult) == []
-    serving = ["main model alone", "with draft"]
-    batching = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
-    methods = serving if program == SERVING else batching
-    assert [(row["way"], row["clients"]) for row in result["rows"]] == list(itertools.product(methods, (1, 3)))
-    for one in result["rows"]:
-        assert one["answered"] == one["requests"] >= one["clients"]
-        assert one["refused"] == one["cut off"] == one["lost"] == 0
-        assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
-        assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
-        if one["way"] in ("with draft", "ours, adaptive draft"):
-            assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # as far as it pays here
-            assert not one["mean_draft_length"] or 0 <= one["acceptance_rate"] <= 1
-        if one["speedup"] is not None:
-            assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text
-    assert result["program"] in program and len(result["summary"]) >= 4
-    assert any(line.startswith("The draft ") for line in result["summary"])
-    assert json.loads((folder / "load.json").read_text(encoding="utf-8")) == result
-    rows = list(csv.DictReader((folder / "load.csv").open(encoding="utf-8")))
-    assert [row["name"] for row in rows] == [row["name"] for row in result["rows"]]
-    page = (folder / "load.html").read_text(encoding="utf-8")
-    assert all(f'id="load-{key}"' in page for key in ("throughput", "ttft", "tpot", "mean_draft_length"))
-    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_both_engines_get_the_same_prompts(measured):
-    """In exact arithmetic the main model alone gives the same texts in GenAI and in our engine."""
-    program, printed, _ = measured
-    if program == SERVING:
-        pytest.skip("ours only")
-    compared = json.loads(printed.splitlines()[-1])["comparisons"]
-    engines = [one for one in compared if one["what"].startswith("ours, main alone / GenAI, main alone")]
-    assert [one["clients"] for one in engines] == [1, 3]
-    assert all(one["same_text"] == one["texts"] > 0 for one in engines)
-
-
-def test_genai_alone_has_its_default_scheduler(monkeypatch):
-    """Only with a draft does it need prompts that are not split."""
-    from openvino_genai import SchedulerConfig
-
-    from speculative.bench.load import batch_methods
-
-    made = []
-    monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
-    batch_methods.genai_pipeline(ModelSpec(MAIN), most_texts=16)
-    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), most_texts=16)
-    names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
-    alone, draft = ([getattr(config, name) for name in names] for config in made)
-    assert alone == [getattr(SchedulerConfig(), name) for name in names]
-    assert draft[0] is False and draft[1] > alone[1] and draft[2:] == alone[2:]
-
-
-def test_memory_is_told_for_each_choice(measured):
-    program, printed, _ = measured
-    if program == SERVING:
-        pytest.skip("in process only")
-    starts = {start["name"]: start for start in json.loads(printed.splitlines()[-1])["starts"]}
-    assert len(starts) == 4
-    for name, start in starts.items():
-        assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
-        assert ("ours" in name) == bool(start["cache_bytes"])
-    assert starts["ours, draft"]["cache_bytes"] > starts["ours, main alone"]["cache_bytes"]
+def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
+    result = load_benchmarks.measure(SERVING, tmp_path)
+    load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +37,8 @@ def test_memory_is_told_for_each_choice(measured):
         (["--url", "http://127.0.0.1:1/v1"], 1, "127.0.0.1:1"),
     ],
 )
-def test_bad_input_is_one_sentence(run, arguments, status, word):
-    process = run(SERVING, *arguments)
+def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+    process = run_here(SERVING, *arguments)
     assert process.returncode == status, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
 
@@ -273,11 +182,12 @@ def test_ctrl_c_ends_what_was_started(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     import psutil
 
-    def servers():
-        return [one for one in psutil.Process(process.pid).children() if "serve_pair" in " ".join(one.cmdline())]
+    def both_servers():  # beside other children, which come and go
+        children = psutil.Process(process.pid).children()
+        found = [one for one in children if "serve_pair" in " ".join(one.cmdline())]
+        return found if len(found) == 2 else None
 
-    wait_until(lambda: len(servers()) == 2, "both servers are started")
-    started = servers()
+    started = wait_until(both_servers, "both servers are started", passing=(psutil.Error,))
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in stderr

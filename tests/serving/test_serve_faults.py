@@ -7,12 +7,12 @@ import contextlib
 import functools
 import http.client
 import json
-import re
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from collections import Counter
 
 import psutil
 import pytest
@@ -25,10 +25,10 @@ from tests.support import waiting
 from tests.support.serving import Server
 from tests.support.waiting import PATIENCE
 
-LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0}  # seconds of text
-LONGER = {**LONG, "max_tokens": 1000}
+LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}  # seconds of text
 SHORT = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
-RUNNING, WAITING = 2, 2  # of a replica
+RUNNING, WAITING = 4, 4  # of a replica
+STREAMS = 2
 
 
 def endpoint(server):
@@ -78,15 +78,9 @@ def is_idle(server):
     return health(server) == {"status": "ok", "running": 0, "waiting": 0}
 
 
-def counted(server):
+def counted(sums):
     """The server's request counts by outcome."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = {}
-    for line in lines:
-        if match := re.match(r'ray_speculative_requests(?:_total)?\{.*outcome="(\w+)".*\} ([\d.e+]+)', line):
-            found[match[1]] = found.get(match[1], 0) + int(float(match[2]))
-    return found
+    return Counter({name[1]: count for name, count in sums.items() if isinstance(name, tuple)})
 
 
 def post(server, body, path="/completions", headers=()):
@@ -108,7 +102,7 @@ def head_of(server):
     """The process of its Ray's head, or None."""
     for process in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "gcs_server" in process.name():
+            if "gcs_server" in process.name() and runs(process):
                 return process
 
 
@@ -116,13 +110,18 @@ def head_of(server):
 
 
 @pytest.fixture(scope="module")
-def server():
-    with Server("--max-num-seqs", RUNNING, "--max-queue", WAITING) as server:
-        yield server
+def server(shared_server):
+    return shared_server()
 
 
 @pytest.fixture(scope="module")
-def sent():
+def before(server):
+    """The requests that it counted before the tests below, by outcome."""
+    return counted(server.settled_metrics())
+
+
+@pytest.fixture(scope="module")
+def sent(before):
     """The requests that the tests below sent, by the outcome that the server should count."""
     return {}
 
@@ -133,7 +132,7 @@ def count(sent, **more):
 
 
 def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
-    clients = Clients(server, RUNNING + WAITING, LONGER)
+    clients = Clients(server, RUNNING + WAITING, LONG)
     wait_until(lambda: health(server)["waiting"] == WAITING, "the queue is full")
     answers = [one(server, number=i) for i in range(6)] + clients.answers()
     assert outcomes(answers) == {"answered": RUNNING + WAITING, "refused": 6, "cut off": 0, "lost": 0}
@@ -141,7 +140,7 @@ def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
         if answer.outcome == "refused":
             assert answer.status == 429 and answer.retry_after >= 1 and "queue" in answer.error
         else:
-            assert answer.tokens == LONGER["max_tokens"] and answer.finish_reason == "length"
+            assert answer.tokens == LONG["max_tokens"] and answer.finish_reason == "length"
     count(sent, length=RUNNING + WAITING, refused_429=6)
     wait_until(lambda: is_idle(server), "every place is free")
 
@@ -162,7 +161,7 @@ def some_running_some_waiting(server):
     """The connections of clients, or None if their texts ended too soon."""
     clients = []
     for i in range(RUNNING + WAITING):
-        path, body = endpoint(server).request(f"def f{i}(x):", LONGER)
+        path, body = endpoint(server).request(f"def f{i}(x):", LONG)
         connection = endpoint(server).connect()
         connection.request("POST", path, body, endpoint(server).headers)
         clients.append(connection)
@@ -181,13 +180,13 @@ def test_a_slow_reader_holds_up_nobody_and_gets_all(server, sent):
         slow.connect(("127.0.0.1", server.port))
         slow.sendall(request % (path.encode(), len(body)) + body)
         got = slow.recv(1)
-        answers = [one(server, {**SHORT, "max_tokens": 200}, i) for i in range(5)]
+        answers = [one(server, {**SHORT, "max_tokens": 100}, i) for i in range(5)]
         assert outcomes(answers)["answered"] == 5
         wait_until(lambda: health(server)["running"] == 0, "its text is decoded though it is not read")
         while b"data: [DONE]" not in got:
             got += slow.recv(1 << 16)
     usage = json.loads(got.rpartition(b"data: {")[2].partition(b"\n")[0].join([b"{", b""]))["usage"]
-    assert usage["completion_tokens"] == 500
+    assert usage["completion_tokens"] == LONG["max_tokens"]
     count(sent, length=6)
 
 
@@ -283,38 +282,32 @@ def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
     wait_until(lambda: is_idle(server), "every place is free")
 
 
-def test_the_server_counts_as_its_clients_do(server, sent):
+def test_the_server_counts_as_its_clients_do(server, before, sent):
     """After all of the above, the counts match the requests sent: none is missing and none is extra."""
-    wait_until(
-        lambda: all(counted(server).get(name, 0) >= number for name, number in sent.items()),
-        f"the server has counted {sent}",
-    )
-    found = counted(server)
+
+    def new():
+        return counted(server.metrics()) - before
+
+    wait_until(lambda: all(new()[name] >= number for name, number in sent.items()), f"the server has counted {sent}")
+    found = new()
     assert all(found[name] == sent[name] for name in ("disconnected", "refused_429")), found
     assert not [name for name in found if name.startswith("refused_5") or "failed" in name or "internal" in name], found
 
 
-def test_when_rays_head_is_killed_the_server_begins_anew(server):
+def test_when_rays_head_is_killed_the_server_begins_anew_and_once_more_if_that_fails(server):
     """Running streams are cut off; a retry is answered."""
     before = psutil.Process(server.process.pid).children(recursive=True)
     head = head_of(server)
-    clients = Clients(server, RUNNING)
-    clients.wait_until_streaming(RUNNING)
+    clients = Clients(server, STREAMS)
+    clients.wait_until_streaming(STREAMS)
     head.kill()
+    server.wait_for("lost the Ray head node: restarting")
+    wait_until(lambda: not any(runs(process) for process in before), "none of what was lost is left")
+    wait_until(lambda: head_of(server), "Ray's head starts").kill()
+    server.wait_for("Ray did not start (")
     server.wait_for("ready: ")
     assert outcomes(clients.answers())["lost"] == 0
     assert one(server).outcome == "answered"
-    wait_until(lambda: not any(runs(process) for process in before), "none of what was lost is left")
-
-
-def test_a_ray_that_does_not_start_is_started_once_more():
-    server = Server()
-    try:
-        wait_until(lambda: head_of(server), "Ray's head starts").kill()
-        server.wait_for("Ray did not start (")
-        server.wait_for("ready: ")
-    finally:
-        server.end()
 
 
 def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
@@ -333,8 +326,8 @@ def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
 def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
     """Last: the server of the tests above is stopped while streaming."""
     before = psutil.Process(server.process.pid).children(recursive=True)
-    clients = Clients(server, RUNNING)
-    clients.wait_until_streaming(RUNNING)
+    clients = Clients(server, STREAMS)
+    clients.wait_until_streaming(STREAMS)
     server.process.send_signal(signal.SIGTERM)
     refused = []
     while server.process.poll() is None and len(refused) < 1000:
@@ -344,7 +337,7 @@ def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
             time.sleep(0.1)
     assert server.end() == 0
     answers = clients.answers()
-    assert outcomes(answers)["answered"] == RUNNING and {answer.tokens for answer in answers} == {500}
+    assert outcomes(answers)["answered"] == STREAMS and {answer.tokens for answer in answers} == {LONG["max_tokens"]}
     assert refused and outcomes(refused)["lost"] == 0
     assert {answer.status for answer in refused if answer.outcome == "refused"} <= {503}
     wait_until(lambda: not any(runs(process) for process in before), "none of its processes is left")

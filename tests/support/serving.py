@@ -11,13 +11,17 @@ import asyncio
 import contextlib
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import uvicorn
@@ -31,6 +35,7 @@ from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import wait_until
 
 READY_SECONDS = 180
+METRICS_EXPORTED = {"RAY_metrics_report_interval_ms": "500"}  # by Ray's agent; every 10 seconds by default
 
 
 @contextlib.contextmanager
@@ -49,6 +54,8 @@ def ray_cluster(**head):
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
         patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
+        patch.setenv("RAY_worker_niceness", "0")  # by default 15: other test processes would come first
+        patch.setenv("RAY_health_check_period_ms", "500")  # by default 3 s: a node is lost when it misses five
         cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
         yield cluster
         cluster.shutdown()
@@ -98,6 +105,27 @@ class Server:
         """A client without retries: a test should see the first response."""
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
 
+    def metrics(self) -> Counter:
+        """The sums of its metrics so far, by name; those of an outcome also by (name, outcome)."""
+        sums: Counter = Counter()
+        for line in httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics").text.splitlines():
+            if line.startswith(("ray_speculative_", "ray_spec_decode_")):
+                name, value = line.partition("{")[0].removeprefix("ray_"), float(line.rsplit(" ", 1)[1])
+                sums[name] += value
+                if outcome := re.search(r'outcome="(\w+)"', line):
+                    sums[name, outcome[1]] += value
+        return sums
+
+    def settled_metrics(self) -> Counter:
+        """The same once all that is over is in them."""
+
+        def settled():
+            before = self.metrics()
+            time.sleep(2.5)  # a replica updates them every second
+            return before if before == self.metrics() else None
+
+        return wait_until(settled, "the metrics stay as they are")
+
     def interrupt(self) -> None:
         """Ctrl-C, as a terminal gives it: to Ray's processes, too."""
         interrupt_group(self.process)
@@ -117,6 +145,11 @@ class Server:
             self.lines.append(line.rstrip("\n"))
             self._came.put(self.lines[-1])
         self._came.put(None)
+
+
+def small_server(*options: object, **more) -> Server:
+    """A server that starts fast, for tests that need one of their own: the embedded draft alone."""
+    return Server("--model-name", Server.model, *options, main=DRAFT, draft=None, **more)
 
 
 class Counts:

@@ -36,25 +36,24 @@ def cluster():
         yield cluster
 
 
-@pytest.fixture
-def node(cluster):
-    """Add a node of this name; all are removed after the test."""
-    added = []
+@pytest.fixture(scope="module")
+def machines(cluster):
+    """A function of a number: so many nodes of the cluster, by name, some of them those of earlier tests."""
+    names = iter(("one", "two", "three", "four", "five", "six"))
+    there = {}
 
-    def node(name, **more):
-        added.append(cluster.add_node(num_cpus=1, node_name=name, **ROOM, **more))
-        return added[-1]
+    def machines(number):
+        for name, one in list(there.items()):
+            if one not in cluster.worker_nodes:  # removed by a test
+                del there[name]
+            elif len(there) > number:
+                cluster.remove_node(there.pop(name))
+        while len(there) < number:
+            name = next(names)
+            there[name] = cluster.add_node(num_cpus=1, node_name=name, **ROOM)
+        return dict(there)
 
-    yield node
-    for one in added:
-        with contextlib.suppress(Exception):  # it may be gone already
-            cluster.remove_node(one)
-
-
-@pytest.fixture
-def two(node):
-    """Two machines, one and two."""
-    return node("one"), node("two")
+    return machines
 
 
 def start(program, *arguments, python=(sys.executable,), **options):
@@ -83,6 +82,16 @@ def cells_of(result):
     return {(cell["main_device"], cell["draft_device"]): cell for cell in result["matrix"]["cells"]}
 
 
+def running_cell(results, nodes):
+    """The name of the node that measures a cell, after another cell was measured, and its process."""
+
+    def found():
+        cells = {name: running("speculative.bench.devices.cell", one) for name, one in nodes.items()}
+        return next(((name, cell) for name, cell in cells.items() if cell), None) if results.exists() else None
+
+    return wait_until(found, "the second cell is measured")
+
+
 def running(program, node):
     """The process of `program` that runs on a node of the cluster: its parent's parent is the node's raylet."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -96,72 +105,73 @@ def running(program, node):
 # ---- device_swap.py -------------------------------------------------------------------------------------------------
 
 
-def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, two, tmp_path):
-    asked = ["--address", cluster.address, "--devices", "GPU,CPU,AUTO:CPU", "--results", tmp_path / "cells.jsonl"]
+def test_the_machines_share_the_cells_and_a_second_run_measures_none(cluster, machines, tmp_path):
+    names = set(machines(2))
+    asked = ["--address", cluster.address, "--devices", "GPU,CPU", "--results", tmp_path / "cells.jsonl"]
     result, stderr = finish(start(SWAP, *asked, *QUICK))
     assert "2 Ray nodes are on 1 computer: these take turns" in stderr
     cells = cells_of(result)
-    assert len(cells) == 12
+    assert len(cells) == 6
     measured = {key: cell for key, cell in cells.items() if "GPU" not in key}
     assert {cell["status"] for cell in measured.values()} == {"ok"}
-    assert {cell["machine"] for cell in measured.values()} == {"one", "two"}
+    assert {cell["machine"] for cell in measured.values()} == names
     assert all(cell["same_text"] for cell in measured.values())
-    assert set(result["environment"]["machines"]) == {"one", "two"}
+    assert set(result["environment"]["machines"]) == names
     for key, cell in cells.items():
         if "GPU" in key:
             assert cell["status"] == "absent" and "there is no GPU" in cell["reason"] and "machine" not in cell
     assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
     again, stderr = finish(start(SWAP, *asked, *QUICK))
-    assert "6 of 6 cells are already in" in stderr
+    assert "2 of 2 cells are already in" in stderr
     assert cells_of(again) == cells
 
 
-def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, two, tmp_path):
-    results = tmp_path / "cells.jsonl"
-    asked = ["--address", cluster.address, "--devices", "AUTO:CPU,HETERO:CPU", "--results", results]
+def test_ctrl_c_ends_what_runs_on_the_machines(cluster, machines, tmp_path):
+    two, results = machines(2), tmp_path / "cells.jsonl"
+    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    wait_until(lambda: running("speculative.bench.devices.cell", two[1]) and results.exists())
-    cluster.remove_node(two[1], allow_graceful=False)
-    result, _ = finish(process)
-    cells = cells_of(result)
-    assert len(cells) == 6 and {cell["status"] for cell in cells.values()} == {"ok"}
-    assert "one" in {cell["machine"] for cell in cells.values()}
-    kept = [json.loads(line)["result"]["machine"] for line in results.read_text(encoding="utf-8").splitlines()]
-    assert sorted(kept) == sorted(cell["machine"] for cell in cells.values())
-
-
-def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, node, tmp_path):
-    only = node("only")
-    asked = ["--address", cluster.address, "--devices", "CPU", "--results", tmp_path / "cells.jsonl", *QUICK]
-    process = start(SWAP, *asked, "--max-new-tokens", 401)
-    wait_until(lambda: (tmp_path / "cells.jsonl").exists() and running("speculative.bench.devices.cell", only))
-    cluster.remove_node(only, allow_graceful=False)
-    result, _ = finish(process, status=1)
-    cells = cells_of(result)
-    assert cells["CPU", "none"]["status"] == "ok" and cells["CPU", "CPU"]["status"] == "not run"
-    assert "machine only was lost" in cells["CPU", "CPU"]["reason"]
-    assert any("machine only was lost" in line for line in result["summary"])
-    node("other")
-    again, stderr = finish(start(SWAP, *asked, "--max-new-tokens", 401))
-    assert "1 of 2 cells are already in" in stderr and cells_of(again)["CPU", "CPU"]["machine"] == "other"
-
-
-def test_ctrl_c_ends_what_runs_on_the_machines(cluster, two, tmp_path):
-    results = tmp_path / "cells.jsonl"
-    asked = ["--address", cluster.address, "--devices", "CPU,AUTO:CPU", "--results", results]
-    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
-    child = wait_until(lambda: results.exists() and running("speculative.bench.devices.cell", two[1]))
+    _, cell = running_cell(results, two)
     process.send_signal(signal.SIGINT)
     result, _ = finish(process, status=130)
     statuses = [cell["status"] for cell in cells_of(result).values()]
     assert "ok" in statuses and "not run" in statuses
-    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
+    assert psutil.wait_procs([cell], timeout=PATIENCE)[1] == []
 
 
-def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
-    node("far")
+def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, machines, tmp_path):
+    two, results = machines(2), tmp_path / "cells.jsonl"
+    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
+    process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
+    lost, _ = running_cell(results, two)
+    cluster.remove_node(two[lost], allow_graceful=False)
+    result, _ = finish(process)
+    cells = cells_of(result)
+    assert len(cells) == 2 and {cell["status"] for cell in cells.values()} == {"ok"}
+    assert {cell["machine"] for cell in cells.values()} == set(two) - {lost}
+    kept = [json.loads(line)["result"]["machine"] for line in results.read_text(encoding="utf-8").splitlines()]
+    assert sorted(kept) == sorted(cell["machine"] for cell in cells.values())
+
+
+def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, machines, tmp_path):
+    one, results = machines(1), tmp_path / "cells.jsonl"
+    asked = ["--address", cluster.address, "--devices", "CPU", "--results", results, *QUICK]
+    process = start(SWAP, *asked, "--max-new-tokens", 401)
+    name, _ = running_cell(results, one)
+    cluster.remove_node(one[name], allow_graceful=False)
+    result, _ = finish(process, status=1)
+    cells = cells_of(result)
+    assert cells["CPU", "none"]["status"] == "ok" and cells["CPU", "CPU"]["status"] == "not run"
+    assert f"machine {name} was lost" in cells["CPU", "CPU"]["reason"]
+    assert any(f"machine {name} was lost" in line for line in result["summary"])
+    (other,) = machines(1)
+    again, stderr = finish(start(SWAP, *asked, "--max-new-tokens", 401))
+    assert "1 of 2 cells are already in" in stderr and cells_of(again)["CPU", "CPU"]["machine"] == other != name
+
+
+def test_models_have_to_be_on_each_machine(cluster, machines, tmp_path):
+    (name,) = machines(1)
     folders = [DRAFT, tmp_path / "elsewhere"]
-    missing = r"machine far has no model in .*elsewhere: copy it to the same path there"
+    missing = rf"machine {name} has no model in .*elsewhere: copy it to the same path there"
     with pytest.raises(ValueError, match=missing), ray_nodes.connect(cluster.address, folders, print):
         pass
 
@@ -174,8 +184,8 @@ def test_models_have_to_be_on_each_machine(cluster, node, tmp_path):
     ],
 )
 @pytest.mark.parametrize("program", [SWAP, TUNE])
-def test_a_wrong_address_is_one_sentence(run, program, address, words):
-    done = run(program, DRAFT, DRAFT, "--address", address)
+def test_a_wrong_address_is_one_sentence(run_here, program, address, words):
+    done = run_here(program, DRAFT, DRAFT, "--address", address)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert all(word in done.stderr.splitlines()[-1] for word in words)
 
@@ -195,23 +205,25 @@ def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
 # ---- tune.py --------------------------------------------------------------------------------------------------------
 
 
-def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluster, two, tmp_path):
+def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluster, machines, tmp_path):
+    two = machines(2)
+    kept, lost = two
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(width, height):\nimport os\n", encoding="utf-8")
     files = ["--out", tmp_path / "found.json", "--prompts", prompts]
-    short = ["--minutes", 0.3, "--max-new-tokens", 12, "--devices", "CPU"]
+    short = ["--minutes", 0.15, "--max-new-tokens", 12, "--devices", "CPU"]
     process = start(TUNE, "--address", cluster.address, *files, *short, python=EACH_STEP)
     early = ""
     while "properties" not in early:
         early += (piece := process.stderr.read(1))
         assert piece, early
-    worker = running("speculative.bench.tuning.worker", two[1])
-    assert running("speculative.bench.tuning.worker", two[0]) and worker
-    cluster.remove_node(two[1], allow_graceful=False)
+    worker = running("speculative.bench.tuning.worker", two[lost])
+    assert running("speculative.bench.tuning.worker", two[kept]) and worker
+    cluster.remove_node(two[lost], allow_graceful=False)
     result, _ = finish(process)
     assert "2 Ray nodes are on 1 computer" in early
-    assert set(result["environment"]["machines"]) == {"one", "two"}
-    assert any("Machines lost during tuning" in line and "two" in line for line in result["summary"])
+    assert set(result["environment"]["machines"]) == set(two)
+    assert any("Machines lost during tuning" in line and lost in line for line in result["summary"])
     names = {row["name"] for row in result["rows"]}
     assert {"GenAI, main alone, default properties", "GenAI, K = 5, default properties"} <= names
     rows = {row["name"]: row["speedup"] for row in result["rows"]}
@@ -219,8 +231,8 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     schedulers = [name for name in alone if name.endswith("max_num_batched_tokens=2147483648")]
     assert not any("draft: " in name for name in alone)  # not with what only a draft is told
     assert {name: alone[name] for name in set(alone) - {*schedulers}} == {"GenAI, main alone, default properties": 1}
-    kept = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert kept["measured_on"].keys() == {"openvino_genai", "CPU"}
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["measured_on"].keys() == {"openvino_genai", "CPU"}
     assert psutil.wait_procs([worker], timeout=PATIENCE)[1] == []
 
 

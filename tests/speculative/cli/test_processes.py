@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from speculative.cli.processes import interrupt_group, kill_group, own_group, terminate_group
+from speculative.cli.processes import ctrl_c_waits, interrupt_group, kill_group, own_group, terminate_group
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -50,6 +50,16 @@ def test_a_group_ends_with_all_that_it_started(end):
         assert leader.wait(PATIENCE) != 0
         assert psutil.wait_procs([other], timeout=PATIENCE)[1] == []
         end(leader)  # nothing is left: no error
+
+
+def test_ctrl_c_waits_until_what_is_started_is_known():
+    usual, started = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
+        signal.raise_signal(signal.SIGINT)
+        started.append(1)
+    assert started and signal.getsignal(signal.SIGINT) is usual
+    with ctrl_c_waits():
+        pass
 
 
 def test_a_group_can_be_interrupted_and_this_program_is_not():

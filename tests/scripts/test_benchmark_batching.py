@@ -1,0 +1,56 @@
+"""benchmark_batching.py as users run it, on the embedded pair; what it counts and says: test_benchmark_serving.py."""
+
+import pytest
+
+from speculative.bench.result import BatchingResult
+from speculative.models.spec import ModelSpec
+from tests.support import load_benchmarks
+from tests.support.paths import DRAFT, MAIN
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("load")
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return load_benchmarks.measure("scripts/benchmark_batching.py", folder)
+
+
+def test_every_method_is_measured_with_every_number_of_texts(result, folder):
+    methods = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
+    load_benchmarks.check(result, BatchingResult, methods, folder)
+
+
+def test_both_engines_get_the_same_prompts(result):
+    """In exact arithmetic the main model alone gives the same texts in GenAI and in our engine."""
+    compared = result["comparisons"]
+    engines = [one for one in compared if one["what"].startswith("ours, main alone / GenAI, main alone")]
+    assert [one["clients"] for one in engines] == [1, 3]
+    assert all(one["same_text"] == one["texts"] > 0 for one in engines)
+
+
+def test_genai_alone_has_its_default_scheduler(monkeypatch):
+    """Only with a draft does it need prompts that are not split."""
+    from openvino_genai import SchedulerConfig
+
+    from speculative.bench.load import batch_methods
+
+    made = []
+    monkeypatch.setattr(batch_methods, "ContinuousBatchingPipeline", lambda main, config, *rest: made.append(config))
+    batch_methods.genai_pipeline(ModelSpec(MAIN), most_texts=16)
+    batch_methods.genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), most_texts=16)
+    names = ("dynamic_split_fuse", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "cache_size")
+    alone, draft = ([getattr(config, name) for name in names] for config in made)
+    assert alone == [getattr(SchedulerConfig(), name) for name in names]
+    assert draft[0] is False and draft[1] > alone[1] and draft[2:] == alone[2:]
+
+
+def test_memory_is_told_for_each_choice(result):
+    starts = {start["name"]: start for start in result["starts"]}
+    assert len(starts) == 4
+    for name, start in starts.items():
+        assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
+        assert ("ours" in name) == bool(start["cache_bytes"])
+    assert starts["ours, draft"]["cache_bytes"] > starts["ours, main alone"]["cache_bytes"]
