@@ -179,10 +179,9 @@ def test_linked_files_and_headings_exist(page):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise from Python 3.13 on")
-def test_the_generated_pages_are_up_to_date():
+def test_the_generated_pages_are_up_to_date(run_here):
     """The command line, the Python API, and the architecture page with its list of files."""
-    command = [sys.executable, str(ROOT / "docs/generate.py"), "--check"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
+    process = run_here("docs/generate.py", "--check")
     assert process.returncode == 0, process.stdout + process.stderr
 
 
