@@ -34,7 +34,7 @@ DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,interm
 FEW = "--prompts few_prompts.jsonl"
 BENCHMARK = "--starts 1 --rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts"
 SHORTER = {
-    "scripts/benchmark.py models/embedded": f"--paths genai,engine {BENCHMARK}",
+    "scripts/benchmark.py models/embedded": f"--paths engine {BENCHMARK}",
     "scripts/benchmark.py": BENCHMARK,
     "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_batching.py": "--starts 1 --max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
@@ -91,7 +91,7 @@ SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
-    r"build/tinyllama|scripts/(benchmark_serving|device_swap|smoke|sweep_draft_length).py|\.venv|--huge-pages"
+    r"build/tinyllama|scripts/(benchmark_(batching|costs|serving)|device_swap|smoke|sweep_draft_length).py|\.venv"
 )
 
 
