@@ -153,6 +153,7 @@ def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch
     assert Path(arguments[0]) in vars(module.parse_arguments()).values()
 
 
+@posix
 def test_the_installation_is_what_make_does():
     """And what CI does, in a fresh clone; with --long, the commands run."""
     shown = list(commands("bash"))
