@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 from tests.support.paths import ROOT
 
 NOTEBOOK = ROOT / "samples/notebooks/speculative_sampling.ipynb"
-FEW = {"NEW_TOKENS": 16, "MAX_PROMPTS": 4, "ROUNDS": 1}
+FEW = {"NEW_TOKENS": 24, "MAX_PROMPTS": 4, "ROUNDS": 1}
 COMPUTED = """
 import json
 print(json.dumps({
