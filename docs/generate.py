@@ -8,11 +8,14 @@ sentence of each module.
 
 import argparse
 import ast
+import contextlib
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
@@ -66,17 +69,21 @@ def cli() -> str:
 
 
 def usage(program: str) -> str:
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    process = subprocess.run(
-        [sys.executable, str(ROOT / program), "--help"],
-        capture_output=True,
-        encoding="utf-8",
-        env=environment,
-        cwd=ROOT,
-    )
-    if process.returncode:
-        sys.exit(f"error: {program} --help failed: {process.stderr.strip()}")
-    return "\n".join(line.rstrip() for line in process.stdout.strip().splitlines())
+    """The output of `python PROGRAM --help`, run in this process, so that the engine is imported only once."""
+    output, path = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), ROOT / program
+    with (
+        mock.patch.dict(os.environ, COLUMNS="120", NO_COLOR="1"),
+        mock.patch.object(sys, "argv", [program, "--help"]),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),  # as Python has it for a program
+        contextlib.redirect_stdout(output),
+    ):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                sys.exit(f"error: {program} --help failed: {end.code}")
+    output.seek(0)
+    return "\n".join(line.rstrip() for line in output.read().strip().splitlines())
 
 
 # ---- Python API -----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ from speculative.cli.arguments import (
     above_zero,
     add_huge_pages_argument,
     add_pair_arguments,
+    add_paths_argument,
     add_run_arguments,
     add_starts_argument,
     lengths,
@@ -67,12 +68,6 @@ PATHS = ("draft", "genai", "lookup", "engine", "sampled")
 REPEATS_ITSELF = 0.25  # repetition above which the summary warns
 
 
-def names(text: str) -> list[str]:
-    if not set(text.split(",")) <= set(PATHS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(PATHS)}")
-    return text.split(",")
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
@@ -80,9 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
     )
-    parser.add_argument(
-        "--paths", type=names, default=",".join(PATHS), help=f"comma-separated, from {','.join(PATHS)} (default: all)"
-    )
+    add_paths_argument(parser, PATHS)
     parser.add_argument(
         "--temperature", type=above_zero, default=1.0, metavar="T", help="temperature of the sampled path (default: 1)"
     )

@@ -816,6 +816,7 @@ class LosslessEnvironment(TypedDict):
     device: str  # of the main model
     draft_device: str  # of the draft model
     properties: Properties  # of both models
+    paths: list[str]  # chosen, of "engine", "genai" and "lookup"
     sampling: Sampling
     max_new_tokens: int  # new tokens per greedy text
     draws: int  # samples per path of this project's engine

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from speculative.cli.properties import PROPERTY
@@ -70,6 +71,18 @@ def add_starts_argument(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of times to start the processes of all engines, with --rounds rounds each (default: 1)",
     )
+
+
+def add_paths_argument(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """`--paths`: some of the `known` paths of decoding, by default all."""
+
+    def paths(text: str) -> list[str]:
+        if not set(text.split(",")) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(known)}")
+        return text.split(",")
+
+    every = ",".join(known)
+    parser.add_argument("--paths", type=paths, default=every, help=f"comma-separated, from {every} (default: all)")
 
 
 def whole(text: str) -> int:

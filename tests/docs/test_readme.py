@@ -1,11 +1,18 @@
-"""Every command in README and docs runs in a copy of the checkout, in the shell it is written for; links resolve."""
+"""Every command in README and docs runs in a copy of the checkout, in the shell it is written for; links resolve.
 
+Of commands that measure for long, and whose programs run in their own tests, only the arguments are parsed, without
+--long.
+"""
+
+import importlib
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,8 +30,10 @@ LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.in.md", R
 SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
 DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
 FEW = "--prompts few_prompts.jsonl"
+BENCHMARK = "--starts 1 --rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts"
 SHORTER = {
-    "scripts/benchmark.py": "--starts 1 --rounds 1 -k 4 --max-new-tokens 16 --max-prompts 2 --no-starts",
+    "scripts/benchmark.py models/embedded": f"--paths engine {BENCHMARK}",
+    "scripts/benchmark.py": BENCHMARK,
     "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_batching.py": "--starts 1 --max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
@@ -32,8 +41,8 @@ SHORTER = {
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
     "scripts/sweep_draft_length.py": "--rounds 1 -k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
-    "scripts/tune.py": "--minutes 0.2 --max-new-tokens 16",
-    "scripts/verify_lossless.py": "--draws 100 --tokens 2 -k 2 --max-new-tokens 8",
+    "scripts/tune.py": "--minutes 0.1 --max-new-tokens 16",
+    "scripts/verify_lossless.py": "--draws 100 --tokens 2 -k 2 --max-new-tokens 8 --paths engine",
 }
 
 
@@ -78,6 +87,16 @@ posix = pytest.mark.posix("bash blocks; PowerShell's are compared with them belo
 SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 
 
+# Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
+LONG = re.compile(
+    r"build/tinyllama|scripts/(benchmark_(batching|costs|serving)|device_swap|smoke|sweep_draft_length).py|\.venv"
+)
+
+
+def marked(commands):
+    return [pytest.param(one, id=one, marks=[pytest.mark.long] * bool(LONG.search(one))) for one in commands]
+
+
 def every(language):
     """The commands (in Python: blocks) of a language on all pages: those that need no server, and those that do."""
     found = {}
@@ -109,9 +128,37 @@ def in_bash(command):
 
 
 @posix
-@pytest.mark.parametrize("command", every("bash")[0])
+@pytest.mark.parametrize("command", marked(every("bash")[0]))
 def test_command(command, checkout):
     run(in_bash(command), checkout)
+
+
+@pytest.mark.parametrize(
+    "command", [one for kind in every("bash") for one in kind if LONG.search(one) and "scripts/" in one]
+)
+def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch):
+    program, *arguments = shlex.split(command.removeprefix("python "))
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "build/tinyllama").mkdir(parents=True)
+    if "--main-of" in arguments:
+        made = {"kind": "benchmark pair", "main": {"shape": asdict(module.SHAPES["TinyLlama-1.1B"])}}
+        (tmp_path / "build/tinyllama/pair.json").write_text(json.dumps(made), encoding="utf-8")
+    elif "make_benchmark_pair" in program:
+        (tmp_path / "build/tinyllama").rmdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    assert Path(arguments[0]) in vars(module.parse_arguments()).values()
+
+
+@posix
+def test_the_installation_is_what_make_does():
+    """And what CI does, in a fresh clone; with --long, the commands run."""
+    shown = list(commands("bash"))
+    made = subprocess.run(["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, capture_output=True, text=True)
+    steps = made.stdout.replace("python3 -m venv", "python -m venv").splitlines()
+    install = [re.sub("--[a-z-]+ (?=.*-r )", "", step) for step in steps if not step.startswith("touch")]
+    assert len(install) == 3 and all(step in shown for step in install), made.stdout + made.stderr
 
 
 @pytest.mark.parametrize("program", every("python")[0])
@@ -137,7 +184,7 @@ def make_missing_pair(command, checkout):
 
 
 @posix
-@pytest.mark.parametrize("command", every("bash")[1])
+@pytest.mark.parametrize("command", marked(every("bash")[1]))
 def test_serving_command(command, checkout, request):
     if command == "python samples/serve/serve_pair.py models/embedded/main models/embedded/draft":
         request.getfixturevalue("at_server")  # it is what `Server` starts, and runs until Ctrl-C
@@ -176,10 +223,9 @@ def test_linked_files_and_headings_exist(page):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise from Python 3.13 on")
-def test_the_generated_pages_are_up_to_date():
+def test_the_generated_pages_are_up_to_date(run_here):
     """The command line, the Python API, and the architecture page with its list of files."""
-    command = [sys.executable, str(ROOT / "docs/generate.py"), "--check"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=600)
+    process = run_here("docs/generate.py", "--check")
     assert process.returncode == 0, process.stdout + process.stderr
 
 

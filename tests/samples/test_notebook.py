@@ -1,4 +1,5 @@
-"""The notebook is executed as committed, from the first cell to the last; the tests check what its cells computed."""
+"""The notebook is executed from the first cell to the last, with fewer tokens and rounds than as committed, and with
+--long as committed, too; the tests check what its cells computed."""
 
 import json
 import re
@@ -13,6 +14,7 @@ from nbclient import NotebookClient
 from tests.support.paths import ROOT
 
 NOTEBOOK = ROOT / "samples/notebooks/speculative_sampling.ipynb"
+FEW = {"NEW_TOKENS": 24, "MAX_PROMPTS": 4, "ROUNDS": 1}
 COMPUTED = """
 import json
 print(json.dumps({
@@ -42,15 +44,22 @@ def read(folder):
     return nbformat.read(folder / NOTEBOOK.name, as_version=4)
 
 
+def change_settings(notebook, code):
+    """As a user does: run `code` after the cell with the settings."""
+    after = [cell.id for cell in notebook.cells].index("settings") + 1
+    notebook.cells.insert(after, nbformat.v4.new_code_cell(code))
+
+
 def execute(notebook, folder):
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}})
     return client.execute()
 
 
-@pytest.fixture(scope="module")
-def executed(folder):
-    """{cell id: its outputs} after a run with the settings as they are, and what the cells computed."""
+@pytest.fixture(scope="module", params=[FEW, pytest.param({}, marks=pytest.mark.long)], ids=["few", "as-committed"])
+def executed(folder, request):
+    """{cell id: its outputs} after a run with other settings or as committed, and what the cells computed."""
     notebook = read(folder)
+    change_settings(notebook, "".join(f"{name} = {value}\n" for name, value in request.param.items()))
     notebook.cells.append(nbformat.v4.new_code_cell(COMPUTED, id="computed"))
     outputs = {cell.id: cell.outputs for cell in execute(notebook, folder).cells if cell.cell_type == "code"}
     return outputs, json.loads(text_of(outputs["computed"]))
@@ -127,7 +136,7 @@ def test_devices_come_from_a_dropdown(computed, outputs):
 def test_devices_come_from_the_settings_without_ipywidgets(folder):
     notebook = cells_up_to(read(folder), "chosen")
     settings = 'import sys\nsys.modules["ipywidgets"] = None\nDRAFT_DEVICE = "AUTO:CPU"'
-    notebook.cells.insert(3, nbformat.v4.new_code_cell(settings))
+    change_settings(notebook, settings)
     notebook.cells.append(nbformat.v4.new_code_cell("print(main_choice, MAIN_DEVICE, DRAFT_DEVICE)"))
     assert text_of(execute(notebook, folder).cells[-1].outputs) == "None CPU AUTO:CPU\n"
 

@@ -1,6 +1,7 @@
 """verify_lossless.py: its statistics against independent computations, and the script with correct and broken engines.
 
-The roles of the embedded pair are swapped, so that the main model is the fast one.
+The script runs with a pair of tiny models, and with --long with the embedded pair, whose roles are swapped, so that the
+main model is the fast one.
 """
 
 import json
@@ -13,22 +14,27 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
+from speculative.bench import genai
+from speculative.bench.lossless.methods import PATHS
+from speculative.bench.lossless.verdicts import ALPHA
 from speculative.bench.result import LosslessResult
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import NgramProposer
+from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
 from speculative.sampling.lossless_check import OTHER, cell_of, compare, exact_joint
 from speculative.sampling.params import SamplingParams
+from speculative.sampling.rejection_sampling import Acceptance, draw
 from speculative.sequence.sequence import Sequence
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.tiny_llama import save_tiny_pair
 from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until_loaded
 
 SCRIPT = "scripts/verify_lossless.py"
 NO_DIFFERENCE = "no difference found"
-QUICK = (DRAFT, MAIN, "--draws", "100", "--max-new-tokens", "16", "-k", "2")
+FEW = ("--max-new-tokens", "16", "-k", "2")
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -132,7 +138,6 @@ def test_comparing_finds_a_wrong_distribution_and_passes_the_right_one():
     assert wrong.p_value < 1e-9 and wrong.total_variation > 3 * wrong.noise
 
 
-ALPHA = 1e-4
 SHAPES = [(3, 2), (40, 0.3), (400, 0.1)]  # few cells, some, and many of which most are put together
 
 
@@ -183,7 +188,12 @@ def test_without_draws_given_a_small_difference_of_the_engine_is_found(kept_sign
     monkeypatch.setattr("sys.argv", [SCRIPT, str(MAIN), str(DRAFT)])
     usual = verify_lossless.parse_arguments().draws
     cells = {(i,): 1 / 8 for i in range(8)}
-    assert lossless_check.detectable_total_variation(cells, usual, verify_lossless.ALPHA) < 0.06
+    assert lossless_check.detectable_total_variation(cells, usual, ALPHA) < 0.06
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny_pair(tmp_path_factory.mktemp("tiny"))
 
 
 def by_path(process):
@@ -192,15 +202,18 @@ def by_path(process):
     return document, *({row["path"]: row for row in document[mode]} for mode in ("greedy", "sampled"))
 
 
-def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
+@pytest.mark.parametrize(
+    ("pair", "draws"), [("tiny", 300), pytest.param("embedded", 100, marks=pytest.mark.long)], ids=["tiny", "embedded"]
+)
+def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run, tiny, pair, draws):
     """A failure here may mean that GenAI has changed: then the README and the facts about it are to change, too."""
-    process = run(SCRIPT, *QUICK)
+    process = run(SCRIPT, *(tiny if pair == "tiny" else (DRAFT, MAIN)), "--draws", draws, *FEW)
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
-    assert document["ok"]
+    assert document["ok"] and document["environment"]["paths"] == list(PATHS)
     for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
         assert greedy[f"engine {method}"]["verdict"] == "equal" and greedy[f"engine {method}"]["same"] == 3
-        assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == 100
+        assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == draws
     for method in ("draft, K = 2", "draft, by confidence"):
         assert 0 < sampled[f"engine {method}"]["acceptance_rate"] < 1
     assert document["reference"] == "GenAI main alone" and greedy["GenAI main alone"]["verdict"] == "reference"
@@ -216,35 +229,55 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run):
     assert any(line.startswith("engine draft, adaptive") and line.endswith(NO_DIFFERENCE) for line in lines)
     finds = sampled["engine draft, adaptive"]["detectable_total_variation"]
     assert 0.1 < finds < 0.5 and "exact" not in process.stdout.replace("exact distribution", "")
-    sentence = f"No difference found in 100 samples: a TV above {finds:.3f} would have been detected with 90%"
+    sentence = f"No difference found in {draws} samples: a TV above {finds:.3f} would have been detected with 90%"
     assert f"{sentence} power." in lines
 
 
-def run_with(patch, *arguments):
-    """Run the script with a line of Python before it that breaks the engine."""
-    start = f"import runpy, sys; {patch}\nrunpy.run_path('{SCRIPT}', run_name='__main__')"
-    command = [sys.executable, "-c", start, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+@pytest.fixture
+def run_tiny(run_here, tiny):
+    """Run some paths of the script with the tiny pair in this process, whose engine a test has broken."""
+
+    def run_tiny(paths, *arguments):
+        return run_here(SCRIPT, *tiny, "--draws", "100", *FEW, "--paths", paths, *arguments)
+
+    return run_tiny
 
 
-ACCEPT_ALL = (
-    "import speculative.sequence.sequence as d, speculative.sampling.rejection_sampling as r; "
-    "d.verify = lambda drafted, q, p, random: r.Acceptance(len(drafted), r.draw(p(len(drafted)), random))"
-)
-CRASH = (
-    "import speculative.drafting.proposers as d; "
-    "d.DraftModelProposer.propose = lambda *_: (_ for _ in ()).throw(RuntimeError('the planted crash'))"
-)
+def raising(message):
+    def fail(*_):
+        raise RuntimeError(message)
+
+    return fail
 
 
-NO_GENAI = (
-    "import speculative.bench.genai as g; load = g.load; "
-    "g.load = lambda *a: load(*a) if a[1] is None else (_ for _ in ()).throw(RuntimeError('a planted failure'))"
-)
+def accept_all(monkeypatch):
+    def verify(drafted, q, p, random):
+        return Acceptance(len(drafted), draw(p(len(drafted)), random))
+
+    monkeypatch.setattr("speculative.sequence.sequence.verify", verify)
 
 
-def test_an_engine_that_accepts_everything_fails():
-    process = run_with(ACCEPT_ALL, *QUICK)
+def load_only(monkeypatch, loads, message):
+    """Let GenAI load only those pipelines for whose draft `loads(draft)` is true."""
+    load = genai.load
+    monkeypatch.setattr(genai, "load", lambda main, draft: (load if loads(draft) else raising(message))(main, draft))
+
+
+def without_reference(monkeypatch):
+    load_only(monkeypatch, lambda draft: draft is not None, "no reference")
+
+
+def test_only_the_chosen_paths_run(run_tiny):
+    document, greedy, sampled = by_path(run_tiny("lookup"))
+    both = ["engine lookup, K = 2", "GenAI lookup, K = 2"]
+    assert document["environment"]["paths"] == ["lookup"] and document["ok"]
+    assert list(greedy) == ["GenAI main alone", "engine main alone", *both]
+    assert list(sampled) == ["GenAI main alone", *both]
+
+
+def test_an_engine_that_accepts_everything_fails(run_tiny, monkeypatch):
+    accept_all(monkeypatch)
+    process = run_tiny("engine")
     assert process.returncode == 1, process.stderr
     document, greedy, sampled = by_path(process)
     assert not document["ok"]
@@ -264,10 +297,10 @@ def draws_of(decoder, prompt, config, number, seed):
     return texts
 
 
-def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_found(monkeypatch):
+def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_found(tiny, monkeypatch):
     """One first token comes too often: all others, and what follows them, by the same share too seldom. A quarter more
     than what is found nine times in ten is found nearly always."""
-    main = cached_model.load(ModelSpec(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=64)
+    main = cached_model.load(ModelSpec(tiny[0], "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=64)
     prompt, draws, alpha = np.arange(40, 50), 400, 1e-4
     config = GenerationConfig(do_sample=True, top_k=4, max_new_tokens=5, ignore_eos=True, num_assistant_tokens=2)
     next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
@@ -293,18 +326,9 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     assert found.total_variation == pytest.approx(1.25 * stated, abs=0.1)  # no gross bug
 
 
-NO_REFERENCE = (
-    "import speculative.bench.genai as g; load = g.load; "
-    "g.load = lambda *a: load(*a) if a[1] else (_ for _ in ()).throw(RuntimeError('no reference'))"
-)
-NO_OWN_REFERENCE = (
-    "import speculative.decoder as d; steps = d.Decoder._steps; "
-    "d.Decoder._steps = lambda self, *a: steps(self, *a) if self.draft else (_ for _ in ()).throw(RuntimeError('none'))"
-)
-
-
-def test_where_genai_has_no_reference_the_engine_s_own_is_taken():
-    process = run_with(NO_REFERENCE, *QUICK)
+def test_where_genai_has_no_reference_the_engine_s_own_is_taken(run_tiny, monkeypatch):
+    without_reference(monkeypatch)
+    process = run_tiny("engine")
     document, greedy, _ = by_path(process)
     assert (process.returncode, document["ok"]) == (0, True), process.stderr
     assert document["reference"] == "engine main alone" and greedy["engine main alone"]["verdict"] == "reference"
@@ -313,14 +337,19 @@ def test_where_genai_has_no_reference_the_engine_s_own_is_taken():
     assert "GenAI main alone failed (no reference): the texts are compared with engine main alone." in process.stdout
 
 
-def test_a_wrong_engine_fails_where_genai_has_no_reference():
-    process = run_with(f"{NO_REFERENCE}; {ACCEPT_ALL}", *QUICK)
+def test_a_wrong_engine_fails_where_genai_has_no_reference(run_tiny, monkeypatch):
+    without_reference(monkeypatch)
+    accept_all(monkeypatch)
+    process = run_tiny("engine")
     assert process.returncode == 1, process.stderr
     assert by_path(process)[1]["engine draft, K = 2"]["verdict"] == "NOT equal"
 
 
-def test_without_any_reference_nothing_is_called_equal():
-    process = run_with(f"{NO_REFERENCE}; {NO_OWN_REFERENCE}", *QUICK)
+def test_without_any_reference_nothing_is_called_equal(run_tiny, monkeypatch):
+    without_reference(monkeypatch)
+    steps = Decoder._steps
+    monkeypatch.setattr(Decoder, "_steps", lambda self, *a: (steps if self.draft else raising("none"))(self, *a))
+    process = run_tiny("engine")
     document, greedy, _ = by_path(process)
     assert (process.returncode, document["ok"], document["reference"]) == (1, False, None), process.stderr
     assert greedy["engine draft, K = 2"]["verdict"] == "not compared" and greedy["engine draft, K = 2"]["same"] == 0
@@ -328,8 +357,9 @@ def test_without_any_reference_nothing_is_called_equal():
     assert "no text could be compared" in process.stdout
 
 
-def test_a_crash_of_the_engine_fails_and_ends_nothing_else():
-    process = run_with(CRASH, *QUICK, "--top-k", "3", "--top-p", "0.9", "--temperature", "0.7")
+def test_a_crash_of_the_engine_fails_and_ends_nothing_else(run_tiny, monkeypatch):
+    monkeypatch.setattr(DraftModelProposer, "propose", raising("the planted crash"))
+    process = run_tiny("engine,lookup", "--top-k", "3", "--top-p", "0.9", "--temperature", "0.7")
     assert process.returncode == 1, process.stderr
     document, greedy, sampled = by_path(process)
     assert document["environment"]["sampling"] == {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 3}
@@ -341,13 +371,15 @@ def test_a_crash_of_the_engine_fails_and_ends_nothing_else():
     assert sampled["GenAI main alone"]["verdict"] == NO_DIFFERENCE
 
 
-def test_what_is_wrong_in_genai_fails_if_strict():
+def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
     """Played by a pipeline that does not load, so that this does not rest on what GenAI does today."""
-    process = run_with(NO_GENAI, *QUICK, "--strict")
-    document, _, sampled = by_path(process)
-    assert (process.returncode, document["ok"]) == (1, False), process.stderr
-    assert all(row["holds"] for row in (*document["greedy"], *document["sampled"]) if row["ours"])
-    assert sampled["GenAI draft, K = 2"]["crash"] == "a planted failure"
+    load_only(monkeypatch, lambda draft: draft is None, "a planted failure")
+    for strict, status in (((), 0), (("--strict",), 1)):
+        process = run_tiny("engine,genai", *strict)
+        document, _, sampled = by_path(process)
+        assert (process.returncode, document["ok"]) == (status, not status), process.stderr
+        assert all(row["holds"] for row in (*document["greedy"], *document["sampled"]) if row["ours"])
+        assert sampled["GenAI draft, K = 2"]["crash"] == "a planted failure"
 
 
 @pytest.mark.parametrize(
@@ -361,6 +393,7 @@ def test_what_is_wrong_in_genai_fails_if_strict():
         ([MAIN, DRAFT, "--top-k", "few"], 2, "few"),
         ([MAIN, DRAFT, "--prompts", "no/such/file"], 2, "no/such/file"),
         ([MAIN, DRAFT, "--property", "THREADS"], 2, "KEY=VALUE"),
+        ([MAIN, DRAFT, "--paths", "engine,ours"], 2, "'engine,ours' is not a list of engine, genai, lookup"),
         ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )

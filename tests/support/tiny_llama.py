@@ -3,6 +3,8 @@
 Random weights, scaled so that next tokens vary, attention matters, and no token has a probability near 0 or 1.
 """
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,14 @@ import openvino
 
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Layer, Llama, Matrix
+from tests.support.paths import DRAFT
 
 VOCABULARY = 8
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 16
 
 
-def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None) -> Llama:
-    """A model of its own for each `seed`; with `noise` something like it. `bias` [8] is added to its logits."""
+def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None, vocabulary: int = VOCABULARY) -> Llama:
+    """A model of its own for each `seed`; with `noise` something like it. `bias` [vocabulary] is added to logits."""
     random, other = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
 
     def matrix(outputs: int, inputs: int, size: float = 1.0) -> Matrix:
@@ -25,14 +28,14 @@ def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None) ->
         return in_int8(weights * size / np.sqrt(inputs))
 
     ones = np.ones(HIDDEN, np.float32)
-    embedding = matrix(VOCABULARY, HIDDEN, np.sqrt(HIDDEN))
+    embedding = matrix(vocabulary, HIDDEN, np.sqrt(HIDDEN))
     attention = [matrix(HIDDEN, HIDDEN, 2) for _ in range(4)]
     feed_forward = [matrix(HIDDEN, HIDDEN) for _ in range(3)]
     return Llama(
         embedding=embedding,
         layers=[Layer(ones, *attention, ones, *feed_forward)],
         norm=ones,
-        head=matrix(VOCABULARY, HIDDEN, 1.2),
+        head=matrix(vocabulary, HIDDEN, 1.2),
         heads=HEADS,
         kv_heads=HEADS,
         frequencies=(10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
@@ -54,6 +57,19 @@ def save_tiny_llama(folder: Path, **options) -> Path:
     folder.mkdir(parents=True)
     openvino.save_model(llama_ir.build(tiny_llama(**options)), folder / "openvino_model.xml", compress_to_fp16=False)
     return folder
+
+
+def save_tiny_pair(folder: Path) -> tuple[str, str]:
+    """Main model and draft with the tokenizer of the embedded pair; only eight of its tokens are likely."""
+    vocabulary = json.loads((DRAFT / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    bias = np.full(vocabulary, -30, np.float32)
+    bias[300 : 300 + VOCABULARY] = 0
+    for role, noise in (("main", 0.0), ("draft", 0.3)):
+        save_tiny_llama(folder / role, seed=1, noise=noise, bias=bias, vocabulary=vocabulary)
+        for file in DRAFT.iterdir():
+            if not file.name.startswith("openvino_model"):
+                shutil.copy(file, folder / role)
+    return str(folder / "main"), str(folder / "draft")
 
 
 def save_llama_with_outlier_keys(folder: Path, size: float) -> Path:
