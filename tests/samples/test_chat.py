@@ -112,7 +112,7 @@ def test_reset_forgets_the_conversation(run_here, main, answers):
 
 
 def test_speculation_off_gives_the_same_text_without_drafts(run_here, main, answers):
-    done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", QUESTIONS[0])
+    done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", "/k 3", QUESTIONS[0])
     assert done.stdout == f"{answers[0][0]}\n" * 2
     without, drafting = re.findall(r"^\(new tokens.*\)$", done.stderr, re.MULTILINE)
     assert "block efficiency 1.00" in without
@@ -331,7 +331,7 @@ def test_ctrl_c_stops_an_answer_only_and_at_the_prompt_the_chat(terminal, main, 
     endless = tmp_path / "endless"
     shutil.copytree(main, endless)
     (endless / "generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")
-    chat = terminal("--max-new-tokens", 1900, model=endless)
+    chat = terminal("--max-new-tokens", 1900, "-k", 3, model=endless)
     chat.type(QUESTIONS[0] + "\n")
     chat.see(QUESTIONS[0] + "\r\n")
     chat.see(PLAIN)  # the answer streams

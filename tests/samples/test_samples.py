@@ -29,7 +29,7 @@ SAMPLES = {
 }
 ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
 WITH_CONSOLE = [name for name in ONE_SHOT if name != STAND_ALONE]
-GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0]}  # the others know nothing else
+GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0, "-k", 3]}  # the others know nothing else, and draft
 OUR_ENGINE = ("speculative_sampling_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
