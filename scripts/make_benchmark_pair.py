@@ -38,7 +38,7 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
-from speculative.cli.arguments import above_zero
+from speculative.cli.arguments import above_zero, whole
 from speculative.cli.processes import utf8_output
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
@@ -50,6 +50,7 @@ from speculative.error_text import one_line
 from speculative.modelgen import llama_ir
 from speculative.modelgen.expansion import Shape, expand, refuse_misfit, shape_of
 from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
@@ -71,7 +72,7 @@ SHAPES = {
 DRAFT_SHAPE = Shape(4, 512, 8, 4, 64, 2304, 32000, 1)  # 34 M
 CONTEXT = 8192  # written to config.json
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 throughout
-DRAFT_LENGTH, NEW_TOKENS = 4, 64
+DRAFT_LENGTH = 4
 TOLERANCE, TRIES = 0.02, 6  # of the acceptance rate
 COMPARED = 4  # prompts for comparing main's greedy tokens with the embedded main model's
 NOTE = "benchmark pair: the function of a small model at the shape of a large one, for measuring speed, not text"
@@ -111,6 +112,13 @@ def rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not an acceptance rate from 0 to 1")
 
 
+def new_tokens(text: str) -> int:
+    """An argparse type: a whole number of 2 or more, enough for a time per token."""
+    if (value := whole(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} new tokens are too few to time: use 2 or more")
+    return value
+
+
 def parse_arguments() -> argparse.Namespace:
     """Parse the arguments, check OUT and resolve the shapes, the prompts and the models that both are expanded from."""
     parser = build_parser()
@@ -143,6 +151,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="reuse the main model of this benchmark pair, sharing its disk space",
     )
     add("--prompts", type=Path, default=PROMPTS, help='JSON lines with "prompt" for measuring acceptance')
+    add(
+        "--max-new-tokens",
+        type=new_tokens,
+        default=64,
+        metavar="N",
+        help="new tokens per prompt for measuring acceptance and speed (default: 64)",
+    )
     add("--seed", type=int, default=0, help="seed of the random weights and the noise (default: 0)")
     add("--overwrite", action="store_true", help="replace OUT if it is a benchmark pair")
     add("--debug", action="store_true", help="show stack traces")
@@ -269,12 +284,11 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def acceptance_rate(main: Path, draft: Path, arguments: argparse.Namespace, description: str) -> float:
+def acceptance_rate(main: CachedModel, draft: Path, arguments: argparse.Namespace, description: str) -> float:
     """The acceptance rate at K = 4 over all prompts."""
-    model = cached_model.load(main)
-    source = DraftModelProposer(cached_model.load(draft), model.vocab_size)
-    engine = Decoder(model, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(main)))
-    config = openvino_genai.GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    source = DraftModelProposer(cached_model.load(draft), main.vocab_size)
+    engine = Decoder(main, source, FixedDraftLength(DRAFT_LENGTH), openvino_genai.Tokenizer(str(SOURCE)))
+    config = openvino_genai.GenerationConfig(max_new_tokens=arguments.max_new_tokens, ignore_eos=True)
     if arguments.temperature:
         config.do_sample, config.temperature = True, arguments.temperature
     bar = tqdm(arguments.prompts, desc=description, unit="prompt", leave=False)
@@ -289,6 +303,7 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
     as 1 - noise^2.5, which gives the first guess; further ones interpolate linearly between the nearest on both sides.
     """
     asked, tried = arguments.acceptance, {}
+    main = cached_model.load(SOURCE)
 
     def grown(noise: float) -> llama_ir.Llama:
         source = with_noise(arguments.draft_source, noise, arguments.seed)
@@ -296,7 +311,7 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
 
     def try_with(noise: float) -> float:
         write(grown(noise), folder)
-        tried[noise] = acceptance_rate(SOURCE, folder, arguments, f"draft with noise {noise:.3f}")
+        tried[noise] = acceptance_rate(main, folder, arguments, f"draft with noise {noise:.3f}")
         print(f"draft with noise {noise:.3f}: acceptance {tried[noise]:.3f}", file=sys.stderr)
         return tried[noise]
 
@@ -328,18 +343,18 @@ def make_main(arguments: argparse.Namespace, folder: Path) -> llama_ir.Llama:
     return main
 
 
-def same_tokens(main: Path, prompts: list[str]) -> dict:
+def same_tokens(main: Path, arguments: argparse.Namespace) -> dict:
     """How many greedy tokens equal the embedded main model's, up to the first difference of each prompt, in f32."""
     small, large = (genai.load(ModelSpec(folder, properties=EXACT)) for folder in (SOURCE, main))
-    equal = 0
-    for prompt in tqdm(prompts[:COMPARED], desc="same tokens", unit="prompt", leave=False):
+    prompts, equal = arguments.prompts[:COMPARED], 0
+    for prompt in tqdm(prompts, desc="same tokens", unit="prompt", leave=False):
         inputs = genai.encode(small.get_tokenizer(), prompt)
-        ours, theirs = (genai.generate(pipe, inputs, NEW_TOKENS).tokens for pipe in (large, small))
+        ours, theirs = (genai.generate(pipe, inputs, arguments.max_new_tokens).tokens for pipe in (large, small))
         equal += next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
-    return {"equal": equal, "compared": NEW_TOKENS * len(prompts[:COMPARED])}
+    return {"equal": equal, "compared": arguments.max_new_tokens * len(prompts)}
 
 
-def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
+def facts(model: llama_ir.Llama, folder: Path, arguments: argparse.Namespace) -> dict:
     """The facts on a model for pair.json. zero_share: share of weights that are exactly zero; time: best of three runs.
 
     Raises RuntimeError if the file is smaller than its int8 weights.
@@ -352,14 +367,16 @@ def facts(model: llama_ir.Llama, folder: Path, prompt: str) -> dict:
     matrices += [] if model.head is None else [model.head]
     zeros = sum(int(np.count_nonzero(matrix.values == matrix.zero_points)) for matrix in matrices)
     pipe = genai.load(ModelSpec(folder))
-    inputs = genai.encode(pipe.get_tokenizer(), prompt)
-    runs = [genai.generate(pipe, inputs, NEW_TOKENS) for _ in range(4)][1:]
+    inputs = genai.encode(pipe.get_tokenizer(), arguments.prompts[0])
+    runs = [genai.generate(pipe, inputs, arguments.max_new_tokens) for _ in range(4)][1:]
     return {
         "shape": asdict(dimensions),
         "parameters": dimensions.parameters,
         "zero_share": round(zeros / dimensions.parameters, 4),
         "bytes": size,
-        "milliseconds_per_token": round(min(run.decode_seconds for run in runs) * 1000 / (NEW_TOKENS - 1), 2),
+        "milliseconds_per_token": round(
+            min(run.decode_seconds for run in runs) * 1000 / (arguments.max_new_tokens - 1), 2
+        ),
     }
 
 
@@ -373,23 +390,23 @@ def make_pair(arguments: argparse.Namespace, folder: Path) -> dict:
         pair |= {key: before[key] for key in ("main", "same_greedy_tokens")}
     else:
         main = make_main(arguments, folder / "main")
-        pair["main"] = facts(main, folder / "main", arguments.prompts[0])
+        pair["main"] = facts(main, folder / "main", arguments)
         del main
-        pair["same_greedy_tokens"] = same_tokens(folder / "main", arguments.prompts)
+        pair["same_greedy_tokens"] = same_tokens(folder / "main", arguments)
     pair["draft"] = {
-        **facts(draft, folder / "draft", arguments.prompts[0]),
+        **facts(draft, folder / "draft", arguments),
         "function_layers": len(arguments.draft_source.layers),
         "noise": noise,
         "seed": arguments.seed,
     }
-    measured = acceptance_rate(folder / "main", folder / "draft", arguments, "acceptance")
+    measured = acceptance_rate(cached_model.load(folder / "main"), folder / "draft", arguments, "acceptance")
     pair["acceptance"] = {
         "asked": arguments.acceptance,
         "measured": round(measured, 4),
         "draft_length": DRAFT_LENGTH,
         "temperature": arguments.temperature,
         "prompts": len(arguments.prompts),
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": arguments.max_new_tokens,
     }
     write_json(folder / "pair.json", pair)
     made = "made by `python scripts/make_benchmark_pair.py`; see pair.json"

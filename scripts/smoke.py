@@ -107,14 +107,14 @@ class Output:
 
 
 def genai_outputs(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> Iterator[Output]:
-    """Decode each prompt twice with GenAI's pipeline and the draft: for the tokens, and streamed."""
+    """Decode each prompt with GenAI's pipeline and the draft."""
     pipe = genai.load(*model_specs(arguments, exact))
+    tokenizer = pipe.get_tokenizer()
     for prompt in prompts:
-        inputs = genai.encode(pipe.get_tokenizer(), prompt)
-        run = genai.generate(pipe, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens)
         pieces: list[str] = []
-        text = pipe.generate([prompt], greedy(arguments), pieces.append).texts[0]
-        yield Output(run.tokens, run.proposed, run.gained, text, pieces)
+        inputs = genai.encode(tokenizer, prompt)
+        run = genai.generate(pipe, inputs, arguments.max_new_tokens, arguments.num_assistant_tokens, pieces.append)
+        yield Output(run.tokens, run.proposed, run.gained, tokenizer.decode(run.tokens), pieces)
 
 
 def engine_outputs(arguments: argparse.Namespace, prompts: Sequence[str], exact: dict) -> Iterator[Output]:

@@ -1,5 +1,6 @@
 """Runs of OpenVINO GenAI's own pipeline, as records from which the metrics are computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,17 +59,18 @@ def generate(
     inputs: openvino_genai.TokenizedInputs,
     max_new_tokens: int,
     draft_length: int | None = None,
+    streamer: Callable[[str], None] | None = None,
 ) -> Run:
     """Generate max_new_tokens greedily, ignoring EOS.
 
-    `draft_length` is K for a pipeline with a draft, None for one without.
+    `draft_length` is K for a pipeline with a draft, None for one without. `streamer` receives the text piece by piece.
 
     A pair with an NPU varies K: then `proposed` assumes the given K and is not the number of tokens drafted.
     """
     config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, eos_token_id=NO_TOKEN)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
-    result = pipe.generate(inputs, config)
+    result = pipe.generate(inputs, config, streamer)
     metrics, drafting = result.perf_metrics, result.extended_perf_metrics
     # m_batch_sizes has the tokens gained per main-model forward pass; get_num_accepted_tokens() omits the last one.
     # With an NPU it also has those of all earlier calls, so count from the end.

@@ -203,16 +203,30 @@ def _require_part(folder: Path, part: str) -> None:
         raise DamagedFolder(f"{weights} is truncated ({found} of {needed} bytes); export or copy it again")
 
 
+class _Extent:
+    """Follows the elements of an IR's .xml: the root's tag, and where the last constant in the .bin file ends."""
+
+    def __init__(self) -> None:
+        self.root, self.bytes = "", 0
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.root = self.root or tag
+        if tag == "data" and {"offset", "size"} <= attributes.keys():
+            self.bytes = max(self.bytes, int(attributes["offset"]) + int(attributes["size"]))
+
+    def close(self) -> None:
+        """The parser requires it."""
+
+
 def _weight_bytes(xml: Path) -> int:
     """The size of the .bin file that an IR's .xml describes: where its last constant ends."""
-    needed, tag = 0, ""
-    for _, node in ElementTree.iterparse(xml):
-        tag = node.tag  # the last is the root's
-        if tag == "data" and {"offset", "size"} <= node.attrib.keys():
-            needed = max(needed, int(node.attrib["offset"]) + int(node.attrib["size"]))
-    if tag != "net":
-        raise ElementTree.ParseError(f"<{tag}> is not <net>")
-    return needed
+    extent = _Extent()
+    parser = ElementTree.XMLParser(target=extent)
+    parser.feed(xml.read_bytes())
+    parser.close()
+    if extent.root != "net":
+        raise ElementTree.ParseError(f"<{extent.root}> is not <net>")
+    return extent.bytes
 
 
 def _read_config(facts: ModelFacts) -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from speculative import decoder
 from speculative.models.spec import ModelSpec
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.paths import DRAFT, ROOT
+from tests.support.useless_draft import save_useless_draft
 from tests.support.waiting import PATIENCE
 
 CHAT = "samples/speculative_chat.py"
+SMALL = DRAFT  # the embedded draft serves as the main model, because it is fast
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 TOKENS = 24
 QUESTIONS = ["Write a function that reads a file.", "Now 你好 🙂"]
@@ -28,17 +30,17 @@ needs_terminal = pytest.mark.posix("pseudo-terminals are a POSIX thing")
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    """The embedded main model, with a chat template should it have none."""
-    if openvino_genai.Tokenizer(MAIN).chat_template:
-        return MAIN
+    """The small model with a chat template, and beside it, as `draft`, a draft that has half of its tokens right."""
     folder = tmp_path_factory.mktemp("chat") / "main"
-    shutil.copytree(MAIN, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    settings["chat_template"] = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    shutil.copytree(SMALL, folder)
+    save_useless_draft(folder.parent / "draft", share=0.05)
+    if not openvino_genai.Tokenizer(folder).chat_template:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings["chat_template"] = (
+            "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 
@@ -60,7 +62,7 @@ class Steps(openvino_genai.StreamerBase):
 @pytest.fixture(scope="module")
 def answers(main):
     """The greedy answers to QUESTIONS, and the first one coloured by hand, straight from GenAI's pipeline (K = 5)."""
-    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    draft = openvino_genai.draft_model(main.parent / "draft", "CPU", EXECUTION_MODE_HINT="ACCURACY")
     pipe = openvino_genai.LLMPipeline(main, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
     config = openvino_genai.GenerationConfig(max_new_tokens=TOKENS, num_assistant_tokens=5)
     history, texts, coloured = openvino_genai.ChatHistory(), [], ""
@@ -79,7 +81,7 @@ def answers(main):
 
 @pytest.fixture(scope="module")
 def engine(main):
-    return decoder.load(ModelSpec(main, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
+    return decoder.load(ModelSpec(main, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), main.parent / "draft")
 
 
 def drawn(temperature):
@@ -92,7 +94,8 @@ def drawn(temperature):
 
 
 def chat(run, main, *lines, options=()):
-    return run(CHAT, main, DRAFT, "--max-new-tokens", TOKENS, *EXACT, *options, stdin="".join(f"{x}\n" for x in lines))
+    options = ("--max-new-tokens", TOKENS, *EXACT, *options)
+    return run(CHAT, main, main.parent / "draft", *options, stdin="".join(f"{x}\n" for x in lines))
 
 
 def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, main, answers):
@@ -109,7 +112,7 @@ def test_reset_forgets_the_conversation(run_here, main, answers):
 
 
 def test_speculation_off_gives_the_same_text_without_drafts(run_here, main, answers):
-    done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", QUESTIONS[0])
+    done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", "/k 3", QUESTIONS[0])
     assert done.stdout == f"{answers[0][0]}\n" * 2
     without, drafting = re.findall(r"^\(new tokens.*\)$", done.stderr, re.MULTILINE)
     assert "block efficiency 1.00" in without
@@ -245,8 +248,8 @@ class Terminal:
 def terminal(main):
     opened = []
 
-    def open_terminal(*options, draft=DRAFT, main=main, **env):
-        chat = Terminal(main, draft, "--max-new-tokens", TOKENS, *EXACT, *options, **env)
+    def open_terminal(*options, model=main, **env):
+        chat = Terminal(model, main.parent / "draft", "--max-new-tokens", TOKENS, *EXACT, *options, **env)
         opened.append(chat)
         chat.see("/help lists the commands.")
         chat.see("> ")
@@ -328,7 +331,7 @@ def test_ctrl_c_stops_an_answer_only_and_at_the_prompt_the_chat(terminal, main, 
     endless = tmp_path / "endless"
     shutil.copytree(main, endless)
     (endless / "generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")
-    chat = terminal("--max-new-tokens", 1900, main=endless)
+    chat = terminal("--max-new-tokens", 1900, "-k", 3, model=endless)
     chat.type(QUESTIONS[0] + "\n")
     chat.see(QUESTIONS[0] + "\r\n")
     chat.see(PLAIN)  # the answer streams

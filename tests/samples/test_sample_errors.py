@@ -12,6 +12,7 @@ from tests.support.paths import DRAFT, MAIN, ROOT
 SPECULATIVE = "samples/speculative_greedy_lm.py"
 STAND_ALONE = "samples/speculative_decoding_lm.py"
 PROMPT = "def read_file(path):"
+SMALL = DRAFT  # the embedded draft serves as the main model, too, because it is fast
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_a_missing_folder(run, tmp_path):
 
 
 def test_a_folder_without_a_model(run_here, tmp_path):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, tmp_path, PROMPT), 2, tmp_path, "no openvino_model.xml", "draft")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, tmp_path, PROMPT), 2, tmp_path, "no openvino_model.xml", "draft")
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
@@ -66,7 +67,7 @@ def test_truncated_weights(run_here, broken, part, size):
     weights = broken / f"openvino_{part}.bin"
     whole = weights.stat().st_size
     os.truncate(weights, size if size >= 0 else whole + size)
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, broken, PROMPT), 1, weights, f"of {whole} bytes", "again")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, broken, PROMPT), 1, weights, f"of {whole} bytes", "again")
 
 
 def test_missing_weights(run_here, broken):
@@ -99,18 +100,18 @@ def test_a_swapped_pair_is_a_warning(run_here):
 def test_a_draft_with_another_tokenizer_is_refused_with_the_first_tokens_that_differ(run_here, broken, other_tokenizer):
     for file in other_tokenizer.iterdir():
         shutil.copy(file, broken)
-    done = run_here(SPECULATIVE, MAIN, broken, PROMPT)
-    assert_one_sentence(done, 2, MAIN, broken, "token ids differ", "' in main and '", "same tokenizer")
+    done = run_here(SPECULATIVE, SMALL, broken, PROMPT)
+    assert_one_sentence(done, 2, SMALL, broken, "token ids differ", "' in main and '", "same tokenizer")
 
 
 def test_a_draft_without_detokenizer_is_compared_by_encoding(run_here, broken, other_tokenizer):
     for file in broken.glob("openvino_detokenizer.*"):
         file.unlink()
-    assert run_here(SPECULATIVE, MAIN, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
+    assert run_here(SPECULATIVE, SMALL, broken, PROMPT, "--max-new-tokens", 4).returncode == 0
     for file in other_tokenizer.glob("openvino_tokenizer.*"):
         shutil.copy(file, broken)
-    done = run_here(SPECULATIVE, MAIN, broken, PROMPT)
-    assert_one_sentence(done, 2, MAIN, broken, "encoded differently", "for main and", "same tokenizer")
+    done = run_here(SPECULATIVE, SMALL, broken, PROMPT)
+    assert_one_sentence(done, 2, SMALL, broken, "encoded differently", "for main and", "same tokenizer")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -124,36 +125,38 @@ def test_a_corrupt_config(run_here, broken, name):
 
 @pytest.mark.parametrize("k", ["0", "-1", "65", "1000000000000", "four", "2.5", ""])
 def test_a_bad_draft_length(run_here, k):
-    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--num-assistant-tokens={k}")
+    done = run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, f"--num-assistant-tokens={k}")
     assert_one_sentence(done, 2, repr(k), "from 1 to 64")
 
 
 def test_a_draft_length_that_an_npu_cannot_check(run_here):
     npu = ("--device", "NPU", "--property", "NPUW_DEVICES=CPU")
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "-k", 8, *npu), 2, "-k 8", "NPU", "1 to 7")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, "-k", 8, *npu), 2, "-k 8", "NPU", "1 to 7")
 
 
 @pytest.mark.parametrize("count", ["0", "-5", "many", "99999999999"])
 def test_a_bad_number_of_new_tokens(run_here, count):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--max-new-tokens={count}"), 2, repr(count))
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, f"--max-new-tokens={count}"), 2, repr(count))
 
 
 @pytest.mark.parametrize("stdin", ["", "\n"])
 def test_an_empty_prompt(run_here, stdin):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT, "-", stdin=stdin), 2, "prompt is empty")
     if not stdin:
-        assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, ""), 2, "prompt is empty")
+        assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT, ""), 2, "prompt is empty")
 
 
 def test_a_prompt_that_is_not_utf_8():
-    command = [sys.executable, SPECULATIVE, str(MAIN), str(DRAFT), "-"]
+    command = [sys.executable, SPECULATIVE, str(SMALL), str(DRAFT), "-"]
     done = subprocess.run(command, input="naïve".encode("latin-1"), capture_output=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.decode().startswith("error: standard input is not UTF-8 (byte 2)")
 
 
 def test_a_prompt_longer_than_the_context(run_here):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+    assert_one_sentence(
+        run_here(SPECULATIVE, SMALL, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", SMALL
+    )
 
 
 def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run_here):
@@ -168,7 +171,7 @@ def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run_here):
 def test_an_unknown_device(run_here, option, device):
     bad = "GPX" if ":" in device else device or "''"
     role = "main" if option == "--device" else "draft"
-    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, option, device)
+    done = run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, option, device)
     assert_one_sentence(done, 2, f"{role}: there is no {bad}: ", "OpenVINO finds CPU")
 
 
@@ -181,22 +184,22 @@ def test_a_device_without_driver(run_here):
         pytest.skip("this machine has a GPU and an NPU, with their drivers")
     remedy = {"GPU": "install the OpenCL runtime", "NPU": "install the Intel NPU driver"}
     for device in missing:
-        done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--device", device)
+        done = run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, "--device", device)
         assert_one_sentence(done, 2, f"there is no {device}: ", remedy[device])
 
 
 @pytest.mark.parametrize("value", ["INFERENCE_PRECISION_HINT", "=f32", "KEY="])
 def test_a_property_that_is_no_pair(run_here, value):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, f"--property={value}"), 2, repr(value), "KEY=VALUE")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, f"--property={value}"), 2, repr(value), "KEY=VALUE")
 
 
 def test_a_property_the_device_does_not_know(run_here):
-    done = run_here(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+    done = run_here(SPECULATIVE, SMALL, DRAFT, PROMPT, "--property", "NO_SUCH=1")
     assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
 
 
 def test_debug_shows_the_stack_trace(run):
-    done = run(SPECULATIVE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1", "--debug")
+    done = run(SPECULATIVE, SMALL, DRAFT, PROMPT, "--property", "NO_SUCH=1", "--debug")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "speculative_greedy_lm.py" in done.stderr
@@ -217,11 +220,11 @@ def test_too_little_memory():
 
 
 def test_a_missing_argument(run_here):
-    assert_one_sentence(run_here(SPECULATIVE, MAIN, DRAFT), 2, "prompt", "--help")
+    assert_one_sentence(run_here(SPECULATIVE, SMALL, DRAFT), 2, "prompt", "--help")
 
 
 def test_the_chat_checks_its_models_too(run_here, tmp_path):
-    assert_one_sentence(run_here("samples/speculative_chat.py", MAIN, tmp_path), 2, tmp_path, "no openvino_model.xml")
+    assert_one_sentence(run_here("samples/speculative_chat.py", SMALL, tmp_path), 2, tmp_path, "no openvino_model.xml")
 
 
 # ---- the sample that stands alone -----------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def test_a_folder_that_the_sample_that_stands_alone_cannot_use(run_here, tmp_pat
         (tmp_path / "bad").mkdir()
     if kind == "checkpoint":
         (tmp_path / "bad/model.safetensors").touch()
-    folders = {"main": MAIN, "draft": DRAFT, role: tmp_path / "bad"}
+    folders = {"main": SMALL, "draft": DRAFT, role: tmp_path / "bad"}
     done = run_here(STAND_ALONE, *folders.values(), PROMPT)
     assert_one_sentence(done, 2, tmp_path / "bad", "no openvino_model.xml", "convert/export_pair.py")
 
@@ -242,7 +245,7 @@ def test_a_folder_that_the_sample_that_stands_alone_cannot_use(run_here, tmp_pat
 @pytest.mark.parametrize("option", ["--device", "--draft-device"])
 @pytest.mark.parametrize("device", ["GPX", "cpu", "HETERO:GPX"])  # AUTO leaves GPX out
 def test_an_unknown_device_of_the_sample_that_stands_alone(run_here, option, device):
-    done = run_here(STAND_ALONE, MAIN, DRAFT, PROMPT, option, device)
+    done = run_here(STAND_ALONE, SMALL, DRAFT, PROMPT, option, device)
     assert_one_sentence(done, 2, "GPX" if "GPX" in device else device)
 
 
@@ -253,13 +256,13 @@ def test_another_tokenizer_of_the_sample_that_stands_alone(run_here, broken, oth
     if not listed:
         for file in broken.glob("openvino_detokenizer.*"):
             file.unlink()
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, broken, PROMPT), 2, MAIN, broken, "differ", "same tokenizer")
+    assert_one_sentence(run_here(STAND_ALONE, SMALL, broken, PROMPT), 2, SMALL, broken, "differ", "same tokenizer")
 
 
 def test_the_sample_that_stands_alone_needs_no_detokenizer_of_the_draft(run_here, broken):
     for file in broken.glob("openvino_detokenizer.*"):
         file.unlink()
-    done = run_here(STAND_ALONE, MAIN, broken, PROMPT, "--max-new-tokens", 4)
+    done = run_here(STAND_ALONE, SMALL, broken, PROMPT, "--max-new-tokens", 4)
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
@@ -278,16 +281,16 @@ def test_the_sample_that_stands_alone_needs_no_detokenizer_of_the_draft(run_here
     ],
 )
 def test_a_bad_option_of_the_sample_that_stands_alone(run_here, options, parts):
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, PROMPT, *options), 2, *parts)
+    assert_one_sentence(run_here(STAND_ALONE, SMALL, DRAFT, PROMPT, *options), 2, *parts)
 
 
 @pytest.mark.parametrize("stdin", ["", "\n"])
 def test_an_empty_prompt_of_the_sample_that_stands_alone(run_here, stdin):
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, "-", stdin=stdin), 2, "prompt that is not empty")
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT, ""), 2, "prompt that is not empty")
-    assert_one_sentence(run_here(STAND_ALONE, MAIN, DRAFT), 2, "prompt")
+    assert_one_sentence(run_here(STAND_ALONE, SMALL, DRAFT, "-", stdin=stdin), 2, "prompt that is not empty")
+    assert_one_sentence(run_here(STAND_ALONE, SMALL, DRAFT, ""), 2, "prompt that is not empty")
+    assert_one_sentence(run_here(STAND_ALONE, SMALL, DRAFT), 2, "prompt")
 
 
 def test_an_error_of_the_engine_is_one_sentence_where_the_sample_stands_alone(run, broken):
     os.truncate(broken / "openvino_model.bin", 1000)
-    assert_one_sentence(run(STAND_ALONE, MAIN, broken, PROMPT), 2, "")
+    assert_one_sentence(run(STAND_ALONE, SMALL, broken, PROMPT), 2, "")

@@ -14,20 +14,22 @@ import pytest
 
 from speculative.cli.processes import interrupt_group, own_group
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.useless_draft import save_useless_draft
 from tests.support.waiting import PATIENCE
 
 STAND_ALONE = "speculative_decoding_lm.py"
+SMALL = DRAFT  # the embedded draft serves as the main model, too, because it is fast
 SAMPLES = {
-    STAND_ALONE: [MAIN, DRAFT],
-    "greedy_causal_lm.py": [MAIN],
-    "speculative_greedy_lm.py": [MAIN, DRAFT],
-    "speculative_sampling_lm.py": [MAIN, DRAFT],
-    "prompt_lookup_decoding_lm.py": [MAIN],
-    "speculative_chat.py": [MAIN, DRAFT],
+    STAND_ALONE: [SMALL, DRAFT],
+    "greedy_causal_lm.py": [SMALL],
+    "speculative_greedy_lm.py": [SMALL, DRAFT],
+    "speculative_sampling_lm.py": [SMALL, DRAFT],
+    "prompt_lookup_decoding_lm.py": [SMALL],
+    "speculative_chat.py": [SMALL, DRAFT],
 }
 ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
 WITH_CONSOLE = [name for name in ONE_SHOT if name != STAND_ALONE]
-GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0]}  # the others know nothing else
+GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0, "-k", 3]}  # the others know nothing else, and draft
 OUR_ENGINE = ("speculative_sampling_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
@@ -36,9 +38,22 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="session")
+def mediocre(tmp_path_factory):
+    """A draft that has half of the small model's tokens right."""
+    return save_useless_draft(tmp_path_factory.mktemp("mediocre") / "draft", share=0.05)
+
+
+@pytest.fixture(scope="session")
+def drafting(mediocre):
+    """GenAI's pipeline of the small model with that draft."""
+    draft = openvino_genai.draft_model(mediocre, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    return openvino_genai.LLMPipeline(SMALL, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
+
+
+@pytest.fixture(scope="session")
 def greedy():
-    """The main model's own greedy text and the number of its tokens, straight from the engine."""
-    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    """The small model's own greedy text and the number of its tokens, straight from the engine."""
+    pipe = openvino_genai.LLMPipeline(SMALL, "CPU", EXECUTION_MODE_HINT="ACCURACY")
     result = pipe.generate([PROMPT], max_new_tokens=TOKENS)
     return result.texts[0], result.perf_metrics.get_num_generated_tokens()
 
@@ -64,27 +79,34 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy
     assert re.fullmatch(r"[\d.]+ tokens/s \(decode only\)", shown["throughput"])
     assert re.fullmatch(r"\d+ of the main model after the prompt", shown["forward passes"])
     assert re.fullmatch(r"[\d.]+ tokens per forward pass", shown["block efficiency"])
-    assert shown["main"] == f"{MAIN} on CPU, int8 weights, inference in f32"
+    assert shown["main"] == f"{SMALL} on CPU, int8 weights, inference in f32"
     assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
 
 
+def test_the_sample_that_stands_alone_prints_the_main_models_text(run):
+    done = run(sample(STAND_ALONE), MAIN, DRAFT, PROMPT, "--max-new-tokens", 12, *EXACT)
+    assert done.returncode == 0, done.stderr
+    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    assert done.stdout == pipe.generate([PROMPT], max_new_tokens=12).texts[0]
+
+
 @pytest.mark.parametrize("options", [(), ("-k", 1), ("--max-new-tokens", 1)], ids=["all", "K = 1", "one token"])
-def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(run, greedy, options):
+def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(
+    run_here, greedy, mediocre, drafting, options
+):
     """Its figures are the engine's own, which leave out the last iteration; the other samples add it."""
     options = ("--max-new-tokens", TOKENS, *EXACT, *options)
-    done = run(sample(STAND_ALONE), MAIN, DRAFT, PROMPT, *options)
+    done = run_here(sample(STAND_ALONE), SMALL, mediocre, PROMPT, *options)
     assert done.returncode == 0, done.stderr
     shown = figures(done.stderr)
     assert list(shown) == ["new tokens", "acceptance rate", "devices"]
     assert done.stderr.count("\n") == 2 + len(shown)
-    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
-    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
     tokens, k = (1 if "--max-new-tokens" in options[4:] else TOKENS), (1 if "-k" in options else 5)
-    result = pipe.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
+    result = drafting.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
     assert done.stdout == result.texts[0]
     assert done.stdout == greedy[0] or tokens == 1
-    drafting = result.extended_perf_metrics
-    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
+    counts = result.extended_perf_metrics
+    accepted, drafted = counts.get_num_accepted_tokens(), counts.get_num_draft_tokens()
     assert re.fullmatch(rf"{result.perf_metrics.get_num_generated_tokens()} \([\d.]+ tokens/s\)", shown["new tokens"])
     assert shown["acceptance rate"] == f"{accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)"
     assert shown["devices"] == "main on CPU, draft on CPU"
@@ -92,10 +114,10 @@ def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(run, 
 
 @pytest.mark.parametrize("tokens", [20, TOKENS])
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(run_here, k, tokens):
-    draft = openvino_genai.draft_model(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
-    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
-    result = pipe.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
+def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(
+    run_here, mediocre, drafting, k, tokens
+):
+    result = drafting.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
     gained = list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
     ended = sum(gained) < tokens  # where an end token came, nobody tells how much was drafted at last
     counted = gained[:-1] if ended else gained
@@ -103,7 +125,7 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
     accepted = sum(counted[1:]) - len(counted[1:])
 
     done = run_here(
-        sample("speculative_greedy_lm.py"), MAIN, DRAFT, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT
+        sample("speculative_greedy_lm.py"), SMALL, mediocre, PROMPT, "-k", k, "--max-new-tokens", tokens, *EXACT
     )
     assert done.stdout == result.texts[0]
     shown = figures(done.stderr)
@@ -114,7 +136,9 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
 
 @pytest.mark.parametrize("k", [5, 16])
 def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run_here, k):
-    done = run_here(sample("speculative_greedy_lm.py"), MAIN, MAIN, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT)
+    done = run_here(
+        sample("speculative_greedy_lm.py"), SMALL, SMALL, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT
+    )
     shown = figures(done.stderr)
     assert int(shown["new tokens"]) < 300
     assert shown["acceptance rate"].startswith("1.00 (")
@@ -132,7 +156,7 @@ def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_
 @pytest.mark.parametrize("name", [STAND_ALONE, "speculative_greedy_lm.py"])
 def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, draft_device, properties, name):
     done = run_here(
-        sample(name), MAIN, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
+        sample(name), SMALL, DRAFT, PROMPT, "--max-new-tokens", TOKENS,
         "--device", device, "--draft-device", draft_device, *properties,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -167,22 +191,22 @@ class Steps(openvino_genai.StreamerBase):
         pass
 
 
-def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
+def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run_here, tmp_path):
     """With an NPU, the engine itself misses a stop token within the tokens of a pass (test_engine_facts.py)."""
     steps = Steps()
-    draft = openvino_genai.draft_model(MAIN, "NPU", NPUW_DEVICES="CPU", EXECUTION_MODE_HINT="ACCURACY")
-    pipe = openvino_genai.LLMPipeline(MAIN, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
-    config = openvino_genai.GenerationConfig(max_new_tokens=60, ignore_eos=True, num_assistant_tokens=7)
+    draft = openvino_genai.draft_model(SMALL, "NPU", NPUW_DEVICES="CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipe = openvino_genai.LLMPipeline(SMALL, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
+    config = openvino_genai.GenerationConfig(max_new_tokens=30, ignore_eos=True, num_assistant_tokens=7)
     pipe.generate([PROMPT], config, steps)
     inside = [i for i, token in enumerate(steps.tokens) if i not in steps.ends and token not in steps.tokens[:i]]
     assert inside
 
     main = tmp_path / "main"
-    shutil.copytree(MAIN, main)
+    shutil.copytree(SMALL, main)
     settings = {"eos_token_id": steps.tokens[inside[-1]]}
     (main / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    on_cpu = run(sample("greedy_causal_lm.py"), main, PROMPT, *EXACT)
-    on_npu = run(
+    on_cpu = run_here(sample("greedy_causal_lm.py"), main, PROMPT, *EXACT)
+    on_npu = run_here(
         sample("speculative_greedy_lm.py"), main, main, PROMPT, "-k", 7, "--draft-device", "NPU", *EXACT,
         "--draft-property", "NPUW_DEVICES=CPU", "--draft-property", "EXECUTION_MODE_HINT=ACCURACY",
     )  # fmt: skip
@@ -191,7 +215,7 @@ def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run, tmp_path):
 
 
 def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run_here):
-    done = run_here(sample("speculative_greedy_lm.py"), MAIN, DRAFT, PROMPT, "--max-new-tokens", 1)
+    done = run_here(sample("speculative_greedy_lm.py"), SMALL, DRAFT, PROMPT, "--max-new-tokens", 1)
     assert done.returncode == 0, done.stderr
     assert figures(done.stderr)["new tokens"] == "1"
 
@@ -240,9 +264,9 @@ def test_output_is_utf_8_on_a_cp1252_console(run, tmp_path):
 def test_the_streamer_never_splits_a_character_and_loses_nothing():
     from samples import console
 
-    tokenizer = openvino_genai.Tokenizer(MAIN)
+    tokenizer = openvino_genai.Tokenizer(SMALL)
     text = "naïve Σ 你好 🙂🙂 é\n\tdef f(x): pass"
-    streamer = console.Streamer(MAIN, tokenizer)
+    streamer = console.Streamer(SMALL, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
     pieces = [streamer.text_of([token]) for token in ids]
     assert "".join(pieces) == streamer.text == text
@@ -266,12 +290,12 @@ def test_a_closed_pipe_ends_quietly(name):
         assert (process.returncode, shown) == (-signal.SIGPIPE, "")
         return
     assert process.returncode == 0
-    assert shown.splitlines() == [f"Loading {MAIN} on CPU ..."]
+    assert shown.splitlines() == [f"Loading {SMALL} on CPU ..."]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")  # noqa: PTH110
 def test_a_full_disk_is_one_sentence():
-    command = [sys.executable, sample("greedy_causal_lm.py"), MAIN, PROMPT, "--max-new-tokens", "300"]
+    command = [sys.executable, sample("greedy_causal_lm.py"), SMALL, PROMPT, "--max-new-tokens", "300"]
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
     assert done.returncode == 1
@@ -316,9 +340,9 @@ def test_ctrl_c_stops_the_text_with_status_130(endless, name):
 
 @pytest.mark.parametrize("name", ["speculative_greedy_lm.py", "speculative_sampling_lm.py"])
 def test_ctrl_c_stops_the_loading_with_status_130(name):
-    status, shown = press_ctrl_c_when([sample(name), MAIN, DRAFT, PROMPT], lambda process: process.stderr.readline())
+    status, shown = press_ctrl_c_when([sample(name), SMALL, DRAFT, PROMPT], lambda process: process.stderr.readline())
     assert status == 130
-    assert shown.split() == f"Loading {MAIN} on CPU and {DRAFT} on CPU ...".split()
+    assert shown.split() == f"Loading {SMALL} on CPU and {DRAFT} on CPU ...".split()
 
 
 def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):

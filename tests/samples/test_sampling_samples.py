@@ -14,10 +14,12 @@ from speculative import decoder
 from speculative.models.spec import ModelSpec
 from tests.samples.test_sample_errors import assert_one_sentence
 from tests.samples.test_samples import figures
-from tests.support.paths import DRAFT, MAIN
+from tests.support.paths import DRAFT
 from tests.support.tiny_checkpoints import save_ir, train_tokenizer
+from tests.support.useless_draft import save_useless_draft
 
 SAMPLE = "samples/speculative_sampling_lm.py"
+SMALL = DRAFT  # the embedded draft serves as the main model, because it is fast
 PROMPT = "def read_file(path):"
 TOKENS = 40
 ACCURACY = "EXECUTION_MODE_HINT=ACCURACY"
@@ -25,8 +27,14 @@ SHORT = ("--max-new-tokens", TOKENS, "--property", ACCURACY)
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return decoder.load(ModelSpec(MAIN, properties=dict([ACCURACY.split("=")])), DRAFT)
+def mediocre(tmp_path_factory):
+    """A draft that has half of the small model's tokens right."""
+    return save_useless_draft(tmp_path_factory.mktemp("mediocre") / "draft", share=0.05)
+
+
+@pytest.fixture(scope="module")
+def engine(mediocre):
+    return decoder.load(ModelSpec(SMALL, properties=dict([ACCURACY.split("=")])), mediocre)
 
 
 def drawn(temperature):
@@ -35,9 +43,9 @@ def drawn(temperature):
     )
 
 
-def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here, engine):
+def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here, engine, mediocre):
     result = engine.generate(PROMPT, drawn(2.0), seed=5)
-    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
+    done = run_here(SAMPLE, SMALL, mediocre, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == result.text
     shown = figures(done.stderr)
@@ -53,28 +61,28 @@ def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here
 
 def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run_here):
     options = ("--temperature", 2, *SHORT)
-    first = run_here(SAMPLE, MAIN, DRAFT, PROMPT, *options)
+    first = run_here(SAMPLE, SMALL, DRAFT, PROMPT, *options)
     assert first.returncode == 0, first.stderr
     seed = int(re.search(r"seed (\d+)$", figures(first.stderr)["sampling"])[1])
-    assert run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed, *options).stdout == first.stdout
-    assert run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", seed ^ 1, *options).stdout != first.stdout
+    assert run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--seed", seed, *options).stdout == first.stdout
+    assert run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--seed", seed ^ 1, *options).stdout != first.stdout
     assert re.match(r"(about \d+ draft tokens|plain decoding).* ms for ", figures(first.stderr)["draft length"])
 
 
 @pytest.mark.parametrize("option", [("--temperature", 0), ("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-4)])
 def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run_here, engine, option):
     alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
-    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, *SHORT, *option)
+    done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, *SHORT, *option)
     assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
     sampling = figures(done.stderr)["sampling"]
     assert ("greedy" in sampling) == (option == ("--temperature", 0))
     assert f"{option[0][2:]} {option[1]:g}" in sampling
 
 
-def test_any_text_on_any_console_and_device(run, engine):
+def test_any_text_on_any_console_and_device(run, engine, mediocre):
     prompt = "naïve 你好 🙂 Σ"
     options = ("--draft-device", "HETERO:CPU", "-k", 3, "--temperature", 2, "--seed", 1)
-    done = run(SAMPLE, MAIN, DRAFT, "-", *SHORT, *options, stdin=prompt, env={"PYTHONIOENCODING": "cp1252"})
+    done = run(SAMPLE, SMALL, mediocre, "-", *SHORT, *options, stdin=prompt, env={"PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == engine.generate(prompt, drawn(2.0), seed=1).text
 
@@ -94,7 +102,7 @@ def test_any_text_on_any_console_and_device(run, engine):
     ],
 )
 def test_an_argument_out_of_range(run_here, option, value, range_):
-    assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
+    assert_one_sentence(run_here(SAMPLE, SMALL, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
 
 
 @pytest.mark.parametrize(
@@ -116,17 +124,17 @@ def test_more_that_is_out_of_range(option, values):
 
 
 def test_models_and_prompts_that_cannot_be(run_here, tmp_path, other_tokenizer):
-    assert_one_sentence(run_here(SAMPLE, MAIN, tmp_path / "nowhere", PROMPT), 2, f"no folder {tmp_path / 'nowhere'}")
-    assert_one_sentence(run_here(SAMPLE, MAIN, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", MAIN)
+    assert_one_sentence(run_here(SAMPLE, SMALL, tmp_path / "nowhere", PROMPT), 2, f"no folder {tmp_path / 'nowhere'}")
+    assert_one_sentence(run_here(SAMPLE, SMALL, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", SMALL)
     shutil.copytree(DRAFT, tmp_path / "other")
     for file in other_tokenizer.iterdir():
         shutil.copy(file, tmp_path / "other")
-    done = run_here(SAMPLE, MAIN, tmp_path / "other", PROMPT)
-    assert_one_sentence(done, 2, MAIN, tmp_path / "other", "differ", "same tokenizer")
+    done = run_here(SAMPLE, SMALL, tmp_path / "other", PROMPT)
+    assert_one_sentence(done, 2, SMALL, tmp_path / "other", "differ", "same tokenizer")
 
 
 def test_what_the_engine_refuses(run_here, tmp_path):
-    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--property", "NO_SUCH=1")
+    done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--property", "NO_SUCH=1")
     assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
     table = save_ir(train_tokenizer(), tmp_path / "table")
     assert_one_sentence(run_here(SAMPLE, table, table, PROMPT), 1, table, "no KV cache")
@@ -135,8 +143,8 @@ def test_what_the_engine_refuses(run_here, tmp_path):
 def test_a_cache_that_is_smaller_than_the_context(run_here):
     npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
     options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
-    done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
+    done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ \(KV cache full\)", figures(done.stderr)["new tokens"])
-    done = run_here(SAMPLE, MAIN, DRAFT, "x = 1\n" * 50, *options)
+    done = run_here(SAMPLE, SMALL, DRAFT, "x = 1\n" * 50, *options)
     assert_one_sentence(done, 1, "the prompt has", "only fits 95")

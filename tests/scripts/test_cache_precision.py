@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
-from tests.support.paths import MAIN
+from tests.support.paths import DRAFT, MAIN
 
 PROGRAM = "scripts/cache_precision.py"
 
 
 def test_every_cache_is_compared_with_one_forward_pass(run_here):
-    done = run_here(PROGRAM, MAIN, "--tokens", 40)
+    done = run_here(PROGRAM, DRAFT, "--tokens", 40)
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
     result = json.loads(last)

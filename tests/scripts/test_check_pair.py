@@ -261,7 +261,7 @@ def test_a_draft_as_large_as_the_main_model_is_too_dear():
 
 
 def test_rollbacks_are_tried_on_request(run_here):
-    findings = result_of(run_here(PROGRAM, MAIN, DRAFT, "--json", "--rollback"))["findings"]
+    findings = result_of(run_here(PROGRAM, DRAFT, DRAFT, "--json", "--rollback"))["findings"]
     rollback = [finding for finding in findings if finding["what"] == "rollback"]
     assert [(finding["level"], finding["message"].split(":")[0]) for finding in rollback] == [
         ("ok", "main"),
@@ -271,9 +271,9 @@ def test_rollbacks_are_tried_on_request(run_here):
 
 def test_what_rollbacks_need_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(cached_model, "PagedModel", OneShort)
-    findings = list(check_rollback(MAIN, save_llama_with_outlier_keys(tmp_path / "ir", 40), "CPU", "CPU"))
+    findings = list(check_rollback(DRAFT, save_llama_with_outlier_keys(tmp_path / "ir", 40), "CPU", "CPU"))
     assert [finding.level for finding in findings] == ["error", "error"]
     assert all("this model cannot be rolled back" in finding.message for finding in findings)
     monkeypatch.undo()
-    (finding,) = list(check_rollback(MAIN, tmp_path / "ir", "CPU", "CPU"))[1:]
+    (finding,) = list(check_rollback(DRAFT, tmp_path / "ir", "CPU", "CPU"))[1:]
     assert finding.level == "ok" and "KEY_CACHE_QUANT_MODE=BY_TOKEN" in finding.message

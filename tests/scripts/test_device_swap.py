@@ -125,7 +125,7 @@ def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
     assert len((folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == 6
 
 
-def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swapped, run, tmp_path):
+def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swapped, run_here, tmp_path):
     """One token of a saved cell is changed, as if that device had chosen another one."""
     folder, _ = swapped
     changed = "NPU (emulated)", "CPU"
@@ -135,7 +135,7 @@ def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swa
             line["result"]["answer"]["tokens"][1][1][4] = 300
     results = tmp_path / "cells.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    process = run(PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", results)
+    process = run_here(PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", results)
     assert process.returncode == 0 and "6 of 6 cells" in process.stderr
     result = result_of(process.stdout)
     cells = cells_of(result)

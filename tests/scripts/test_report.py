@@ -15,7 +15,7 @@ import pytest
 from speculative.bench.reporting import charts
 from speculative.bench.reporting.page import html_text
 from speculative.pair.engines import engine_id
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.paths import DRAFT, ROOT
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">"' & \ud800"""
 PHONE, DESK = 390, 1280
@@ -125,13 +125,13 @@ def browser():
 
 
 @pytest.fixture
-def draw(run, tmp_path):
+def draw(run_here, tmp_path):
     """The page of a result, by the command."""
 
     def draw(result):
         saved, page = tmp_path / "result.json", tmp_path / "page.html"
         saved.write_text(json.dumps(result), encoding="utf-8")
-        process = run("scripts/report.py", saved, page)
+        process = run_here("scripts/report.py", saved, page)
         assert process.returncode == 0, process.stderr
         return page
 
@@ -395,8 +395,8 @@ def test_who_cannot_see_is_told(draw, show):
 def test_a_benchmark_writes_a_page_of_its_own_figures(run_here, show, tmp_path):
     page, saved, rows = (tmp_path / name for name in ("page.html", "result.json", "rows.csv"))
     process = run_here(
-        "scripts/benchmark.py", MAIN, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1", "--paths", "engine",
-        "--max-new-tokens", "12", "--html", page, "--json", saved, "--csv", rows,
+        "scripts/benchmark.py", DRAFT, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1", "--paths", "engine",
+        "--max-new-tokens", "12", "--no-starts", "--html", page, "--json", saved, "--csv", rows,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     result = json.loads(saved.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ import pytest
 from speculative.bench.result import SweepResult
 from speculative.sequence import metrics
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.progress import EACH_STEP
 from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -95,7 +96,7 @@ def test_all_files_are_written(swept):
 
 
 def test_genais_pipeline(run_here):
-    process = run_here(PROGRAM, MAIN, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
+    process = run_here(PROGRAM, DRAFT, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
     assert problems(result, SweepResult) == []
@@ -139,7 +140,7 @@ def test_the_plot_without_matplotlib(run, tmp_path):
 @pytest.mark.posix("POSIX signals")
 def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     arguments = ["-k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
-    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
+    command = [*EACH_STEP, PROGRAM, str(DRAFT), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     progress = tmp_path / "progress"
     with progress.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8")
@@ -166,7 +167,7 @@ def wait_for_runs(progress, process, runs):
 @pytest.mark.posix("a POSIX pipe")
 def test_a_pipe_that_closes_loses_no_file(tmp_path):
     arguments = ["-k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
-    command = [sys.executable, PROGRAM, str(MAIN), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
+    command = [sys.executable, PROGRAM, str(DRAFT), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     _, stderr = process.communicate(timeout=120)
