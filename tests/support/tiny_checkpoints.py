@@ -7,6 +7,7 @@
 Their text is noise, but they exercise the same architecture code as the real models, in kilobytes.
 """
 
+import gc
 import hashlib
 import json
 import sys
@@ -120,6 +121,7 @@ def run_optimum_here(typed: list[str], log: Path, temporary: Path, verbose: bool
     from optimum.commands.optimum_cli import main
 
     torch.set_num_threads(1)  # the models are too small to share out
+    gc.freeze()  # optimum collects garbage again and again: a second an export, of which the rest of the tests is most
     arguments, sys.argv = sys.argv, typed
     try:
         main()
