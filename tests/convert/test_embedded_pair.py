@@ -31,10 +31,12 @@ def parameters(folder):
 
 
 @pytest.fixture(scope="module")
-def runs():
-    """The 20 held-out prompts, 100 tokens each at K = 4, in the engine's default precision."""
+def runs(pytestconfig):
+    """Every fourth of the 20 held-out prompts, all with --long, 100 tokens each at K = 4, in the engine's default
+    precision."""
     pipe = genai.load(ModelSpec(MAIN), ModelSpec(DRAFT))
-    return [genai.generate(pipe, genai.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in PROMPTS]
+    prompts = PROMPTS if pytestconfig.getoption("--long") else PROMPTS[::4]
+    return [genai.generate(pipe, genai.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in prompts]
 
 
 def test_sizes():
@@ -76,7 +78,13 @@ def test_the_text_does_not_loop_on_most_prompts(runs):
     assert sum(metrics.repetition(run.tokens) > 0.5 for run in runs) < len(runs) / 2
 
 
-@pytest.mark.parametrize("prompt", ["def read_file(path):", "def is_prime(n):", "class Stack:"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "def read_file(path):",
+        *(pytest.param(it, marks=pytest.mark.long) for it in ("def is_prime(n):", "class Stack:")),
+    ],
+)
 def test_the_main_model_writes_python(prompt, run_here):
     process = run_here("samples/greedy_causal_lm.py", MAIN, prompt, "--max-new-tokens", "200")
     assert process.returncode == 0, process.stderr

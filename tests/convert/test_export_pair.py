@@ -102,23 +102,21 @@ def everything_in(folder):
 # --- what it makes ---
 
 
-def test_a_pair_is_exported_checked_and_described(run, checkpoints, tmp_path):
+def test_a_pair_is_exported_checked_and_described(checkpoints, optimum_runs, tmp_path, capsys):
     pair = tmp_path / "models" / "tiny"
     pair.mkdir(parents=True)
     (pair / "README.md").write_text("a model card", encoding="utf-8")
-    finished = run(PROGRAM, *pair_of(checkpoints), pair, "--weight-format", "fp32")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert export_pair.main([*map(str, pair_of(checkpoints)), str(pair), "--weight-format", "fp32"]) == 0
+    out = capsys.readouterr().out
 
     names = sorted(path.name for path in pair.iterdir())
-    assert names == ["README.md", "draft", "draft.log", "main", "main.log", "pair.json"]
+    assert names == ["README.md", "draft", "main", "pair.json"]  # and the logs of child processes
     assert [path.name for path in pair.parent.iterdir()] == ["tiny"]  # no leftovers beside it
-    commands = re.findall(r"^(?:main|draft): (optimum-cli export openvino .*)$", finished.stdout, re.MULTILINE)
-    assert len(commands) == 2
-    assert "Applying Weight Compression" in (pair / "draft.log").read_text(encoding="utf-8")
-    assert "Applying Weight Compression" not in finished.stdout + finished.stderr
+    commands = re.findall(r"^(?:main|draft): (optimum-cli export openvino .*)$", out, re.MULTILINE)
+    assert len(commands) == len(optimum_runs) == 2
     assert "--task text-generation-with-past --weight-format fp32" in commands[0]
     assert "--weight-format int8" in commands[1]
-    assert "ok      encodings" in finished.stdout
+    assert "ok      encodings" in out
 
     described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
     assert described["tokenizer_fingerprint"].startswith("sha256:")
@@ -195,17 +193,28 @@ def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(("width", "size"), [(192, 64), (96, 32), (80, -1), (256, None)])
-def test_int4_takes_the_largest_group_that_fits(width, size, tokenizer, irs, optimum_runs, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("width", "size", "exported"),
+    [
+        pytest.param(width, size, exported, marks=[pytest.mark.long] * (exported and width != 96))
+        for width, size in ((192, 64), (96, 32), (80, -1), (256, None))
+        for exported in (False, True)
+    ],
+)
+def test_int4_takes_the_largest_group_that_fits(width, size, exported, tokenizer, irs, optimum_runs, tmp_path, capsys):
     checkpoint = save_wide_checkpoint(width, tokenizer, tmp_path / "draft")
     pair = tmp_path / "pair"
-    assert export_pair.main([str(irs / "main"), str(checkpoint), str(pair), "--draft-weight-format", "int4"]) == 0
-    arguments = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["arguments"]
-    added = ["--group-size", str(size)] if size else []
-    assert arguments[arguments.index("int4") + 1 :] == added
+    command = [str(irs / "main"), str(checkpoint), str(pair), "--draft-weight-format", "int4"]
+    assert export_pair.main(command + ["--dry-run"] * (not exported)) == 0
+    out = capsys.readouterr().out
+    added = f" --group-size {size}" if size else ""
+    assert re.search(rf"--weight-format int4{added} \S+$", out, re.MULTILINE)
     sentence = f"draft --group-size {size} added: the default, 128, does not divide hidden_size {width}\n"
-    assert (sentence in capsys.readouterr().out) == bool(size)
-    assert 'element_type="u4"' in (pair / "draft" / "openvino_model.xml").read_text(encoding="utf-8")
+    assert (sentence in out) == bool(size)
+    if exported:
+        arguments = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["arguments"]
+        assert arguments[arguments.index("int4") + 1 :] == added.split()
+        assert 'element_type="u4"' in (pair / "draft" / "openvino_model.xml").read_text(encoding="utf-8")
 
 
 def save_wide_checkpoint(width, tokenizer, folder):
@@ -357,12 +366,17 @@ def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypa
 
 
 def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
+    """In child processes, as a user runs it."""
     monkeypatch.setattr(Hub, "models", {"owner/Tiny-Llama": checkpoints / "main"})
-    finished = run(PROGRAM, "owner/Tiny-Llama", irs / "draft", tmp_path / "pair", "--weight-format", "fp32", env=hub)
+    pair = tmp_path / "pair"
+    finished = run(PROGRAM, irs / "main", "owner/Tiny-Llama", pair, env=hub)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert re.search(r"--model \S*/Tiny-Llama --task", finished.stdout)  # by that name optimum-cli finds its recipes
-    described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
-    assert "--model owner/Tiny-Llama --task" in described["main"]["command"]
+    described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
+    assert "--model owner/Tiny-Llama --task" in described["draft"]["command"]
+    assert sorted(path.name for path in pair.iterdir()) == ["draft", "draft.log", "main", "pair.json"]
+    assert "Applying Weight Compression" in (pair / "draft.log").read_text(encoding="utf-8")
+    assert "Applying Weight Compression" not in finished.stdout + finished.stderr
 
 
 @pytest.mark.parametrize(
@@ -557,7 +571,7 @@ def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["shadow"]
 
 
-def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints, irs, tmp_path):
+def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, optimum_runs, checkpoints, irs, tmp_path, capsys):
     """main is IR and complete at once; the draft fails in optimum-cli and is then repaired."""
     draft = shutil.copytree(checkpoints / "draft", tmp_path / "draft")
     config = draft / "config.json"
@@ -580,15 +594,14 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, checkpoints
     assert "no-such-model" in (unfinished / "draft.log").read_text(encoding="utf-8")
 
     config.write_text(good, encoding="utf-8")
-    finished = run(PROGRAM, *command)
-    assert finished.returncode == 0, finished.stderr
-    assert "main: already complete" in finished.stdout
+    assert export_pair.main([str(word) for word in command]) == 0
+    assert len(optimum_runs) == 1 and "main: already complete" in capsys.readouterr().out
     assert not unfinished.exists()
     assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == str(draft)
 
 
 @posix
-@pytest.mark.parametrize("kind", ["exported", "copied"])
+@pytest.mark.parametrize("kind", [pytest.param("exported", marks=pytest.mark.long), "copied"])
 def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
     """The real programs under a real limit on what a file may hold."""
     import resource

@@ -1,7 +1,8 @@
-"""The single-request engine on the embedded pair: its greedy output is the main model's, stop conditions are exact, and
-caches have no effect on the output.
+"""The single-request engine: its greedy output is the main model's, stop conditions are exact, and caches have no
+effect on the output.
 
-Everything runs in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY), where no near-tie depends on the size of a pass.
+Everything runs in exact arithmetic (EXECUTION_MODE_HINT=ACCURACY), where no near-tie depends on the size of a pass, and
+nearly everything on small models: the embedded draft, with a noisy copy of it as its draft.
 """
 
 import itertools
@@ -11,7 +12,6 @@ import sys
 import threading
 
 import numpy as np
-import openvino
 import openvino_genai
 import pytest
 from openvino_genai import ChatHistory, GenerationConfig, StreamingStatus
@@ -22,28 +22,33 @@ from speculative.decoder import Decoder
 from speculative.drafting import cost_model
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
-from speculative.modelgen import llama_ir
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
+from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 CODE = ROOT / "scripts/prompts/embedded_code.jsonl"
 PROMPTS = [json.loads(line)["prompt"] for line in CODE.read_text(encoding="utf-8").splitlines()]
-NOISE = 0.3
 COSTS = Costs(draft=0.1, main={1: 1.0, 5: 1.2, 17: 2.5})
 RULES = [
     FixedDraftLength(1),
-    FixedDraftLength(4),
     FixedDraftLength(11),
     ConfidenceDraftLength(0.5),
     AdaptiveDraftLength(COSTS),
+    FixedDraftLength(4),
 ]
 
 
 @pytest.fixture(scope="module")
-def models():
-    return cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), cached_model.load(ModelSpec(DRAFT, "CPU", EXACT))
+def folders(tmp_path_factory):
+    """The embedded draft, and the same with noise in the weights: a fifteenth of what the embedded pair costs."""
+    return DRAFT, save_noisy_draft(tmp_path_factory.mktemp("noisy"))
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return tuple(cached_model.load(ModelSpec(folder, "CPU", EXACT)) for folder in folders)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,7 @@ def maker_of(main, draft, tokenizer):
 
 @pytest.fixture(scope="module")
 def plain(tokenizer):
-    return plain_of(MAIN, tokenizer)
+    return plain_of(DRAFT, tokenizer)
 
 
 def plain_of(folder, tokenizer):
@@ -84,61 +89,67 @@ def plain_of(folder, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def small_models(tmp_path_factory):
-    """The embedded draft, and as its draft the same with noise in the weights: a fifteenth of what the pair costs."""
-    noisy, random = llama_ir.read(DRAFT), np.random.default_rng(0)
-    for matrix in (getattr(layer, name) for layer in noisy.layers for name in llama_ir.MATRICES):
-        noise = random.normal(size=matrix.values.shape) * NOISE * matrix.values.std()
-        matrix.values[:] = np.round(matrix.values + noise).clip(0, 255)
-    folder = tmp_path_factory.mktemp("noisy")
-    openvino.save_model(llama_ir.build(noisy), folder / "openvino_model.xml", compress_to_fp16=False)
-    return tuple(cached_model.load(ModelSpec(one, "CPU", EXACT)) for one in (DRAFT, folder))
-
-
-@pytest.fixture
-def make_small(small_models, tokenizer):
-    return maker_of(*small_models, tokenizer)
+def make_embedded(tokenizer):
+    return maker_of(*(cached_model.load(ModelSpec(folder, "CPU", EXACT)) for folder in (MAIN, DRAFT)), tokenizer)
 
 
 @pytest.fixture(scope="module")
-def plain_small(tokenizer):
-    return plain_of(DRAFT, tokenizer)
+def plain_embedded(tokenizer):
+    return plain_of(MAIN, tokenizer)
 
 
 def greedy(tokens, **options):
     return GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
 
 
-def assert_greedy_tokens_are_those_of(plain, make, prompts):
-    """The engine without a draft, with each draft-length policy and with prompt lookup equals GenAI without a draft."""
-    decoders = [make(source=None), make(source="lookup"), *(make(rule) for rule in RULES)]
+def assert_greedy_tokens_are_those_of(plain, decoders, prompts, tokens=48):
+    """The engine with each of `decoders` equals GenAI without a draft. The last one has a draft that is right and
+    wrong."""
     accepted = 0
     for prompt in prompts:
-        expected = plain(prompt, 48)
-        results = [one.generate(prompt, greedy(48)) for one in decoders]
+        expected = plain(prompt, tokens)
+        results = [one.generate(prompt, greedy(tokens)) for one in decoders]
         assert all(result.tokens == expected for result in results)
-        accepted += results[3].acceptance_rate
-    assert 0.3 < accepted / len(prompts) < 0.9  # a draft that is right and wrong
+        accepted += results[-1].acceptance_rate
+    assert 0.3 < accepted / len(prompts) < 0.9
 
 
-def test_greedy_tokens_are_those_of_the_main_model_alone(make_small, plain_small):
+def every_kind(make):
+    """A decoder without a draft, with prompt lookup, and with each draft-length policy."""
+    return [make(source=None), make(source="lookup"), *(make(rule) for rule in RULES)]
+
+
+def test_greedy_tokens_are_those_of_the_main_model_alone(make, plain):
+    assert_greedy_tokens_are_those_of(plain, every_kind(make), PROMPTS[::4])
+
+
+@pytest.mark.long
+def test_greedy_tokens_of_all_prompts_are_those_of_the_main_model_alone(make, plain):
     assert len(PROMPTS) >= 20
-    assert_greedy_tokens_are_those_of(plain_small, make_small, PROMPTS)
+    assert_greedy_tokens_are_those_of(plain, every_kind(make), PROMPTS)
 
 
-def test_greedy_tokens_of_the_embedded_pair_are_those_of_its_main_model_alone(make, plain):
-    assert_greedy_tokens_are_those_of(plain, make, PROMPTS[::5])
+def test_greedy_tokens_of_the_embedded_pair_are_those_of_its_main_model_alone(make_embedded, plain_embedded):
+    assert_greedy_tokens_are_those_of(plain_embedded, [make_embedded(RULES[-1])], PROMPTS[:2], tokens=32)
 
 
-def test_long_greedy_text_is_that_of_the_main_model_alone(make_small, plain_small, make, plain):
-    expected = plain_small(PROMPTS[0], 500)
+@pytest.mark.long
+def test_greedy_tokens_of_the_embedded_pair_are_those_of_its_main_model_alone_however_it_drafts(
+    make_embedded, plain_embedded
+):
+    assert_greedy_tokens_are_those_of(plain_embedded, every_kind(make_embedded), PROMPTS[::5])
+    long = make_embedded(RULES[-1]).generate(PROMPTS[0], greedy(500))
+    assert long.tokens == plain_embedded(PROMPTS[0], 500)
+
+
+def test_long_greedy_text_is_that_of_the_main_model_alone(make, plain):
+    expected = plain(PROMPTS[0], 500)
     for rule in RULES[1:]:
-        assert make_small(rule).generate(PROMPTS[0], greedy(500)).tokens == expected
-    assert make(RULES[1]).generate(PROMPTS[0], greedy(500)).tokens == plain(PROMPTS[0], 500)
+        assert make(rule).generate(PROMPTS[0], greedy(500)).tokens == expected
 
 
-def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
-    pipe = genai.load(ModelSpec(MAIN, "CPU", EXACT), ModelSpec(DRAFT, "CPU", EXACT))
+def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer, folders):
+    pipe = genai.load(*(ModelSpec(folder, "CPU", EXACT) for folder in folders))
     for k, prompt in itertools.product((2, 5), PROMPTS[:3]):
         theirs = genai.generate(pipe, genai.encode(tokenizer, prompt), 80, k)
         ours = make().generate(prompt, greedy(80, num_assistant_tokens=k))
@@ -148,7 +159,7 @@ def test_greedy_tokens_equal_genais_with_the_draft(make, tokenizer):
 def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     one = Decoder(
         models[0],
-        DraftModelProposer(cached_model.load(ModelSpec(MAIN, "CPU", EXACT)), models[0].vocab_size),
+        DraftModelProposer(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT)), models[0].vocab_size),
         FixedDraftLength(3),
     )
     result = one.generate(list(range(100, 120)), greedy(17))
@@ -374,17 +385,17 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
     assert result.proposed[0] == 4 and result.proposed[-2] == 0
 
 
-def test_load_measures_costs_once_and_keeps_them(tmp_path):
-    main = ModelSpec(MAIN, "CPU", {"CACHE_DIR": str(tmp_path)})
-    decoder.load(main, DRAFT)
+def test_load_measures_costs_once_and_keeps_them(folders, tmp_path):
+    main, draft = ModelSpec(folders[0], "CPU", {"CACHE_DIR": str(tmp_path)}), folders[1]
+    decoder.load(main, draft)
     kept = list(tmp_path.glob("costs-*.json"))
     assert len(kept) == 1
     other = json.loads(kept[0].read_text(encoding="utf-8"))
     other["main"]["1"] *= 1000  # measured on a busy machine: it stands, or a seed would not repeat its text
     kept[0].write_text(json.dumps(other), encoding="utf-8")
-    assert decoder.load(main, DRAFT).draft_length.costs.main[1] == other["main"]["1"]
+    assert decoder.load(main, draft).draft_length.costs.main[1] == other["main"]["1"]
     kept[0].write_text("{", encoding="utf-8")  # cut off
-    decoder.load(main, DRAFT)
+    decoder.load(main, draft)
     assert 0 < json.loads(kept[0].read_text(encoding="utf-8"))["main"]["1"] < other["main"]["1"]
     assert list(tmp_path.glob("costs-*")) == kept
 

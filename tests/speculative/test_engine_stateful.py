@@ -274,7 +274,7 @@ def run(machine, long, examples, steps, phases=tuple(Phase)):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples * (30 if long else 1),
+            max_examples=examples * (60 if long else 1),
             stateful_step_count=steps,
             deadline=None,
             database=None,
@@ -286,11 +286,11 @@ def run(machine, long, examples, steps, phases=tuple(Phase)):
 
 
 def test_the_pool_of_blocks(request):
-    run(Pool, request.config.getoption("--long"), examples=150, steps=40)
+    run(Pool, request.config.getoption("--long"), examples=75, steps=40)
 
 
 def test_the_engine_of_many_texts(engine, request):
-    run(engine, request.config.getoption("--long"), examples=30, steps=30)
+    run(engine, request.config.getoption("--long"), examples=15, steps=30)
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------

@@ -20,12 +20,18 @@ def folder(tmp_path_factory):
     return smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
+def test_the_default_cache_is_not_refused(folder):
+    assert cached_model.load(ModelSpec(folder, "CPU"), capacity=256).note == ""
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
 @pytest.mark.parametrize("properties", [{}, {"INFERENCE_PRECISION_HINT": "f32"}], ids=str)
 def test_default_caches_are_not_refused(folder, properties, stateful):
     assert cached_model.load(ModelSpec(folder, "CPU", properties), capacity=256, stateful=stateful).note == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [OneTooFar, OneShort])
 def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypatch):
     monkeypatch.setattr(cached_model, "PagedModel", wrong)
@@ -34,7 +40,8 @@ def test_a_wrong_rollback_is_found_in_spite_of_the_noise(folder, wrong, monkeypa
     assert issubclass(wrong, PagedModel)
 
 
-@pytest.mark.parametrize("prompt", [pytest.param(PROMPTS[0], marks=pytest.mark.long), PROMPTS[1]])
+@pytest.mark.long
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_that_of_plain_decoding(folder, prompt):
     config = openvino_genai.GenerationConfig(max_new_tokens=80)
     main = ModelSpec(folder, properties=EXACT)

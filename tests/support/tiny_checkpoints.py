@@ -7,6 +7,7 @@
 Their text is noise, but they exercise the same architecture code as the real models, in kilobytes.
 """
 
+import gc
 import hashlib
 import json
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import openvino
 import openvino_tokenizers
+import pytest
 import torch
 from openvino import opset13
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -115,18 +117,19 @@ def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizer
 
 
 def run_optimum_here(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
-    """Stands in for speculative.convert.optimum_cli.run: the same optimum-cli, without the seconds a new process needs
-    to start."""
-    from optimum.commands.optimum_cli import main
+    """Stands in for speculative.convert.optimum_cli.run: the same optimum-cli, without the seconds that a new process
+    needs to start, to look for extensions of it, and to collect the garbage of all tests so far."""
+    from optimum.commands import optimum_cli
 
     torch.set_num_threads(1)  # the models are too small to share out
-    arguments, sys.argv = sys.argv, typed
-    try:
-        main()
-    except Exception as error:
-        raise ConvertError(f"optimum-cli failed: {error}") from error
-    finally:
-        sys.argv = arguments
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", typed)
+        patch.setattr(optimum_cli, "load_subpackages", lambda: None)
+        try:
+            optimum_cli.main()
+        except Exception as error:
+            raise ConvertError(f"optimum-cli failed: {error}") from error
 
 
 def save_ir(tokenizer: PreTrainedTokenizerFast, folder: Path, logits_width: int | None = None, **config) -> Path:

@@ -10,6 +10,11 @@ from speculative.drafting.latency_curve import KNOTS, LatencyCurve
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 
 
+def long(value):
+    """A parameter of `make test-all`."""
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 def large(n):
     """A 1.1 B model on two cores, in ms: weights are read once for 6 tokens or so, then every token costs."""
     return np.maximum(30 + 0.5 * n, 12 + 4.5 * n) * (np.asarray(n) > 0)
@@ -147,8 +152,8 @@ def test_a_useless_draft_costs_little_and_is_tried_now_and_then():
     assert np.mean(drafted[-50:]) > 4
 
 
-@pytest.mark.parametrize("dearer", [1.0, 1.2, 1.5])  # than measured: inferences on more tokens than texts
-@pytest.mark.parametrize("chances", [[0.0], [0.15], [0.02, 0.3]], ids=str)
+@pytest.mark.parametrize("dearer", [1.0, long(1.2), 1.5])  # than measured: inferences on more tokens than texts
+@pytest.mark.parametrize("chances", [long([0.0]), [0.15], long([0.02, 0.3])], ids=str)
 @pytest.mark.parametrize("texts", [1, 4])
 def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, texts):
     """Within 2,000 tokens, even if the measured costs are wrong. The mean of 3 runs, because times vary."""

@@ -21,6 +21,11 @@ COSTS = Costs(draft=2.0, main={1: 43, 2: 44, 3: 45, 4: 46, 5: 47, 6: 49, 8: 52, 
 SECONDS = COSTS.verify()
 
 
+def long(value):
+    """A parameter of `make test-all`."""
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 def decode(rule, chances, new_tokens, random, draft=2.0, noise=0.1, first=0.0, main=SECONDS, switch=0.0):
     """Tokens a second of a text whose draft tokens are each accepted with a chance from `chances`; and the iterations.
 
@@ -98,9 +103,9 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
     assert decode(rule, [0.6], 2000, random, draft=40.0)[0] > 0.95 * alone
 
 
-@pytest.mark.parametrize("dearer", [1.0, 1.2, 1.5])  # than measured: inferences on several tokens
-@pytest.mark.parametrize("chances", [[0.0], [0.1], [0.2], [0.02, 0.3]], ids=str)
-@pytest.mark.parametrize("draft", [2.0, 4.0])
+@pytest.mark.parametrize("dearer", [1.0, long(1.2), 1.5])  # than measured: inferences on several tokens
+@pytest.mark.parametrize("chances", [long([0.0]), long([0.1]), [0.2], [0.02, 0.3]], ids=str)
+@pytest.mark.parametrize("draft", [2.0, long(4.0)])
 def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, draft):
     """Also where what was measured is not what it costs. The mean of several runs: times scatter."""
     main = SECONDS * np.where(np.arange(len(SECONDS)) > 1, dearer, 1.0)

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import openvino as ov
 import pytest
+from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
 from speculative.models import cached_model
@@ -24,6 +25,7 @@ from tests.support.tiny_llama import save_llama_with_outlier_keys
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 cache too
 TOLERANCE = 1e-4  # of logits that spread over 7; 1.4e-5 seen
 NPU = {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64}
+LONG = pytest.mark.long
 STATEFUL = pytest.mark.parametrize("stateful", [False, True], ids=["paged", "stateful"])
 
 
@@ -88,12 +90,15 @@ def test_rolled_back_logits_equal_those_computed_anew(architecture, stateful, ti
     assert worst_difference(model, Reference(folder), rounds=50, longest=100) < TOLERANCE  # windows are 16
 
 
-@STATEFUL
-def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(stateful):
+@pytest.mark.parametrize(
+    ("folder", "stateful"),
+    [(DRAFT, False), (DRAFT, True), *(pytest.param(MAIN, it, marks=LONG) for it in (False, True))],
+)
+def test_rolled_back_logits_of_the_embedded_pair_equal_those_computed_anew(folder, stateful):
     """Weights in int8, as released models have them. Ten layers round more than the tiny models' two, by the processor:
     below 1e-4 on an AMD EPYC, 1.1e-4 on an Intel Xeon with AMX; one token too many or too few is 100 times that."""
-    model = cached_model.load(ModelSpec(MAIN, "CPU", EXACT), stateful=stateful)
-    assert worst_difference(model, Reference(MAIN), rounds=10, longest=200) < 3 * TOLERANCE
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=stateful)
+    assert worst_difference(model, Reference(folder), rounds=10, longest=200) < 3 * TOLERANCE
 
 
 @STATEFUL
@@ -283,25 +288,38 @@ class StepWithinPrompt(NpuModel):
     "wrong",
     [OneTooFar, OneShort, NeverBack, NotHidden, WrongPositions, TrimsOneTooMany, ShortMask, StepWithinPrompt],
 )
-def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, monkeypatch):
+def test_a_wrong_rollback_is_found_when_the_model_is_loaded(wrong, tiny_pair, monkeypatch, pytestconfig):
     """The last two are faults of NPUW: if one of them is no longer found, OpenVINO has fixed it."""
     base = wrong.__base__
     monkeypatch.setattr(cached_model, base.__name__, wrong)
     device, properties = ("NPU", NPU) if base is NpuModel else ("CPU", EXACT)
     tiny = "mistral" if wrong is TrimsOneTooMany else "llama"  # a sliding window is trimmed
-    for folder in [tiny_pair(tiny) / "main"] + [MAIN, DRAFT] * (base is not NpuModel and wrong is not TrimsOneTooMany):
+    others = [] if base is NpuModel or wrong is TrimsOneTooMany else [DRAFT]
+    if others and pytestconfig.getoption("--long"):
+        others.append(MAIN)
+    for folder in (tiny_pair(tiny) / "main", *others):
         with pytest.raises(
             ValueError, match=r"distribution differs from that of a fresh cache by [\d.]+ \(.*: this model cannot be ro"
         ):
             cached_model.load(ModelSpec(folder, device, properties), stateful=base is StatefulModel)
 
 
+PROPERTIES = {}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
+
+
 @STATEFUL
 def test_the_default_precision_passes_the_check(stateful, tiny_pair):
     """bf16 or f16 and a u8 cache, as the device chooses."""
-    for folder in (MAIN, DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
-        for properties in ({}, {"KV_CACHE_PRECISION": "u8"}, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}):
+    for folder in (DRAFT, tiny_pair("llama") / "main", tiny_pair("gemma3") / "main"):
+        for properties in PROPERTIES:
             assert isinstance(cached_model.load(ModelSpec(folder, "CPU", properties), stateful=stateful), CachedModel)
+
+
+@pytest.mark.long
+@STATEFUL
+def test_the_default_precision_of_the_embedded_main_model_passes_the_check(stateful):
+    for properties in PROPERTIES:
+        assert isinstance(cached_model.load(ModelSpec(MAIN, "CPU", properties), stateful=stateful), CachedModel)
 
 
 def test_a_default_cache_that_keeps_traces_is_quantised_by_token(tmp_path):
@@ -328,6 +346,26 @@ def test_a_cache_of_the_users_own_stays_as_it_is(own, tmp_path, monkeypatch):
     assert "as the properties say" in model.note and compiled[-1] == properties
 
 
+def assert_refused_as_a_state_space_model(folder):
+    message = f"^{re.escape(str(folder))}: the model keeps a state that cannot be rolled back \\(.*ssm.*\\): [^\n]*$"
+    with pytest.raises(ValueError, match=message):
+        cached_model.load(folder)
+
+
+def test_a_model_with_another_state_than_a_cache_is_refused(tmp_path):
+    """The state of a Mamba layer [batch, hidden size, state size], which has no entry for each token."""
+    name = "cache_params.past.ssm.0"
+    tokens = opset13.parameter([-1, -1], np.int64, name="input_ids")
+    state = opset13.read_value(opset13.constant(np.zeros((1, 64, 4), np.float32)), name, np.float32, [-1, 64, 4])
+    state = opset13.multiply(state, opset13.constant(np.float32(0.5)))
+    logits = opset13.gather(opset13.constant(np.eye(64, dtype=np.float32)), tokens, opset13.constant(0))
+    logits.output(0).set_names({"logits"})
+    model = ov.Model([opset13.result(logits)], [opset13.assign(state, name)], [tokens])
+    ov.save_model(model, tmp_path / "openvino_model.xml")
+    assert_refused_as_a_state_space_model(tmp_path)
+
+
+@pytest.mark.long
 def test_a_state_space_model_is_refused(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -340,11 +378,7 @@ def test_a_state_space_model_is_refused(tmp_path):
     typed += ["--task", "text-generation-with-past", str(tmp_path / "ir")]
     run_optimum_here(typed, tmp_path / "log", tmp_path, False)
 
-    message = (
-        f"^{re.escape(str(tmp_path / 'ir'))}: the model keeps a state that cannot be rolled back \\(.*ssm.*\\): [^\n]*$"
-    )
-    with pytest.raises(ValueError, match=message):
-        cached_model.load(tmp_path / "ir")
+    assert_refused_as_a_state_space_model(tmp_path / "ir")
 
 
 def test_a_model_without_a_cache_is_refused(tmp_path):

@@ -1,9 +1,8 @@
 """Facts about OpenVINO GenAI 2026.4.1 that the samples rely on. A failure here means that GenAI has changed.
 
-Everything runs on the embedded pair, in execution mode ACCURACY: f32 inference, f32 KV cache, no quantized activations.
-INFERENCE_PRECISION_HINT=f32 leaves the cache in u8 and the activations in int8 groups, where passes over one token and
-over K + 1 tokens still resolve near-ties differently. If the model does not matter, the embedded draft serves as main
-model, because it is fast.
+Everything runs on the embedded draft, with a noisy copy of it as its draft, in execution mode ACCURACY: f32 inference,
+f32 KV cache, no quantized activations. INFERENCE_PRECISION_HINT=f32 leaves the cache in u8 and the activations in int8
+groups, where passes over one token and over K + 1 tokens still resolve near-ties differently.
 """
 
 import shutil
@@ -12,6 +11,7 @@ from collections import Counter
 import openvino_genai
 import pytest
 
+from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
@@ -19,7 +19,7 @@ NPU_ON_CPU = {"NPUW_DEVICES": "CPU", **EXACT}  # runs the NPU's code path on a p
 PROMPTS = ["def read_file(path):", "import os\n\n\nclass Walker:\n", "hello there"]
 
 
-def load(main=MAIN, draft=None, device="CPU", draft_device="CPU", **properties):
+def load(main=DRAFT, draft=None, device="CPU", draft_device="CPU", **properties):
     """Return a pipeline in exact arithmetic, with NPUs emulated on the CPU."""
     if draft:
         own = NPU_ON_CPU if draft_device == "NPU" else EXACT
@@ -33,8 +33,13 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return load(draft=DRAFT)
+def noisy_draft(tmp_path_factory):
+    return save_noisy_draft(tmp_path_factory.mktemp("noisy"))
+
+
+@pytest.fixture(scope="module")
+def pair(noisy_draft):
+    return load(draft=noisy_draft)
 
 
 class Tokens(openvino_genai.StreamerBase):
@@ -96,7 +101,7 @@ def test_zero_assistant_tokens_means_the_default_of_five(pair):
 
 
 def test_a_huge_k_drafts_up_to_the_last_token_wanted():
-    same = load(DRAFT, draft=DRAFT)
+    same = load(draft=DRAFT)
     _, gained, _ = generate(same, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=100_000)
     assert max(gained) > 10
 
@@ -127,7 +132,7 @@ def test_a_pair_has_no_generation_config_of_its_own_but_stops_where_the_main_mod
 
 
 def test_a_confidence_threshold_drafts_one_token_an_iteration_unless_logprobs_are_asked_for():
-    same = load(DRAFT, draft=DRAFT)
+    same = load(draft=DRAFT)
     settings = {"max_new_tokens": 30, "ignore_eos": True, "assistant_confidence_threshold": 1e-6}
     assert max(generate(same, **settings)[1]) == 2  # the drafted token and the main model's own
     assert max(generate(same, **settings, logprobs=1)[1]) > 2
@@ -147,28 +152,28 @@ def test_a_draft_with_another_tokenizer_is_accepted_silently(tmp_path, other_tok
     ours, theirs = (openvino_genai.Tokenizer(folder) for folder in (MAIN, stranger))
     assert ours.get_vocab() != theirs.get_vocab()
     assert ours.encode(sentence).input_ids.shape == theirs.encode(sentence).input_ids.shape
-    assert len(generate(load(DRAFT, draft=stranger), max_new_tokens=8)[0]) == 8
+    assert len(generate(load(draft=stranger), max_new_tokens=8)[0]) == 8
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("device", "draft_device"), [("AUTO:CPU", "HETERO:CPU"), ("HETERO:CPU", "AUTO:CPU")])
-def test_virtual_devices_serve_as_main_and_draft_device(alone, device, draft_device):
+def test_virtual_devices_serve_as_main_and_draft_device(alone, noisy_draft, device, draft_device):
     expected, _, _ = generate(alone, max_new_tokens=30, ignore_eos=True)
-    pipe = load(draft=DRAFT, device=device, draft_device=draft_device)
+    pipe = load(draft=noisy_draft, device=device, draft_device=draft_device)
     assert generate(pipe, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=4)[0] == expected
 
 
-def test_the_npu_code_path_gives_the_greedy_tokens():
-    expected, _, _ = generate(load(DRAFT, device="NPU"), max_new_tokens=30, ignore_eos=True)
-    pipe = load(DRAFT, draft=MAIN, device="NPU")  # swapped, so that drafts are rejected, too
+def test_the_npu_code_path_gives_the_greedy_tokens(noisy_draft):
+    expected, _, _ = generate(load(device="NPU"), max_new_tokens=30, ignore_eos=True)
+    pipe = load(draft=noisy_draft, device="NPU")  # whose tokens are rejected, too
     assert generate(pipe, max_new_tokens=30, ignore_eos=True, num_assistant_tokens=4)[0] == expected
 
 
 @pytest.mark.parametrize(("device", "draft_device"), [("NPU", "NPU"), ("CPU", "NPU"), ("NPU", "CPU")])
 def test_the_npu_code_path_drafts_with_a_growing_k_and_counts_every_iteration(device, draft_device):
-    pipe = load(DRAFT, draft=DRAFT, device=device, draft_device=draft_device)
+    pipe = load(draft=DRAFT, device=device, draft_device=draft_device)
     _, gained, result = generate(pipe, max_new_tokens=40, ignore_eos=True, num_assistant_tokens=4)
     assert sum(gained) == 40
     assert max(gained) > 5  # K + 1
@@ -181,7 +186,7 @@ def test_the_npu_code_path_drafts_with_a_growing_k_and_counts_every_iteration(de
 
 
 def test_the_npu_code_path_runs_past_an_end_inside_a_draft():
-    pipe = load(draft=MAIN, draft_device="NPU")
+    pipe = load(draft=DRAFT, draft_device="NPU")
     settings = {"max_new_tokens": 60, "num_assistant_tokens": 7}
     tokens, gained, _ = generate(pipe, **settings, ignore_eos=True)
     inside = (i for i in range(1, 60) if i + 1 not in {sum(gained[: n + 1]) for n in range(len(gained))})
@@ -192,7 +197,7 @@ def test_the_npu_code_path_runs_past_an_end_inside_a_draft():
 
 
 def test_an_npu_main_model_takes_k_up_to_seven():
-    pipe = load(DRAFT, draft=DRAFT, device="NPU")
+    pipe = load(draft=DRAFT, device="NPU")
     assert sum(generate(pipe, max_new_tokens=120, ignore_eos=True, num_assistant_tokens=7)[1]) == 120
     with pytest.raises(RuntimeError, match="NPUW_LLM_MAX_GENERATION_TOKEN_LEN"):
         generate(pipe, max_new_tokens=120, ignore_eos=True, num_assistant_tokens=16)
@@ -216,10 +221,10 @@ def distance(one, other):
 def test_sampling_with_a_draft_model_is_wrong_from_the_second_token_on_and_prompt_lookup_is_right():
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # with it, such requests also crash now and then
-    alone = load(DRAFT, scheduler_config=scheduler)
+    alone = load(scheduler_config=scheduler)
     target, again = sampled(alone, range(80)), sampled(alone, range(80, 160))
-    with_draft = sampled(load(DRAFT, draft=DRAFT, scheduler_config=scheduler), range(80), num_assistant_tokens=3)
-    lookup = load(DRAFT, prompt_lookup=True, scheduler_config=scheduler)
+    with_draft = sampled(load(draft=DRAFT, scheduler_config=scheduler), range(80), num_assistant_tokens=3)
+    lookup = load(prompt_lookup=True, scheduler_config=scheduler)
     print("distance", distance(with_draft, target), "noise", distance(again, target))
     assert [first for first, _ in with_draft] == [first for first, _ in target]  # the main model's own
     assert distance(with_draft, target) > distance(again, target) + 0.15

@@ -22,6 +22,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, BlockTable, OutOfBlocks
 from speculative.models.spec import ModelSpec
+from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN
 from tests.support.steps import finish
 from tests.support.tiny_llama import tiny_llama
@@ -279,14 +280,15 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
     assert bad.error and request.error and not decoder.main.pool._shared and blocks_are_back(decoder)
 
 
-def test_the_embedded_pair_in_a_conversation():
+def test_the_embedded_draft_in_a_conversation(tmp_path):
     """In each turn, greedy tokens equal the main model's, and few tokens besides those of the turn are computed."""
     alone = Decoder(
-        cached_model.load(ModelSpec(MAIN, "CPU", F32), capacity=CONTEXT),
+        cached_model.load(ModelSpec(DRAFT, "CPU", F32), capacity=CONTEXT),
         None,
         tokenizer=openvino_genai.Tokenizer(str(MAIN)),
     )
-    decoder = decoder_of(*(cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in (MAIN, DRAFT)))
+    pair = DRAFT, save_noisy_draft(tmp_path)
+    decoder = decoder_of(*(cached_model.load(ModelSpec(folder, "CPU", F32), capacity=ROOM) for folder in pair))
     history = alone.encode(
         'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n        self.items = []\n'
     )

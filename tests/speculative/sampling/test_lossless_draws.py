@@ -3,11 +3,13 @@
 Samples of the first three tokens, for each draft in several settings, are compared with their exact joint distribution,
 which is computed from the exported model itself, without this project's cache. The same check finds every bug planted
 in the engine. A small error in all cases shows in their sum (Stouffer's sum of the cases' z-values): a temperature of
-0.9 instead of 1.0 on later tokens, a total variation of 0.05, is found.
+0.9 instead of 1.0 on later tokens, a total variation of 0.05, is found. With an exact paged cache, the logits after a
+text are computed once and kept: texts of three tokens out of eight are few.
 
     pytest tests/speculative/sampling/test_lossless_draws.py --long
 
-draws 20,000 texts with every draft and every policy; temperatures, filters and caches alternate.
+draws 20,000 texts with every draft and every policy; temperatures, filters and caches alternate, and all logits are
+computed each time.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ from tests.support import pooled_draws
 from tests.support.pooled_draws import distance, pooled, times_found
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
 
-DRAWS, DRAWS_LONG = 1_400, 20_000  # of each case
+DRAWS, DRAWS_LONG = 700, 20_000  # of each case
 LENGTH = 3  # tokens compared
 PROMPT = np.array([1, 5, 2, 6, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning
@@ -111,6 +113,9 @@ LONG = [
 ] + OTHERS
 
 
+CHEAP = (("wrong", "K=1"), ("lookup", "K=2"))  # few tokens are drafted
+
+
 def cases(config):
     return LONG if config.getoption("--long") else SHORT
 
@@ -165,6 +170,22 @@ def exact_logits(folders):
     return lambda tokens: exact_logits(*tokens.tolist())
 
 
+class ComputedOnce:
+    """A model that keeps the logits after each text."""
+
+    def __init__(self, model):
+        self._model, self._known = model, {}
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def logits(self, tokens, last=1):
+        text = tokens.tobytes(), last
+        if text not in self._known:
+            self._known[text] = self._model.logits(tokens, last).copy()
+        return self._known[text]
+
+
 @pytest.fixture(scope="module")
 def load(folders):
     """A function of a draft and a backend: a decoder of the tiny main model with it."""
@@ -177,11 +198,12 @@ def load(folders):
             )
         return models[name, backend]
 
-    def load(draft, backend="paged"):
-        source = (
-            NgramProposer(VOCABULARY) if draft == "lookup" else DraftModelProposer(model(draft, backend), VOCABULARY)
-        )
-        return Decoder(model("main", backend), source)
+    def load(draft, backend="paged", once=False):
+        keep = ComputedOnce if once else lambda model: model
+        main, source = keep(model("main", backend)), NgramProposer(VOCABULARY)
+        if draft != "lookup":
+            source = DraftModelProposer(keep(model(draft, backend)), VOCABULARY)
+        return Decoder(main, source)
 
     return load
 
@@ -241,7 +263,7 @@ def config_of(case, colder=1.0):
 def check(case, load, exact, draws):
     """Draw texts and compare them with the cells `exact`: the acceptance and the comparison."""
     draft, rule_name, _, _, backend = case
-    decoder = load(draft, backend)
+    decoder = load(draft, backend, once=draws < DRAWS_LONG and backend == "paged")
     decoder.draft_length = rule(rule_name)
     drawn, acceptance = sample(decoder, config_of(case), draws)
     comparison = compare(drawn, exact)
@@ -281,7 +303,7 @@ def test_all_draws_together_find_a_sampler_that_is_wrong_by_a_twentieth(exact_lo
 
 def test_tokens_behind_a_whole_draft_are_right_too(load, exact_logits):
     config = settings(top_k=2)
-    decoder = load("good")
+    decoder = load("good", once=True)
     decoder.draft_length = FixedDraftLength(4)
     drawn, _ = sample(decoder, config, draws=2000, length=6)
     assert compare(drawn, exact_cells(exact_logits, config, length=6)).p_value > FALSE_ALARM
@@ -398,19 +420,19 @@ def colder_later_tokens(patch):
 
 def test_cases_together_find_later_tokens_that_are_a_little_too_cold(load, exact_logits, monkeypatch):
     """A bug planted in the engine that a single case may miss."""
-    cases = [case for case in SHORT if case[3] in ("all tokens", "min-p", "min-new")]
+    cases = [case for case in SHORT if case[3] in ("min-p", "min-new") or case[:2] in CHEAP]
     exact = {case: exact_cells(exact_logits, config_of(case)) for case in cases}
     colder_later_tokens(monkeypatch)
-    p_values = [check(case, load, exact[case], DRAWS)[1].p_value for case in cases]
+    p_values = [check(case, load, exact[case], 2 * DRAWS)[1].p_value for case in cases]
     print(f"colder later tokens: p-values {p_values}, together {pooled(p_values):.2g}")
-    assert pooled(p_values) < 1e-4  # a third of all cases
+    assert pooled(p_values) < 1e-4  # a sixth of all cases
 
 
 def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
     """Compare at most `draws` samples; stop as soon as an error shows."""
     config = settings(**FILTERS["penalties"])
     cells = exact_cells(exact_logits, config)
-    decoder = load("good")
+    decoder = load("good", once=bug not in (rollback_that_leaves_one_token, stale_cache))
     decoder.draft_length = FixedDraftLength(1)  # so that the token behind a whole draft is compared, too
     bug(monkeypatch)
     drawn = []
