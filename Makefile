@@ -8,6 +8,9 @@ PY := $(BIN)/python
 PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TESTS ?=# selected files only: make test-fresh TESTS=tests/serving/test_serve_cluster.py
 
+# Without bytecode files, pytest would compile thousands of modules in every test process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-all test-fresh test-samples smoke lint figures docs clean
 .DELETE_ON_ERROR:
 

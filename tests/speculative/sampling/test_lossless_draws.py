@@ -22,6 +22,7 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
+from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
@@ -105,6 +106,7 @@ SHORT = [
     ("wrong", "confidence", 0.5, "top-k", "paged"),
     ("wrong", "adaptive", 1.5, "top-p", "paged"),
     ("lookup", "K=2", 1.0, "all tokens", "paged"),
+    ("lookup", "adaptive", 1.5, "all tokens", "paged"),
     *OTHERS,
 ]
 LONG = [
@@ -208,8 +210,12 @@ def load(folders):
     return load
 
 
-def rule(name):
-    """A draft-length policy; the adaptive one gets costs at which most drafts are worth it."""
+def rule(name, draft):
+    """A draft-length policy for a draft; an adaptive one gets costs at which most drafts are worth it."""
+    if name == "adaptive" and draft == "lookup":
+        policy = LookupDraftLength(Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}))
+        policy.SWITCH = 0.0  # it declines some drafts all the same, because of its balance
+        return policy
     if name == "adaptive":
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}))
     if name == "confidence":
@@ -264,7 +270,7 @@ def check(case, load, exact, draws):
     """Draw texts and compare them with the cells `exact`: the acceptance and the comparison."""
     draft, rule_name, _, _, backend = case
     decoder = load(draft, backend, once=draws < DRAWS_LONG and backend == "paged")
-    decoder.draft_length = rule(rule_name)
+    decoder.draft_length = rule(rule_name, draft)
     drawn, acceptance = sample(decoder, config_of(case), draws)
     comparison = compare(drawn, exact)
     print(f"{'-'.join(map(str, case))}: acceptance {acceptance:.2f}, {comparison}")
