@@ -213,7 +213,7 @@ def known_pairs() -> dict[str, dict]:
         try:
             import tomli as tomllib
         except ImportError:
-            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-export.txt")
+            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-run.txt")
     return tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
 
 
