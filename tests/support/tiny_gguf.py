@@ -1,6 +1,6 @@
 """Tiny GGUF files, written by the gguf package from a tiny Hugging Face checkpoint.
 
-    save_gguf(checkpoint, tokenizer, tmp_path / "main.gguf", "Q8_0")
+save_gguf(checkpoint, tokenizer, tmp_path / "main.gguf", "Q8_0")
 """
 
 import json
@@ -87,7 +87,9 @@ def model_metadata(config, tokenizer, kind: str, architecture: str) -> dict:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [int(TokenType.CONTROL if i == 0 else TokenType.NORMAL) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [
+            int(TokenType.CONTROL if i == 0 else TokenType.NORMAL) for i in range(len(tokens))
+        ],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 0,
