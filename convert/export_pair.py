@@ -158,9 +158,8 @@ def build_parser() -> argparse.ArgumentParser:
 def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> list[str]:
     """The main model, the draft unless there is none, and OUT_DIR, from the command line or the known `pair` ({} if
     none was named)."""
-    for option in ("--draft-from-main", "--without-draft"):
-        if pair and getattr(options, option.strip("-").replace("-", "_")):
-            parser.error(f"--pair says already which draft there is; omit {option}")
+    if pair and options.draft_from_main:
+        parser.error("--pair names a draft already; omit --draft-from-main")
     if options.draft_from_main and options.without_draft:
         parser.error("--draft-from-main and --without-draft exclude each other; give one")
     alone = options.draft_from_main or options.without_draft
@@ -172,7 +171,8 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
             "--list shows known pairs, --help all options"
         )
     if pair:
-        return [pair["main"], *([pair["draft"]] if "draft" in pair else []), *given]
+        drafts = [] if options.without_draft or "draft" not in pair else [pair["draft"]]
+        return [pair["main"], *drafts, *given]
     return [given[0], *given[-2:]] if options.draft_from_main else given  # MAIN twice
 
 

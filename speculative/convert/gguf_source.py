@@ -47,7 +47,11 @@ def open_file(path: Path) -> GgufFile:
         file = gguf_file.read(path)
     except BrokenFile as error:
         raise ConvertError(str(error)) from error
-    if reason := _unsupported(file):
+    try:
+        reason = _unsupported(file)
+    except TypeError as error:  # a text in place of a number
+        raise ConvertError(f"{path} is corrupt: its metadata has a wrong type ({error}); download it again") from error
+    if reason:
         raise ConvertError(f"{path} {reason}", 2)
     return file
 
@@ -120,9 +124,10 @@ def _unsupported(file: GgufFile) -> str:
     keys += ["general.file_type", *(f"tokenizer.ggml.{key}" for key in NEEDED_TOKENIZER)]
     if missing := [key for key in keys if key not in metadata]:
         return f"has no {', '.join(missing)} in its metadata, which GenAI's reader needs; {INSTEAD}"
-    layers = range(int(file.get("block_count")))
+    if (layers := file.get("block_count")) > len(file.tensors):
+        return f"says that it has {layers:,} layers, but it has {len(file.tensors)} tensors; copy or download it again"
     tensors = ["token_embd.weight", "output_norm.weight"]
-    tensors += [f"blk.{i}.{name}.weight" for i in layers for name in NEEDED_IN_LAYER]
+    tensors += [f"blk.{i}.{name}.weight" for i in range(layers) for name in NEEDED_IN_LAYER]
     if missing := [name for name in tensors if name not in file.tensors]:
         return f"has no tensor {missing[0]} ({len(missing)} are missing); {INSTEAD}"
     for name, tensor in file.tensors.items():

@@ -190,14 +190,14 @@ def test_any_byte_may_be_wrong(written, tmp_path):
     path = tmp_path / "model.gguf"
     random = np.random.default_rng(0)
     refused = 0
-    for at in random.integers(0, 1500, 150):
+    for at in random.integers(0, 1500, 100):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ int(random.integers(1, 256))]) + whole[at + 1 :])
         try:
             gguf_source.open_file(path)
         except ConvertError as error:
             refused += 1
             assert str(path) in str(error)
-    assert refused > 50
+    assert refused > 30
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,8 @@ def test_any_byte_may_be_wrong(written, tmp_path):
         ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "(rope_freqs.weight) that GenAI's reader ignores"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count 8 of 16"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "has a tokenizer of kind 'llama'"),
+        ({"metadata": {"llama.block_count": 4_000_000_000}}, "says that it has 4,000,000,000 layers, but it has 21"),
+        ({"metadata": {"llama.block_count": "2"}}, "its metadata has a wrong type"),
         ({"metadata": {"llama.block_count": None}}, "has no llama.block_count in its metadata"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "has no tensor blk.1.ffn_up.weight (1 are missing)"),
         ({"kind": "Q5_0"}, "has Q5_0 weights (token_embd.weight), but GenAI's reader knows F16, Q8_0"),
