@@ -151,7 +151,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
     "[draft]": {
         "nargs": "?",
-        "help": "the same; without it, prompt lookup drafts: it copies tokens from the text so far",
+        "help": "folder of the draft model (OpenVINO IR); without one, prompt lookup drafts: it copies tokens from the "
+        "text so far",
     },
     "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
     "--device": DEVICE,
