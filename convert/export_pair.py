@@ -415,8 +415,7 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if arguments is None:
         return folder_bytes(model.folder)
     if model.is_gguf:
-        size = model.wheel.size if model.wheel else model.path.stat().st_size
-        return 2 * size if model.wheel or arguments else size
+        return 2 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     return optimum_cli.expected_bytes(
         source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format

@@ -4,6 +4,7 @@ It reads three architectures, and ignores what it does not know: scaled rotary p
 checked here from the file's metadata, before anything is converted.
 """
 
+import math
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
@@ -20,7 +21,7 @@ NEEDED_IN_LAYER = (
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
 SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
-COMPRESSIBLE = ("int8", "int4")
+FORMATS = ("fp16", "int8", "int4")
 INSTEAD = "convert the model's original checkpoint instead"
 
 
@@ -79,24 +80,31 @@ def matrix_types(file: GgufFile) -> list[str]:
 def arguments(file: GgufFile, weight_format: str | None) -> list[str]:
     """The options of `gguf_to_ir` that give the weight format asked for; None keeps that of the file.
 
-    Raises ConvertError if the file's weights cannot be compressed to it.
+    Raises ConvertError if GenAI's reader does not know that of the file, or nothing gives the one asked for.
     """
+    types = matrix_types(file)
     if weight_format is None:
+        for name, tensor in file.tensors.items():
+            known = (*MATRICES, *ENDS_ONLY) if name in ENDS else MATRICES
+            if len(tensor.shape) > 1 and tensor.type not in known:
+                raise ConvertError(
+                    f"{file.path} has {tensor.type} weights ({name}), but GenAI's reader knows {', '.join(MATRICES)}; "
+                    f"give a weight format ({', '.join(FORMATS)}), for which the weights are decoded first",
+                    2,
+                )
         return []
-    quantized = [name for name in matrix_types(file) if name not in ("F16", *ENDS_ONLY)]
-    if quantized:
+    if weight_format not in FORMATS:
         raise ConvertError(
-            f"{file.path} has {' and '.join(quantized)} weights, which are kept as they are and cannot become "
-            f"{weight_format}; give no weight format, or a GGUF file with F16 weights",
-            2,
+            f"the weights of a GGUF file are kept or become {', '.join(FORMATS)}, not {weight_format}; {INSTEAD}", 2
         )
-    if weight_format == "fp16":
-        return []
-    if weight_format not in COMPRESSIBLE:
-        raise ConvertError(
-            f"F16 weights of a GGUF file are kept (fp16) or become int8 or int4, not {weight_format}; {INSTEAD}", 2
-        )
-    return ["--weight-format", weight_format]
+    return [] if weight_format == "fp16" and types == ["F16"] else ["--weight-format", weight_format]
+
+
+def peak_bytes(file: GgufFile, options: list[str]) -> int:
+    """Peak disk space of a conversion in bytes: the IR and, with a weight format, copies in F16 before and after."""
+    if not options:
+        return file.path.stat().st_size
+    return 5 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
 
 
 def command(path: str, output: str, arguments: list[str]) -> list[str]:
@@ -130,13 +138,6 @@ def _unsupported(file: GgufFile) -> str:
     tensors += [f"blk.{i}.{name}.weight" for i in range(layers) for name in NEEDED_IN_LAYER]
     if missing := [name for name in tensors if name not in file.tensors]:
         return f"has no tensor {missing[0]} ({len(missing)} are missing); {INSTEAD}"
-    for name, tensor in file.tensors.items():
-        taken = (*MATRICES, *ENDS_ONLY) if name in ENDS else MATRICES
-        if len(tensor.shape) > 1 and tensor.type not in taken:
-            return (
-                f"has {tensor.type} weights ({name}), but GenAI's reader knows {', '.join(MATRICES)}; quantize the "
-                f"model to one of these, or {INSTEAD}"
-            )
     return ""
 
 

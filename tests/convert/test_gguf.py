@@ -152,17 +152,25 @@ def test_the_file_read_without_the_gguf_package_is_what_that_package_reads(ggufs
     assert [tensor.shape[::-1] for tensor in ours.tensors.values()] == [tuple(one.shape) for one in theirs.tensors]
 
 
-def test_f16_weights_can_be_compressed_and_others_not(written, tmp_path):
+def test_f16_weights_can_be_compressed(written, tmp_path):
     path = written()
     assert gguf_source.arguments(gguf_source.open_file(path), "fp16") == []
+    assert "become fp16, int8, int4, not nf4" in refusal(path, "nf4")
     gguf_to_ir.convert(path, tmp_path / "int8", "int8")
     gguf_to_ir.convert(path, tmp_path / "fp16", None)
     sizes = [(tmp_path / name / "openvino_model.bin").stat().st_size for name in ("int8", "fp16")]
     assert sizes[0] < 0.7 * sizes[1]
     difference = np.abs(logits(tmp_path / "int8") - logits(tmp_path / "fp16")).max()
     assert 0 < difference < 0.05 * np.abs(logits(tmp_path / "fp16")).max()
-    assert "become int8 or int4, not nf4" in refusal(path, "nf4")
-    assert "has Q8_0 weights, which are kept as they are and cannot become int4" in refusal(written("Q8_0"), "int4")
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0"])
+def test_other_weights_are_decoded_exactly_first(kind, written, checkpoints, tmp_path):
+    """Q4_1, whose offsets GenAI's reader rounds, and Q5_0, which it does not know."""
+    gguf_to_ir.convert(written(kind), tmp_path / "ir", "fp16")
+    with torch.no_grad():
+        expected = dequantized(checkpoints / "main", kind)(torch.from_numpy(IDS)).logits.numpy()
+    assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-3 * np.abs(expected).max()
 
 
 # --- files that are refused before anything is converted ---
@@ -240,7 +248,7 @@ def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
     for arguments, words in (
         ([str(two), draft, out], "holds several GGUF files (draft.gguf, main.gguf)"),
         ([str(tmp_path / "no.gguf"), draft, out], "there is no file"),
-        ([main, draft, out, "--draft-weight-format", "int4"], "has Q8_0 weights"),
+        ([main, draft, out, "--draft-weight-format", "nf4"], "become fp16, int8, int4, not nf4"),
         ([main, draft, out, "--for", "NPU"], "an NPU does not take"),
         ([main, draft, out, "--", "--awq"], "--awq is for optimum-cli"),
         ([main, draft, out, "--revision", "main"], "has no revision"),
