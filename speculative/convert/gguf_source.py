@@ -21,7 +21,8 @@ NEEDED_IN_LAYER = (
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
 SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
-FORMATS = ("fp16", "int8", "int4")
+FORMATS = {"fp16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # weight format -> tensor type, which is read exactly
+ROUNDED = {"Q4_1", "Q4_K"}  # their offsets become whole numbers of steps
 INSTEAD = "convert the model's original checkpoint instead"
 
 
@@ -57,9 +58,14 @@ def open_file(path: Path) -> GgufFile:
     return file
 
 
-def notes(file: GgufFile) -> list[str]:
+def notes(file: GgufFile, weight_format: str | None) -> list[str]:
     """Sentences on what GenAI's reader does otherwise than the file says."""
     found = []
+    if weight_format is None and (rounded := sorted(ROUNDED & set(matrix_types(file)))):
+        found.append(
+            f"GenAI's reader rounds the offsets of {' and '.join(rounded)} weights, which changes the model's text; "
+            "a weight format of int8 keeps it"
+        )
     splitting = file.metadata["tokenizer.ggml.pre"]
     if splitting not in SPLITS_KNOWN:
         found.append(
@@ -97,14 +103,15 @@ def arguments(file: GgufFile, weight_format: str | None) -> list[str]:
         raise ConvertError(
             f"the weights of a GGUF file are kept or become {', '.join(FORMATS)}, not {weight_format}; {INSTEAD}", 2
         )
-    return [] if weight_format == "fp16" and types == ["F16"] else ["--weight-format", weight_format]
+    return [] if types == [FORMATS[weight_format]] else ["--weight-format", weight_format]
 
 
 def peak_bytes(file: GgufFile, options: list[str]) -> int:
-    """Peak disk space of a conversion in bytes: the IR and, with a weight format, copies in F16 before and after."""
+    """Peak disk space of a conversion in bytes: the IR and, with a weight format, a file with such weights."""
     if not options:
         return file.path.stat().st_size
-    return 5 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    bytes_each = {"fp16": 2, "int8": 1.1, "int4": 0.6}[options[-1]]
+    return int(2 * bytes_each * sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
 
 
 def command(path: str, output: str, arguments: list[str]) -> list[str]:

@@ -7,40 +7,34 @@ FOLDER, which must not exist, gets the model, its tokenizer, config.json and gen
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import shutil
 import sys
 from pathlib import Path
 
-from speculative.convert import group_size
 from speculative.convert.errors import ConvertError
-from speculative.convert.gguf_source import FORMATS, matrix_types
+from speculative.convert.gguf_source import FORMATS
 from speculative.error_text import engine_lines
 from speculative.models import gguf_file
 
-MODEL = "openvino_model"
+BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0
 
 
 def convert(path: Path, folder: Path, weight_format: str | None) -> None:
     """Write the IR of a file to a new folder, with the weights of the file, or in fp16, int8 or int4.
 
-    Raises ConvertError if a package for that is not installed, and RuntimeError if GenAI's reader fails.
+    Raises ConvertError if the gguf package is needed and not installed, and RuntimeError if GenAI's reader fails.
     """
-    for package in ("gguf", "nncf") if weight_format else ():
-        if importlib.util.find_spec(package) is None:
-            raise ConvertError(f"{weight_format} needs {package}; install it: pip install -r requirements-export.txt")
     import openvino_genai
 
     folder.mkdir(parents=True)
-    file = gguf_file.read(path)
-    config, generation_config = gguf_file.configs(file)
+    config, generation_config = gguf_file.configs(gguf_file.read(path))
     for name, content in (("config.json", config), ("generation_config.json", generation_config)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
     source = folder / f"model{gguf_file.SUFFIX}"  # GenAI writes beside the file that it reads
-    if weight_format and matrix_types(file) != ["F16"]:
-        _decode(path, source)
+    if weight_format:
+        recode(path, source, FORMATS[weight_format])
     else:
         try:
             source.symlink_to(path.resolve())
@@ -48,53 +42,38 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
             shutil.copyfile(path, source)
     openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True)
     source.unlink()
-    if weight_format in ("int8", "int4"):
-        _compress(folder, weight_format)
 
 
-def _decode(path: Path, target: Path) -> None:
-    """Write a copy of a file with its matrices in F16: exactly the weights that it encodes, one matrix at a time."""
-    import gguf
+def recode(path: Path, target: Path, kind: str) -> None:
+    """Write a copy of a file with its matrices in F16, Q8_0 or Q4_0, which GenAI's reader takes over exactly."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConvertError(
+            "another weight format needs gguf; install it: pip install -r requirements-run.txt"
+        ) from None
     import numpy as np
 
+    types = gguf.GGMLQuantizationType
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(target, "")  # the architecture is one of the keys
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
         if not name.startswith("GGUF."):
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    chosen = {}
     for tensor in reader.tensors:
         shape = [int(size) for size in reversed(tensor.shape)]
-        kind = np.dtype(np.float16 if len(shape) > 1 else np.float32)
-        writer.add_tensor_info(tensor.name, shape, kind, math.prod(shape) * kind.itemsize)
+        chosen[tensor.name] = types[kind if shape[-1] % BLOCK == 0 else "F16"] if len(shape) > 1 else types.F32
+        stored = gguf.quant_shape_to_byte_shape(shape, chosen[tensor.name])
+        writer.add_tensor_info(tensor.name, stored, np.dtype(np.uint8), math.prod(stored), chosen[tensor.name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in reader.tensors:
+    for tensor in reader.tensors:  # one at a time in memory
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.write_tensor_data(weights.astype(np.float16 if weights.ndim > 1 else np.float32))
+        writer.write_tensor_data(gguf.quants.quantize(weights, chosen[tensor.name]).view(np.uint8))
     writer.close()
-
-
-def _compress(folder: Path, weight_format: str) -> None:
-    """Compress the weights of an IR as optimum-cli does: asymmetric, int4 in groups of 128 or the largest that fits."""
-    import nncf
-    import openvino
-
-    options: dict = {"mode": nncf.CompressWeightsMode.INT8_ASYM}
-    if weight_format == "int4":
-        size, sentence = group_size.choose(folder, [])
-        if sentence:
-            print(sentence)
-        mode = nncf.CompressWeightsMode.INT4_ASYM
-        options = {"mode": mode, "ratio": 1.0, "group_size": size or group_size.DEFAULT}
-    model = nncf.compress_weights(openvino.Core().read_model(folder / f"{MODEL}.xml"), **options)
-    smaller = folder / "compressed"
-    openvino.save_model(model, smaller / f"{MODEL}.xml", compress_to_fp16=False)
-    del model  # which maps the file to replace
-    for file in list(smaller.iterdir()):
-        file.replace(folder / file.name)
-    smaller.rmdir()
 
 
 def main() -> int:
@@ -102,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="MODEL.gguf")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--weight-format", choices=FORMATS, help="instead of the weights of the file")
+    parser.add_argument("--weight-format", choices=list(FORMATS), help="instead of the weights of the file")
     options = parser.parse_args()
     try:
         convert(options.file, options.folder, options.weight_format)

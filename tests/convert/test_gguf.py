@@ -167,7 +167,12 @@ def test_f16_weights_can_be_compressed(written, tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0"])
 def test_other_weights_are_decoded_exactly_first(kind, written, checkpoints, tmp_path):
     """Q4_1, whose offsets GenAI's reader rounds, and Q5_0, which it does not know."""
-    gguf_to_ir.convert(written(kind), tmp_path / "ir", "fp16")
+    path = written(kind)
+    assert any("rounds the offsets" in note for note in gguf_source.notes(gguf_file.read(path), None)) == (
+        kind == "Q4_1"
+    )
+    assert not gguf_source.notes(gguf_file.read(path), "fp16")
+    gguf_to_ir.convert(path, tmp_path / "ir", "fp16")
     with torch.no_grad():
         expected = dequantized(checkpoints / "main", kind)(torch.from_numpy(IDS)).logits.numpy()
     assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-3 * np.abs(expected).max()
@@ -235,7 +240,7 @@ def test_what_genai_does_otherwise_is_said(written):
     file = gguf_source.open_file(
         written(metadata={"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True})
     )
-    assert [re.search("'llama-bpe'|begins a text", note)[0] for note in gguf_source.notes(file)] == [
+    assert [re.search("'llama-bpe'|begins a text", note)[0] for note in gguf_source.notes(file, None)] == [
         "'llama-bpe'",
         "begins a text",
     ]
