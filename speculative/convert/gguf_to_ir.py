@@ -59,8 +59,9 @@ def recode(path: Path, target: Path, kind: str) -> None:
     writer = gguf.GGUFWriter(target, "")  # the architecture is one of the keys
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
-        if not name.startswith("GGUF."):
+        if not name.startswith("GGUF.") and name != "general.file_type":
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])  # GenAI's reader takes no scales of a file in F16
     chosen = {}
     for tensor in reader.tensors:
         shape = [int(size) for size in reversed(tensor.shape)]
