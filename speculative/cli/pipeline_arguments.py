@@ -42,10 +42,12 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in (*names, "--debug"):
         name, _, default = name.partition("=")
-        flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name,)
+        flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name.strip("[]"),)
         argument = parser.add_argument(*flags, **ARGUMENTS[name])
         argument.default = default or argument.default
-    args = parser.parse_args()
+    args = _parse(parser)
+    if "[draft]" in names and "draft" in args:
+        names = (*names, "draft")
     if getattr(args, "recommended", False):
         args = take_recommendation(
             parser, args, "alone" if "draft" not in names else NATIVE if "-k" in names else GENAI
@@ -72,6 +74,14 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
         args.prompt = read_prompt(args.prompt)
         fit_in_context(args)
     say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
+    return args
+
+
+def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; there is no `draft` if it is optional and was not given."""
+    args = parser.parse_args()
+    if vars(args).get("draft", "") is None:
+        del args.draft
     return args
 
 
@@ -139,6 +149,11 @@ DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our eng
 ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
     "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
+    "[draft]": {
+        "nargs": "?",
+        "help": "folder of the draft model (OpenVINO IR); without one, prompt lookup drafts: it copies tokens from the "
+        "text so far",
+    },
     "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
     "--device": DEVICE,
     "--draft-device": DEVICE,
@@ -240,7 +255,7 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
         if settings["draft_properties"] != settings["properties"]:  # if equal, the draft inherits the main model's
             own["draft_property"] = list(settings["draft_properties"].items())
     parser.set_defaults(**own)
-    args = parser.parse_args()
+    args = _parse(parser)
     overridden = [name for name, value in own.items() if vars(args)[name] != value]
     args.recommended = f"by {file}"
     if overridden:

@@ -1,20 +1,15 @@
-"""Runs `optimum-cli export openvino` as a child process, with its arguments, progress, log and errors."""
+"""Runs `optimum-cli export openvino`: its arguments, and what they need."""
 
 import importlib.util
 import os
 import shlex
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
-from speculative.cli.processes import kill_group, own_group, terminate_group
+from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 
 TASK = "text-generation-with-past"  # cannot be inferred from a local folder
-LAST_LINES = 12  # of the log, shown when an export fails
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 COMPRESSED = {"int8", "int4", "mxfp4", "nf4", "cb4"}
 FORMATS = ("fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4")
 
@@ -85,87 +80,16 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     The child's temporary files go to `temporary`, on the disk whose space was checked. The child never outlives this
     call.
     """
-    temporary.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONUTF8": "1", **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
-    if not _needs_hub(typed):
-        environment["HF_HUB_OFFLINE"] = "1"  # all files are local: do not wait for an unreachable hub
-    arrived: list[int] = []  # signals while the child starts: delayed until it is known and can be ended
-    handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
-    child = None
-    try:
-        with (Path(os.devnull) if verbose else log).open("wb") as file:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "optimum.commands.optimum_cli", *typed[1:]],
-                stdin=subprocess.DEVNULL,
-                stdout=None if verbose else file,
-                stderr=None if verbose else subprocess.STDOUT,
-                env=environment,
-                **own_group(),
-            )
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for got in arrived:
-            signal.raise_signal(got)
-        _wait(child, quiet=verbose)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if child:
-            _end(child)
-    if child.returncode:
-        _fail(child.returncode, log, verbose)
+    # all files are local: do not wait for an unreachable hub
+    offline = {} if _needs_hub(typed) else {"HF_HUB_OFFLINE": "1"}
+    child = Child("optimum-cli", ["-m", "optimum.commands.optimum_cli", *typed[1:]], log, temporary, verbose)
+    child.run(offline)
 
 
 def _needs_hub(typed: list[str]) -> bool:
     """Whether an export needs the hub: for calibration data, remote code of other repositories, or optimum-cli's
     default int4 settings (some use a data set)."""
     return "--dataset" in typed or "--trust-remote-code" in typed or "int4" in typed
-
-
-def _wait(child: subprocess.Popen, quiet: bool) -> None:
-    """Wait for the child and print the elapsed time."""
-    start = last_said = time.monotonic()
-    live = sys.stderr.isatty() and not quiet
-    while True:
-        try:
-            child.wait(timeout=0.5)
-            break
-        except subprocess.TimeoutExpired:
-            now = time.monotonic()
-            if live:
-                print(f"\r  exporting, {now - start:.0f} s ", end="", file=sys.stderr, flush=True)
-            elif not quiet and now - last_said >= 30:
-                print(f"  exporting, {now - start:.0f} s", file=sys.stderr, flush=True)
-                last_said = now
-    if live:
-        print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
-
-
-def _end(child: subprocess.Popen) -> None:
-    """End the child and everything it started."""
-    if child.poll() is not None:
-        return
-    for ask in (terminate_group, kill_group):
-        ask(child)
-        try:
-            child.wait(timeout=5)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _fail(status: int, log: Path, verbose: bool) -> None:
-    text = "" if verbose else log.read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-LAST_LINES:]
-    if "No space left on device" in text or "[Errno 28]" in text:
-        raise ConvertError(f"the disk of {log.parent} is full; free space and run the same command again")
-    if "trust_remote_code" in text and "custom code" in text:
-        raise ConvertError("this model needs Python code from its repository; read it, then add --trust-remote-code")
-    where = "see above" if verbose else f"the end of its log, {log}:\n  " + "\n  ".join(lines)
-    ended = f"failed with exit status {status}"
-    if status < 0:
-        ended = f"was killed by signal {-status} (9 often means out of memory)"
-    raise ConvertError(f"optimum-cli {ended}; {where}")
 
 
 def shown(parts: list[str]) -> str:

@@ -51,10 +51,10 @@ class PairFolder(WorkFolder):
     def refuse_foreign(self, sources: dict[str, str], overwrite: bool) -> None:
         """Raise ConvertError if the target holds files that this program did not make, or made from other sources.
 
-        `sources` names the source of each half. With `overwrite`, other models may be replaced, but nothing else.
+        `sources` names the source of each half to make. With `overwrite`, other models may be replaced, nothing else.
         """
         records = _read(self.target / "pair.json")
-        foreign = {half: self._foreign(half, records.get(half), sources[half]) for half in HALVES}
+        foreign = {half: self._foreign(half, records.get(half), source) for half, source in sources.items()}
         if (self.target / "pair.json").exists() and not any(_is_record(records.get(half)) for half in HALVES):
             foreign["pair.json"] = "was not made by this program"
         for name, reason in foreign.items():
@@ -86,6 +86,11 @@ class PairFolder(WorkFolder):
             return record
         record = _read(self._record(half))
         return record if _as_wanted(self.work / half, record, wanted) else None
+
+    def other_records(self, halves: list[str]) -> dict:
+        """The records of the target's halves except those given."""
+        records = _read(self.target / "pair.json")
+        return {half: records[half] for half in HALVES if half not in halves and half in records}
 
     def place(self, half: str) -> Path:
         """Where this half is now: made by an unfinished run, or in the target from an earlier one."""

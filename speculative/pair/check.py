@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from speculative.models.gguf_file import SUFFIX
 from speculative.pair.model_info import (
     TEST_TEXT,
     ModelFacts,
     UnusableFolder,
     checkpoint_facts,
+    gguf_facts,
     ir_facts,
     is_checkpoint,
     tokenizer_facts,
@@ -51,22 +53,23 @@ class PairCheck(NamedTuple):
 
 
 def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
-    """Compare two model folders, each OpenVINO IR or a Hugging Face checkpoint that is not exported yet.
+    """Compare two models: folders of OpenVINO IR, or of Hugging Face checkpoints or GGUF files not exported yet.
 
     Args:
-        main, draft: the folders.
+        main, draft: the folders, or GGUF files.
         npu: the pair is for an NPU, whose stateful backend needs logits of equal width.
 
     An unusable folder (missing, truncated, corrupt, of another kind) is reported as a finding, not raised.
     """
     main, draft = Path(main), Path(draft)
-    unexported = any(
+    ggufs = [folder.suffix == SUFFIX and folder.is_file() for folder in (main, draft)]
+    unexported = any(ggufs) or any(
         is_checkpoint(folder) and not (folder / "openvino_model.xml").is_file() for folder in (main, draft)
     )
-    read = checkpoint_facts if unexported else ir_facts
     readable: list[ModelFacts] = []
     findings: list[Finding] = []
-    for folder in (main, draft):
+    for folder, is_gguf in zip((main, draft), ggufs, strict=True):
+        read = gguf_facts if is_gguf else checkpoint_facts if unexported else ir_facts
         try:
             readable.append(read(folder))
         except UnusableFolder as error:

@@ -1,7 +1,7 @@
 """Model information read from a folder in seconds, without compiling anything.
 
 A folder is OpenVINO IR (`openvino_model.xml`, tokenizer IR, `config.json`) or a Hugging Face checkpoint before its
-export (`config.json`, `tokenizer.json`, weights).
+export (`config.json`, `tokenizer.json`, weights). A GGUF file before its conversion has all of it in one file.
 """
 
 import json
@@ -16,6 +16,7 @@ import openvino as ov
 import openvino_genai
 
 from speculative.error_text import engine_lines
+from speculative.models import gguf_file
 from speculative.models.config import context_length, sliding_window, text_config
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
@@ -108,7 +109,11 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
         ) from error
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
     if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
-        facts.tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        facts.tokens = {
+            token_id: token
+            for token, token_id in tokenizer.get_vocab().items()
+            if token != f"[PAD{token_id}]".encode()  # of GGUF: the name of an unused id
+        }
     facts.special_ids = {
         "bos": _known(tokenizer.get_bos_token_id()),
         "eos": _known(tokenizer.get_eos_token_id()),
@@ -141,6 +146,21 @@ def checkpoint_facts(folder: Path) -> ModelFacts:
     return facts
 
 
+def gguf_facts(path: Path) -> ModelFacts:
+    """Read a GGUF file. Raises DamagedFolder if it is damaged."""
+    try:
+        file = gguf_file.read(path)
+    except gguf_file.BrokenFile as error:
+        raise DamagedFolder(str(error)) from error
+    facts = ModelFacts(path, weight_bytes=path.stat().st_size)
+    facts.tokens = {token_id: token.encode() for token_id, token in file.tokens().items()}
+    config, _ = gguf_file.configs(file)
+    facts.special_ids = {name: config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    facts.chat_template = file.metadata.get("tokenizer.chat_template", "")
+    _take_config(facts, config)
+    return facts
+
+
 def config_facts(folder: Path) -> ModelFacts:
     """Read config.json only. Raises UnusableFolder if it is corrupt."""
     facts = ModelFacts(folder)
@@ -155,6 +175,11 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
     Raises DamagedFolder, a subclass, if a file is truncated or corrupt. Reads the .xml files, not the weights.
     """
     if not folder.is_dir():
+        if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+            raise UnusableFolder(
+                f"{folder} is a GGUF file, not OpenVINO IR; convert it first: python convert/export_pair.py {folder} "
+                "DRAFT OUT_DIR, or --without-draft instead of DRAFT"
+            )
         raise UnusableFolder(f"there is no folder {folder}")
     if not is_ir(folder):
         if (folder / "openvino_language_model.xml").is_file():
@@ -232,7 +257,10 @@ def _weight_bytes(xml: Path) -> int:
 def _read_config(facts: ModelFacts) -> None:
     if not (facts.folder / "config.json").is_file():
         return
-    config = _read_json(facts.folder / "config.json")
+    _take_config(facts, _read_json(facts.folder / "config.json"))
+
+
+def _take_config(facts: ModelFacts, config: dict) -> None:
     facts.architecture = next(iter(config.get("architectures") or []), config.get("model_type", ""))
     facts.encoder_decoder = bool(config.get("is_encoder_decoder"))
     facts.context_length = context_length(config)

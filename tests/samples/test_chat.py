@@ -105,6 +105,14 @@ def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, m
     assert len(re.findall(r"^\(new tokens \d+, throughput .*acceptance rate .*\)$", done.stderr, re.MULTILINE)) == 2
 
 
+def test_without_a_draft_prompt_lookup_drafts(run_here, main, answers):
+    lines = "".join(f"{line}\n" for line in QUESTIONS)
+    done = run_here(CHAT, main, "--max-new-tokens", TOKENS, *EXACT, "-k", 3, stdin=lines)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{text}\n" for text in answers[0])
+    assert f"Loading {main} on CPU" in done.stderr and "acceptance rate" in done.stderr
+
+
 def test_reset_forgets_the_conversation(run_here, main, answers):
     done = chat(run_here, main, QUESTIONS[1], "/reset", QUESTIONS[0])
     assert done.stdout.endswith(answers[0][0] + "\n")

@@ -1,0 +1,159 @@
+"""GGUF files as sources of models: which of them GenAI's reader converts to OpenVINO IR as they are meant.
+
+It reads three architectures, and ignores what it does not know: scaled rotary positions, for example. Everything is
+checked here from the file's metadata, before anything is converted.
+"""
+
+import math
+from pathlib import Path
+
+from speculative.convert.errors import ConvertError
+from speculative.models import gguf_file
+from speculative.models.gguf_file import ARCHITECTURES, BrokenFile, GgufFile
+
+MATRICES = ("F16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+ENDS = ("token_embd.weight", "output.weight")  # may also be of these types:
+ENDS_ONLY = ("F32", "BF16")
+NEEDED_KEYS = ("block_count", "attention.head_count", "embedding_length", "attention.layer_norm_rms_epsilon")
+NEEDED_TOKENIZER = ("model", "pre", "tokens", "token_type", "merges")
+NEEDED_IN_LAYER = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+)
+SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
+FORMATS = {"fp16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # weight format -> tensor type, which is read exactly
+ROUNDED = {"Q4_1", "Q4_K"}  # their offsets become whole numbers of steps
+INSTEAD = "convert the model's original checkpoint instead"
+
+
+def find(given: str) -> Path | None:
+    """The GGUF file that a path names: itself, or the only one in a folder; None if it is or holds none.
+
+    Raises ConvertError for a folder with several, or a file that does not exist.
+    """
+    path = Path(given)
+    if path.suffix == gguf_file.SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise ConvertError(f"there is no file {given}; check its spelling", 2)
+        return path
+    files = sorted(path.glob(f"*{gguf_file.SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConvertError(f"{given} holds several GGUF files ({names}); give the path of one", 2)
+    return files[0] if files else None
+
+
+def open_file(path: Path) -> GgufFile:
+    """Read a file's metadata. Raises ConvertError if it is damaged, or GenAI's reader cannot convert it faithfully."""
+    try:
+        file = gguf_file.read(path)
+    except BrokenFile as error:
+        raise ConvertError(str(error)) from error
+    try:
+        reason = _unsupported(file)
+    except TypeError as error:  # a text in place of a number
+        raise ConvertError(f"{path} is corrupt: its metadata has a wrong type ({error}); download it again") from error
+    if reason:
+        raise ConvertError(f"{path} {reason}", 2)
+    return file
+
+
+def notes(file: GgufFile, weight_format: str | None) -> list[str]:
+    """Sentences on what GenAI's reader does otherwise than the file says."""
+    found = []
+    if weight_format is None and (rounded := sorted(ROUNDED & set(matrix_types(file)))):
+        found.append(
+            f"GenAI's reader rounds the offsets of {' and '.join(rounded)} weights, which changes the model's text; "
+            "a weight format of int8 keeps it"
+        )
+    splitting = file.metadata["tokenizer.ggml.pre"]
+    if splitting not in SPLITS_KNOWN:
+        found.append(
+            f"GenAI's reader does not have the rules {splitting!r} for splitting text into words, and takes "
+            "llama.cpp's default: some texts get other tokens than in training"
+        )
+    if file.metadata.get("tokenizer.ggml.add_bos_token"):
+        found.append("GenAI's tokenizer does not put the token that begins a text before it, as this file asks")
+    return found
+
+
+def matrix_types(file: GgufFile) -> list[str]:
+    """The types of the matrices, most frequent first: ["Q4_1", "Q8_0"]."""
+    types = [tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    return sorted(set(types), key=types.count, reverse=True)
+
+
+def arguments(file: GgufFile, weight_format: str | None) -> list[str]:
+    """The options of `gguf_to_ir` that give the weight format asked for; None keeps that of the file.
+
+    Raises ConvertError if GenAI's reader does not know that of the file, or nothing gives the one asked for.
+    """
+    types = matrix_types(file)
+    if weight_format is None:
+        for name, tensor in file.tensors.items():
+            known = (*MATRICES, *ENDS_ONLY) if name in ENDS else MATRICES
+            if len(tensor.shape) > 1 and tensor.type not in known:
+                raise ConvertError(
+                    f"{file.path} has {tensor.type} weights ({name}), but GenAI's reader knows {', '.join(MATRICES)}; "
+                    f"give a weight format ({', '.join(FORMATS)}), for which the weights are decoded first",
+                    2,
+                )
+        return []
+    if weight_format not in FORMATS:
+        raise ConvertError(
+            f"the weights of a GGUF file are kept or become {', '.join(FORMATS)}, not {weight_format}; {INSTEAD}", 2
+        )
+    return [] if types == [FORMATS[weight_format]] else ["--weight-format", weight_format]
+
+
+def peak_bytes(file: GgufFile, options: list[str]) -> int:
+    """Peak disk space of a conversion in bytes: the IR and, with a weight format, a file with such weights."""
+    if not options:
+        return file.path.stat().st_size
+    bytes_each = {"fp16": 2, "int8": 1.1, "int4": 0.6}[options[-1]]
+    return int(2 * bytes_each * sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
+
+
+def command(path: str, output: str, arguments: list[str]) -> list[str]:
+    """The command that converts a file, as typed in a shell."""
+    return ["python", "-m", "speculative.convert.gguf_to_ir", path, output, *arguments]
+
+
+def _unsupported(file: GgufFile) -> str:
+    """Why GenAI's reader cannot convert a file, as the rest of a sentence; "" if it can."""
+    metadata = file.metadata
+    if (parts := metadata.get("split.count", 0)) > 1:
+        number = metadata.get("split.no", 0) + 1
+        return f"is part {number} of {parts} of a model; join the parts: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+    if file.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        return f"has the architecture {file.architecture!r}, but GenAI's reader knows {known}; {INSTEAD}"
+    if file.get("expert_count"):
+        return f"is a mixture of experts, which GenAI's reader does not know; {INSTEAD}"
+    if scaled := _scaled_positions(file):
+        return f"has rotary positions ({scaled}) that GenAI's reader ignores, so its text would be wrong; {INSTEAD}"
+    tokenizer = metadata.get("tokenizer.ggml.model", "gpt2")
+    if tokenizer != "gpt2":
+        return f"has a tokenizer of kind {tokenizer!r}, but GenAI's reader knows 'gpt2' (byte-level BPE); {INSTEAD}"
+    keys = [f"{file.architecture}.{key}" for key in NEEDED_KEYS]
+    keys += ["general.file_type", *(f"tokenizer.ggml.{key}" for key in NEEDED_TOKENIZER)]
+    if missing := [key for key in keys if key not in metadata]:
+        return f"has no {', '.join(missing)} in its metadata, which GenAI's reader needs; {INSTEAD}"
+    if (layers := file.get("block_count")) > len(file.tensors):
+        return f"says that it has {layers:,} layers, but it has {len(file.tensors)} tensors; copy or download it again"
+    tensors = ["token_embd.weight", "output_norm.weight"]
+    tensors += [f"blk.{i}.{name}.weight" for i in range(layers) for name in NEEDED_IN_LAYER]
+    if missing := [name for name in tensors if name not in file.tensors]:
+        return f"has no tensor {missing[0]} ({len(missing)} are missing); {INSTEAD}"
+    return ""
+
+
+def _scaled_positions(file: GgufFile) -> str:
+    """The metadata or tensor that makes a model's rotary positions differ from the plain ones; "" if they are plain."""
+    if "rope_freqs.weight" in file.tensors:
+        return "rope_freqs.weight"
+    if file.get("rope.scaling.type", "none") != "none" and file.get("rope.scaling.factor", 0) != 1:
+        return f"rope.scaling.type {file.get('rope.scaling.type')}"
+    rotated = file.get("rope.dimension_count")
+    head_dim = gguf_file.configs(file)[0].get("head_dim")
+    return f"rope.dimension_count {rotated} of {head_dim}" if rotated not in (None, head_dim) else ""

