@@ -1,0 +1,100 @@
+"""EAGLE-3 head with a KV cache that can be rolled back: a draft model that also reads the main model's hidden states.
+
+    graph = HeadGraph(folder)
+    main = cached_model.load("models/main", prepare=graph.attach)
+    head = eagle3_head.load(ModelSpec(folder), graph, main)
+    main.logits(tokens[:-1])
+    logits = head.logits(tokens)  # over the main model's vocabulary
+
+Entry t of the head's cache comes from token t + 1 and the hidden state of token t. The main model has the hidden states
+of verified tokens; behind them the head continues with its own, one entry at a time. Such entries are replaced as soon
+as the main model has verified their tokens.
+"""
+
+import numpy as np
+
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_graph import HeadGraph
+from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
+
+
+class EagleHead:
+    """One sequence of an EAGLE-3 head, as a draft of `main`, whose sequence is the same. Not thread-safe.
+
+    To `DraftModelProposer` it is a draft model with the main model's vocabulary.
+    """
+
+    def __init__(self, model: CachedModel, main: CachedModel, targets: np.ndarray):
+        """Takes over `model`, the compiled head, which must not be used directly. `targets` int64 [draft vocabulary]
+        are the main model's token ids. Raises ValueError if one of them has no paged cache."""
+        if not isinstance(model.backend, PagedModel) or main.hidden_states is None:
+            raise ValueError(
+                "an EAGLE-3 draft needs paged attention, for itself and the main model: run both on a CPU or GPU"
+            )
+        self.backend = model.backend
+        self.note = model.note
+        self.capacity = model.capacity  # longest sequence, in tokens
+        self.vocab_size = main.vocab_size
+        self._main = main
+        self._states = main.hidden_states
+        self._targets = targets
+        self._logits = np.full((1, main.vocab_size), -np.inf, np.float32)  # tokens that the head never drafts
+        self._held = np.zeros(self.capacity, np.int64)  # the token of each entry
+        self._length = 0  # entries in the cache
+        self._verified = 0  # of these, the leading ones that come from the main model's hidden states
+        self._hidden = np.zeros((1, 0), np.float32)  # the head's own hidden state [1, size] of the last entry
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits float32 [1, V] after `tokens` (int64 [2 or more], the whole sequence), -inf for tokens outside the
+        draft vocabulary. The main model must have computed a prefix of `tokens`.
+
+        The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`, or
+        the main model has not computed their first token.
+        """
+        n = len(tokens) - 1  # entries needed
+        known = min(self._main.common_prefix(tokens), n)  # of these, the ones whose hidden state the main model has
+        if n >= self.capacity or not known:
+            raise ValueError(
+                f"an EAGLE-3 draft cannot continue {n + 1} tokens: its cache fits {self.capacity}, and the main model "
+                f"has computed {known}"
+            )
+        same = self._common_prefix(tokens[1:])
+        start = min(same, self._verified)
+        if start < known or not same == self._length == n - 1:
+            start = min(start, known - 1)
+            while start < known:
+                end = min(start + self.backend.chunk, known)
+                self._run(tokens, start, end, self._states[start:end])
+                start = self._verified = end
+        for entry in range(self._length, n):
+            self._run(tokens, entry, entry + 1, self._hidden)
+        return self._logits
+
+    def reset(self) -> None:
+        """Clear the cache."""
+        self._length = self._verified = 0
+
+    def _common_prefix(self, tokens: np.ndarray) -> int:
+        """The number of leading entries in the cache that are of `tokens`."""
+        n = min(self._length, len(tokens))
+        differ = np.flatnonzero(self._held[:n] != tokens[:n])
+        return int(differ[0]) if len(differ) else n
+
+    def _run(self, tokens: np.ndarray, start: int, end: int, hidden_states: np.ndarray) -> None:
+        """Compute the entries from `start` to `end`, dropping everything from `start` on."""
+        self._length = start  # if the run fails, nothing from `start` on counts as cached
+        self._verified = min(self._verified, start)
+        logits = self.backend.run(start, tokens[start + 1 : end + 1], 1, hidden_states)
+        self._logits[0, self._targets] = logits[0]
+        states = self.backend.hidden_states
+        assert states is not None
+        self._hidden = states[-1:].copy()
+        self._held[start:end] = tokens[start + 1 : end + 1]
+        self._length = end
+
+
+def load(spec: ModelSpec, graph: HeadGraph, main: CachedModel) -> EagleHead:
+    """Compile the head in `graph`, which is attached to the graph of `main`, as `spec` says."""
+    return EagleHead(cached_model.compile_graph(graph.model, spec), main, graph.targets)
