@@ -30,8 +30,9 @@ from speculative.drafting.policy import (
     policy_from_params,
 )
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
-from speculative.models import cached_model, huge_pages
+from speculative.models import cached_model, eagle3_graph, eagle3_head, huge_pages
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
@@ -73,7 +74,7 @@ class Decoder:
         self._random = np.random.default_rng()
 
     @property
-    def models(self) -> list[CachedModel]:
+    def models(self) -> list[CachedModel | EagleHead]:
         """The main model, and the draft model if there is one."""
         draft = getattr(self.draft, "model", None)
         return [self.main, *([draft] if draft else [])]
@@ -242,8 +243,11 @@ def load(
     before = huge_pages.allocated() if use_huge_pages else []
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    main_model = cached_model.load(main, capacity=capacity)
-    draft_model = cached_model.load(draft) if draft else None
+    head = eagle3_graph.HeadGraph(draft.folder) if draft and eagle3_graph.is_head(draft.folder) else None
+    main_model = cached_model.load(main, capacity=capacity, prepare=head.attach if head else None)
+    draft_model: CachedModel | EagleHead | None = None
+    if draft:
+        draft_model = eagle3_head.load(draft, head, main_model) if head else cached_model.load(draft)
     if use_huge_pages:
         huge_pages.move(before)
     source: Proposer | None = None
