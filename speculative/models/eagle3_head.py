@@ -1,8 +1,6 @@
 """EAGLE-3 head with a KV cache that can be rolled back: a draft model that also reads the main model's hidden states.
 
-    graph = HeadGraph(folder)
-    main = cached_model.load("models/main", prepare=graph.attach)
-    head = eagle3_head.load(ModelSpec(folder), graph, main)
+    main, head = eagle3_head.load(ModelSpec("models/main"), ModelSpec("models/head"))
     main.logits(tokens[:-1])
     logits = head.logits(tokens)  # over the main model's vocabulary
 
@@ -19,6 +17,8 @@ from speculative.models.eagle3_graph import HeadGraph
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 
+NEEDS_PAGED = "an EAGLE-3 draft and its main model need paged attention: run both on a CPU or GPU"
+
 
 class EagleHead:
     """One sequence of an EAGLE-3 head, as a draft of `main`, whose sequence is the same. Not thread-safe.
@@ -30,9 +30,7 @@ class EagleHead:
         """Takes over `model`, the compiled head, which must not be used directly. `targets` int64 [draft vocabulary]
         are the main model's token ids. Raises ValueError if one of them has no paged cache."""
         if not isinstance(model.backend, PagedModel) or main.hidden_states is None:
-            raise ValueError(
-                "an EAGLE-3 draft needs paged attention, for itself and the main model: run both on a CPU or GPU"
-            )
+            raise ValueError(NEEDS_PAGED)
         self.backend = model.backend
         self.note = model.note
         self.capacity = model.capacity  # longest sequence, in tokens
@@ -95,6 +93,13 @@ class EagleHead:
         self._length = end
 
 
-def load(spec: ModelSpec, graph: HeadGraph, main: CachedModel) -> EagleHead:
-    """Compile the head in `graph`, which is attached to the graph of `main`, as `spec` says."""
-    return EagleHead(cached_model.compile_graph(graph.model, spec), main, graph.targets)
+def load(main: ModelSpec, head: ModelSpec, *, capacity: int | None = None) -> tuple[CachedModel, EagleHead]:
+    """Compile a main model and its EAGLE-3 head. `capacity` is the main model's; see `cached_model.load`.
+
+    Raises ValueError if the head does not fit the main model, before anything is compiled, or without paged attention.
+    """
+    if on_npu := [spec for spec in (main, head) if spec.device.startswith("NPU")]:
+        raise ValueError(f"{on_npu[0].folder}: {NEEDS_PAGED}, not on {on_npu[0].device}")
+    graph = HeadGraph(head.folder)
+    model = cached_model.load(main, capacity=capacity, prepare=graph.attach)
+    return model, EagleHead(cached_model.compile_graph(graph.model, head), model, graph.targets)

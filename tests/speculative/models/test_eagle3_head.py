@@ -42,9 +42,8 @@ def folders(tmp_path_factory, head):
 
 
 def decoder_of(main, draft, k=3, capacity=128):
-    graph = HeadGraph(draft)
-    model = cached_model.load(ModelSpec(main, "CPU", EXACT), capacity=capacity, prepare=graph.attach)
-    draft_model = eagle3_head.load(ModelSpec(draft, "CPU", EXACT), graph, model)
+    specs = ModelSpec(main, "CPU", EXACT), ModelSpec(draft, "CPU", EXACT)
+    model, draft_model = eagle3_head.load(*specs, capacity=capacity)
     return Decoder(model, DraftModelProposer(draft_model, model.vocab_size), FixedDraftLength(k))
 
 
@@ -216,10 +215,12 @@ def test_a_model_that_is_no_head_is_refused(folders):
 
 
 def test_a_head_needs_paged_attention(folders):
-    graph = HeadGraph(folders[1])
-    main = cached_model.load(ModelSpec(folders[0], "CPU", EXACT), stateful=True, prepare=graph.attach)
-    with pytest.raises(ValueError, match="needs paged attention"):
-        eagle3_head.load(ModelSpec(folders[1], "CPU", EXACT), graph, main)
+    main, draft = folders
+    with pytest.raises(ValueError, match="need paged attention: run both on a CPU or GPU, not on NPU"):
+        load(ModelSpec(main, "NPU"), draft)
+    stateful = cached_model.load(ModelSpec(main, "CPU", EXACT), stateful=True, prepare=HeadGraph(draft).attach)
+    with pytest.raises(ValueError, match="need paged attention"):
+        EagleHead(stateful, stateful, KNOWN)
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
