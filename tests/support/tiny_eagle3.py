@@ -107,7 +107,9 @@ class HiddenStates:
 
     def __init__(self, main: Llama, layers: tuple[int, ...] = TAPS):
         model = llama_ir.build(main)
-        for layer in layers:
+        self._of_layer = {layer: i for i, layer in enumerate(dict.fromkeys(layers))}
+        self._layers = layers
+        for layer in self._of_layer:
             model.add_outputs((f"__module.model.layers.{layer}/aten::add/Add_1", 0))
         self._request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
 
@@ -117,7 +119,7 @@ class HiddenStates:
         inputs |= {"position_ids": np.arange(n)[None], "beam_idx": np.zeros(1, np.int32)}
         self._request.reset_state()
         logits, *states = self._request.infer(inputs).values()
-        return np.concatenate([state[0] for state in states], -1), logits[0].copy()
+        return np.concatenate([states[self._of_layer[layer]][0] for layer in self._layers], -1), logits[0].copy()
 
 
 def recompute(head: Head, main: Llama, states: np.ndarray, tokens: np.ndarray) -> np.ndarray:
