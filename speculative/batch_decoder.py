@@ -37,6 +37,7 @@ from speculative.models import cached_model, huge_pages
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
+from speculative.models.eagle3_graph import is_head
 from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
@@ -396,11 +397,16 @@ def load(
     `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts included;
     `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks. `subtract_penalties` is
     passed to `BatchDecoder`. Costs are measured at load and updated while decoding. Raises ValueError for a model or
-    device without paged attention.
+    device without paged attention, and for an EAGLE-3 draft.
     """
     before = huge_pages.allocated() if use_huge_pages else []
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
+    if draft and is_head(draft.folder):
+        raise ValueError(
+            f"{draft.folder} is an EAGLE-3 draft, which drafts for one request at a time: use speculative.load, or "
+            "another draft"
+        )
     main_model = cached_model.load(main, capacity=cache_tokens)
     draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
     if use_huge_pages:

@@ -25,10 +25,20 @@ def is_head(folder: Path) -> bool:
     return any("eagle3" in name.lower() for name in architectures) or hidden_state_draft(folder) == "EAGLE-3"
 
 
-class HeadGraph:
-    """The graph of an EAGLE-3 head, `model`, and `targets` int64 [draft vocabulary]: the main model's token ids.
+def check_head(head: Path, main: Path) -> "HeadGraph":
+    """The EAGLE-3 head in one IR folder, attached to the main model in the other. Raises ValueError if it does not fit
+    that model."""
+    graph = HeadGraph(head)
+    graph.attach(ov.Core().read_model(main / "openvino_model.xml"))
+    return graph
 
-    `attach` must be called before the head is compiled.
+
+class HeadGraph:
+    """The graph of an EAGLE-3 head, `model`.
+
+    `targets` int64 [draft vocabulary] are the main model's token ids; `layers` are the three layers whose outputs the
+    head was trained on, [] if the IR does not say; `taps` are those that it reads, once attached. `attach` must be
+    called before the head is compiled.
     """
 
     def __init__(self, folder: Path):
@@ -37,6 +47,7 @@ class HeadGraph:
         self.model = ov.Core().read_model(folder / "openvino_model.xml")
         self.targets = self._read_targets()
         self.layers = self._read_layers()
+        self.taps: list[int] = []
 
     def attach(self, main: ov.Model) -> None:
         """Add the output `last_hidden_state` [batch, tokens, head's hidden size] to `main`, before any other
@@ -141,6 +152,7 @@ class HeadGraph:
                 f"{self.folder} reads the hidden states of layers {', '.join(map(str, layers))}, but the main model "
                 f"has only layers 0 to {n - 1}: it is the head of another model"
             )
+        self.taps = layers
         return [found[layer] for layer in layers]
 
 

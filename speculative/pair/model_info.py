@@ -17,6 +17,7 @@ import openvino_genai
 
 from speculative.error_text import engine_lines
 from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
+from speculative.models.eagle3_graph import is_head
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
 TEST_TEXT = """\
@@ -168,15 +169,19 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
             f"{folder} is made for {kind}: it drafts from the main model's hidden states and is not a standalone "
             "model; use a standalone language model as draft"
         )
-    for part in ("model", "tokenizer", "detokenizer"):
-        if part != "detokenizer" or (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
-            _require_part(folder, part)
+    _require_part(folder, "model")
+    if not is_head(folder):  # which is exported without a tokenizer
+        _require_part(folder, "tokenizer")
+        if (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
+            _require_part(folder, "detokenizer")
 
 
 def require_runnable(folder: Path, *, writes_text: bool) -> None:
     """Raise UnusableFolder unless a pipeline can load the folder. A model that `writes_text` needs a detokenizer, which
     a draft does not."""
     require_ir(folder, standalone=False)
+    if writes_text and is_head(folder):
+        raise UnusableFolder(f"{folder} is an EAGLE-3 draft, which writes no text on its own; give its main model")
     if writes_text:
         _require_part(folder, "detokenizer")
     for file in folder.glob("*config.json"):
