@@ -99,9 +99,10 @@ class PagedModel:
         self._request.wait()
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
-    def run_together(self, runs: Sequence[SequenceInput]) -> np.ndarray:
+    def run_together(self, runs: Sequence[SequenceInput], hidden_states: np.ndarray | None = None) -> np.ndarray:
         """One forward pass over the tokens of all `runs`; `start` works as in `run`. Sequences may share blocks that
         end before their start. Token and row counts are `rounded_up`; padding goes to a block of its own.
+        `hidden_states` float32 [sum of tokens, size] are an EAGLE-3 head's other input, by default zeros.
 
         Returns logits float32 [sum of last, V], in order, as a view that the next run overwrites. `run` uses the first
         blocks of the cache for its sequence, so calling it overwrites sequences in these blocks.
@@ -120,6 +121,11 @@ class PagedModel:
         wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None
         self._put("input_ids", np.concatenate([run.tokens for run in runs]))
+        if self._hidden_size:
+            states = np.zeros((ends[-1], 1, self._hidden_size), np.float32)
+            if hidden_states is not None:
+                states[:tokens, 0] = hidden_states
+            self._put("hidden_states", states)
         self._put("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
         self._put("past_lens", past)
         self._put("subsequence_begins", _from_zero(ends))

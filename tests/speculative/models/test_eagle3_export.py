@@ -146,6 +146,12 @@ def test_check_pair_takes_a_head_as_a_draft(folders, run_here):
     assert "warning  hidden states" not in done.stdout
 
 
-def test_the_batch_decoder_refuses_a_head(folders):
-    with pytest.raises(ValueError, match="drafts for one request at a time"):
-        batch_decoder.load(*folders)
+def test_the_batch_decoder_says_the_same(folders, engine):
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, num_assistant_tokens=K)
+    batch = batch_decoder.load(ModelSpec(folders[0], "CPU", EXACT), folders[1])
+    requests = [batch.add_request(prompt, config) for prompt in (PROMPT, "import os")]
+    while batch.has_unfinished_requests:
+        batch.step()
+    for prompt, request in zip((PROMPT, "import os"), requests, strict=True):
+        alone = engine.generate(prompt, config)
+        assert (request.result.tokens, request.result.accepted) == (alone.tokens, alone.accepted)

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
-from speculative import load
+from speculative import batch_decoder, load
+from speculative.batch_decoder import BatchDecoder
 from speculative.decoder import Decoder
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.modelgen import llama_ir
 from speculative.models import cached_model, eagle3_graph, eagle3_head
+from speculative.models.batch_model import BatchModel
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_batch import BatchHead
 from speculative.models.eagle3_graph import HeadGraph, is_head
-from speculative.models.eagle3_head import EagleHead
+from speculative.models.eagle3_head import EagleHead, Entries
 from speculative.models.spec import ModelSpec
 from tests.support import tiny_eagle3
 from tests.support.tiny_eagle3 import EXACT, KNOWN, TAPS, HiddenStates, fitted, save_head, tiny_head
@@ -142,6 +147,59 @@ def test_a_head_reads_no_further_than_its_context(folders):
         decoder.draft.model.logits(np.zeros(51, np.int64))
 
 
+# ---- many requests in one forward pass ------------------------------------------------------------------------------
+
+
+def compare_batched_drafts(folders, head, monkeypatch, prefix_cache=True):
+    """Decode requests that come and go, the later ones with the beginning of the first, and compare as above."""
+    main, draft = (ModelSpec(folder, "CPU", EXACT) for folder in folders)
+    model, head_model = eagle3_head.load(main, draft, capacity=1024, head_capacity=1024)
+    batch = BatchModel(model, 256, prefix_cache)
+    costs = LatencyCurve({1: 1.0, 17: 2.0}), LatencyCurve({1: 0.1}), LatencyCurve({1: 0.1})
+    decoder = BatchDecoder(batch, BatchHead(head_model, batch, 256), BatchDraftLength(*costs))
+    hidden_states, errors = HiddenStates(MAIN), []
+    propose = DraftModelProposer.propose
+
+    def compared(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        sequence = next(request.sequence for request in decoder._requests if request.draft_slot is self.model)
+        states, _ = hidden_states(tokens[: sequence.n - 1])
+        expected = transform(tiny_eagle3.logits(head, MAIN, states, tokens).astype(np.float32), tokens)
+        errors.append(np.abs(np.asarray(proposal.q) - np.asarray(expected)).sum() / 2)
+        return proposal
+
+    monkeypatch.setattr(DraftModelProposer, "propose", compared)
+    random = np.random.default_rng(0)
+    shared = random.integers(0, VOCABULARY, 70)
+    requests = []
+    for i in range(5):
+        prompt = np.concatenate([shared[: 70 if i < 4 else 3], random.integers(0, VOCABULARY, 5 + 3 * i)])
+        k = {"num_assistant_tokens": 1 + i} if i % 2 else {}
+        config = GenerationConfig(max_new_tokens=20, do_sample=True, ignore_eos=True, **k)
+        requests.append(decoder.add_request(prompt, config, seed=i))
+        decoder.step()
+        decoder.step()
+    while decoder.has_unfinished_requests:
+        decoder.step()
+    assert not any(request.error for request in requests)
+    assert any(request.cached_tokens for request in requests) == prefix_cache
+    accepted, proposed = (sum(sum(getattr(r.result, name)) for r in requests) for name in ("accepted", "proposed"))
+    return Drafts(max(errors), accepted / proposed)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_many_requests_draft_what_one_would(folders, head, monkeypatch, prefix_cache):
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 20)
+    drafts = compare_batched_drafts(folders, head, monkeypatch, prefix_cache)
+    print(drafts)
+    assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
+
+
+def test_the_batched_comparison_finds_hidden_states_of_another_request(folders, head, monkeypatch):
+    monkeypatch.setattr(BatchModel, "_entries", lambda self, slot, start, end: np.arange(start, end))
+    assert compare_batched_drafts(folders, head, monkeypatch).largest_error > 50 * CLOSE
+
+
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
@@ -257,13 +315,8 @@ def stale_hidden_states_after_a_rejection(patch):
 
 
 def own_hidden_states_kept_after_acceptance(patch):
-    run = EagleHead._run
-
-    def kept(self, *arguments):
-        run(self, *arguments)
-        self._verified = self._length
-
-    patch.setattr(EagleHead, "_run", kept)
+    commit = Entries.commit
+    patch.setattr(Entries, "commit", lambda self, *arguments, verified: commit(self, *arguments, verified=True))
 
 
 def wrong_tap(patch):
