@@ -25,7 +25,7 @@ class Entries:
 
     def __init__(self, capacity: int):
         self.hidden = np.zeros((1, 0), np.float32)  # the head's own hidden state [1, size] of the last entry
-        self._tokens = np.zeros(capacity, np.int64)  # the token of each entry
+        self._tokens = np.zeros(capacity + 1, np.int64)  # entry t is that of tokens t and t + 1
         self._length = 0  # entries in the cache
         self._verified = 0  # of these, the leading ones that come from the main model's hidden states
 
@@ -33,7 +33,7 @@ class Entries:
         """What to compute, in order, for the logits after `tokens`, as (start, end): at most once many entries, which
         come from the main model's hidden states, of which `known` (1 or more) exist; then one after the other."""
         n = len(tokens) - 1  # entries needed
-        same = self._common_prefix(tokens[1:])
+        same = self._common_prefix(tokens)
         start, own = min(same, self._verified), n - 1
         if start < known or not same == self._length == n - 1:
             start, own = min(start, known - 1), known
@@ -47,7 +47,7 @@ class Entries:
 
     def commit(self, tokens: np.ndarray, start: int, end: int, hidden: np.ndarray, verified: bool) -> None:
         """Record the entries from `start` to `end`, and the own hidden state [1, size] of the last one."""
-        self._tokens[start:end] = tokens[start + 1 : end + 1]
+        self._tokens[start : end + 1] = tokens[start : end + 1]
         self._length = end
         if verified:
             self._verified = end
@@ -55,9 +55,9 @@ class Entries:
 
     def _common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading entries that are of `tokens`."""
-        n = min(self._length, len(tokens))
+        n = min(self._length + 1, len(tokens))
         differ = np.flatnonzero(self._tokens[:n] != tokens[:n])
-        return int(differ[0]) if len(differ) else n
+        return max(int(differ[0]) if len(differ) else n, 1) - 1
 
 
 class EagleHead:
