@@ -95,7 +95,7 @@ def test_greedy_text_is_that_of_the_main_model_alone(folders, engine, k):
     result = engine.generate(PROMPT, config)
     print(result.draft_length, result.acceptance_rate)
     assert result.tokens == alone.tokens
-    assert not k or result.acceptance_rate > 0.1
+    assert not k or result.acceptance_rate > 0.05
 
 
 def test_genai_decodes_with_the_same_head_and_accepts_as_much(folders, engine):
