@@ -35,7 +35,10 @@ def main():
         parser.error("give a prompt that is not empty, and --max-new-tokens of 1 or more.")
     import openvino_genai  # takes a second, for which --help and errors need not wait
 
-    tokenizers = [openvino_genai.Tokenizer(folder) for folder in (args.main, args.draft)]
+    with_tokenizer = [args.main]
+    if Path(args.draft, "openvino_tokenizer.xml").is_file():  # an EAGLE-3 draft has none
+        with_tokenizer.append(args.draft)
+    tokenizers = [openvino_genai.Tokenizer(folder) for folder in with_tokenizer]
     text = "\n".join(token.decode(errors="ignore") for token in tokenizers[0].get_vocab())[:100_000]
     if len({str(tokenizer.encode(text).input_ids.data.tolist()) for tokenizer in tokenizers}) > 1:
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")

@@ -33,10 +33,13 @@ from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
-from speculative.models import cached_model, huge_pages
+from speculative.models import cached_model, eagle3_head, huge_pages
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
-from speculative.models.cached_model import CAPACITY
+from speculative.models.cached_model import CAPACITY, CachedModel
+from speculative.models.eagle3_batch import BatchHead
+from speculative.models.eagle3_graph import is_head
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
@@ -167,7 +170,7 @@ class BatchDecoder:
             request.slot = self.main.slot(text.max_length, salt)
             if isinstance(self.draft, BatchModel):
                 try:
-                    request.draft_slot = self.draft.slot(text.max_length, salt)
+                    request.draft_slot = self.draft.slot(text.max_length, salt, request.slot)
                 except OutOfBlocks:
                     request.slot.free_blocks()
                     raise
@@ -401,8 +404,12 @@ def load(
     before = huge_pages.allocated() if use_huge_pages else []
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    main_model = cached_model.load(main, capacity=cache_tokens)
-    draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
+    draft_model: CachedModel | EagleHead | None
+    if draft and is_head(draft.folder):
+        main_model, draft_model = eagle3_head.load(main, draft, capacity=cache_tokens, head_capacity=cache_tokens)
+    else:
+        main_model = cached_model.load(main, capacity=cache_tokens)
+        draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
@@ -410,7 +417,11 @@ def load(
     if max_ngram_size:
         source = NgramProposer(batch.vocab_size, max_ngram_size)
     if draft and draft_model:
-        source = BatchModel(draft_model, config_facts(draft.folder).context_length, prefix_cache)
+        context = config_facts(draft.folder).context_length
+        if isinstance(draft_model, EagleHead):
+            source = BatchHead(draft_model, batch, context)
+        else:
+            source = BatchModel(draft_model, context, prefix_cache)
     policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return BatchDecoder(batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties)

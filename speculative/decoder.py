@@ -29,8 +29,10 @@ from speculative.drafting.policy import (
     policy_from_params,
 )
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
-from speculative.models import cached_model, huge_pages
+from speculative.models import cached_model, eagle3_head, huge_pages
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_graph import is_head
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
@@ -70,7 +72,7 @@ class Decoder:
         self._random = np.random.default_rng()
 
     @property
-    def models(self) -> list[CachedModel]:
+    def models(self) -> list[CachedModel | EagleHead]:
         """The main model, and the draft model if there is one."""
         draft = getattr(self.draft, "model", None)
         return [self.main, *([draft] if draft else [])]
@@ -231,11 +233,11 @@ def load(
 
     Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
     CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
-    ModelSpec only its own. `max_ngram_size` selects prompt lookup instead of a draft model. `capacity` is the main
-    model's longest sequence in tokens, by default its context length, at most 16,384. The draft length is adaptive; its
-    cost model is measured on the first load and cached (in CACHE_DIR if the main model's properties set one, else in
-    the user's cache folder). `use_huge_pages` (Linux) suits long-running processes: loading takes seconds longer per
-    gigabyte of weights, decoding is faster.
+    ModelSpec only its own. A draft may be an EAGLE-3 head. `max_ngram_size` selects prompt lookup instead of a draft
+    model. `capacity` is the main model's longest sequence in tokens, by default its context length, at most 16,384. The
+    draft length is adaptive; its cost model is measured on the first load and cached (in CACHE_DIR if the main model's
+    properties set one, else in the user's cache folder). `use_huge_pages` (Linux) suits long-running processes: loading
+    takes seconds longer per gigabyte of weights, decoding is faster.
     """
     if draft and max_ngram_size:
         raise ValueError("draft and max_ngram_size (prompt lookup) exclude each other: pass only one")
@@ -244,8 +246,12 @@ def load(
     before = huge_pages.allocated() if use_huge_pages else []
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    main_model = cached_model.load(main, capacity=capacity)
-    draft_model = cached_model.load(draft) if draft else None
+    draft_model: CachedModel | EagleHead | None
+    if draft and is_head(draft.folder):
+        main_model, draft_model = eagle3_head.load(main, draft, capacity=capacity)
+    else:
+        main_model = cached_model.load(main, capacity=capacity)
+        draft_model = cached_model.load(draft) if draft else None
     if use_huge_pages:
         huge_pages.move(before)
     source: Proposer | None = None

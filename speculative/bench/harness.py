@@ -39,6 +39,7 @@ from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices, weights
 from speculative.sequence import metrics
@@ -75,18 +76,18 @@ class Method:
         return [run for round_ in self.rounds for run in round_]
 
 
-def time_in(model: CachedModel) -> list[float]:
+def time_in(model: CachedModel | EagleHead) -> list[float]:
     """Time every forward pass of `model` from now on; the returned list grows by its seconds."""
     seconds: list[float] = []
     run = model.backend.run
 
-    def timed(start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+    def timed(*arguments: Any) -> np.ndarray:
         begin = time.perf_counter()
-        logits = run(start, tokens, last)
+        logits = run(*arguments)
         seconds.append(time.perf_counter() - begin)
         return logits
 
-    model.backend.run = timed  # type: ignore[method-assign]
+    model.backend.run = timed  # type: ignore[assignment, method-assign]
     return seconds
 
 

@@ -18,6 +18,7 @@ import openvino_genai
 from speculative.cli.console import ALL_TOKENS, fail, say
 from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
+from speculative.models.eagle3_graph import check_head, is_head
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
 from speculative.pair.engines import GENAI, NATIVE
@@ -295,7 +296,14 @@ def check_folders(folders: dict[str, Path]) -> None:
 
 
 def check_pair(main: Path, draft: Path) -> None:
-    """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids."""
+    """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids. An EAGLE-3
+    draft has none, but its graph must fit."""
+    if is_head(draft):
+        try:
+            check_head(draft, main)
+        except ValueError as error:
+            fail(str(error))
+        return
     for finding in compare_tokenizers(main, draft):
         if finding.level == "error":
             fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")

@@ -21,6 +21,7 @@ from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
@@ -42,7 +43,7 @@ class Seconds(NamedTuple):
     draft_further: dict[int, float]
 
 
-def measure(main: CachedModel, draft: CachedModel | None) -> Costs:
+def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
     """Measure the costs for `AdaptiveDraftLength` (about a second for a 1 B model).
 
     Measures up to `TRIES` times while longer passes seem faster than shorter ones, and keeps the least time of each.
@@ -64,14 +65,14 @@ def _in_disorder(seconds: dict[int, float]) -> bool:
     return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
-def measure_batched(main: CachedModel, draft: CachedModel | None) -> list[LatencyCurve]:
+def measure_batched(main: CachedModel, draft: CachedModel | EagleHead | None) -> list[LatencyCurve]:
     """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
     seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
     return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
 
 
 def _clock(
-    main: CachedModel, draft: CachedModel | None, counts: list[tuple[int, int]], enough: float = math.inf
+    main: CachedModel, draft: CachedModel | EagleHead | None, counts: list[tuple[int, int]], enough: float = math.inf
 ) -> Seconds:
     """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
     the CPU caches. Each pass follows one over as many tokens by the same model: after another number of tokens,
@@ -85,7 +86,7 @@ def _clock(
     times: list[dict[int, list[float]]] = [{}, {}, {}]
     times_main, times_draft, times_further = times
 
-    def time_one(model: CachedModel, n: int, of_model: dict[int, list[float]] | None = None) -> None:
+    def time_one(model: CachedModel | EagleHead, n: int, of_model: dict[int, list[float]] | None = None) -> None:
         if context + n <= model.capacity:
             begin = time.perf_counter()
             model.backend.run(context, tokens[context : context + n], n)
@@ -133,7 +134,7 @@ def folder(properties: dict) -> Path:
     return Path(base, "openvino-speculative")
 
 
-def load_or_measure(name: str, main: CachedModel, draft: CachedModel | None, folder: Path) -> Costs:
+def load_or_measure(name: str, main: CachedModel, draft: CachedModel | EagleHead | None, folder: Path) -> Costs:
     """Load the costs cached in `folder` under `name`, or measure and cache them.
 
     Fixed costs make draft lengths, and with a seed the text, reproducible. So they are kept even if they were measured

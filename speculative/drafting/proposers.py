@@ -7,6 +7,7 @@ import numpy as np
 
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_head import EagleHead
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, draw
 
@@ -30,7 +31,7 @@ class DraftModelProposer:
     token that is not in its vocabulary.
     """
 
-    def __init__(self, model: CachedModel | Slot, vocab_size: int):
+    def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int):
         self.model = model
         self._vocab_size = vocab_size
 

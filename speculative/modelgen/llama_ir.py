@@ -143,6 +143,7 @@ def build(llama: Llama) -> ov.Model:
         gate = ops.swish(_linear(x, layer.gate, name + MATRICES["gate"]))
         x = ops.multiply(gate, _linear(x, layer.up, name + MATRICES["up"]))
         hidden = ops.add(hidden, _linear(x, layer.down, name + MATRICES["down"]))
+        hidden.set_friendly_name(f"__module.model.layers.{i}/aten::add/Add_1")  # EAGLE-3 drafts look it up by its name
     head = embedding if llama.head is None else _weights(llama.head, "self.lm_head")
     logits = ops.matmul(_rms_norm(hidden, llama.norm, llama.epsilon), head, False, True)
     if llama.logits_bias is not None:

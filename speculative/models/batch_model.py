@@ -15,6 +15,7 @@ import numpy as np
 
 from speculative.models.block_pool import BlockPool, BlockTable
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_head import EagleHead
 from speculative.models.paged_model import PagedModel, SequenceInput
 
 TRIED = 24  # tokens to test whether rolled-back tokens leave traces; they fit in one block
@@ -117,7 +118,7 @@ class ScheduledTokens(NamedTuple):
 class BatchModel:
     """A model that runs many sequences in one forward pass. Not thread-safe."""
 
-    def __init__(self, model: CachedModel, context: int | None = None, share: bool = True):
+    def __init__(self, model: CachedModel | EagleHead, context: int | None = None, share: bool = True):
         """Takes over `model`, which must not be used directly; its capacity is shared by all sequences.
 
         `context` is the longest sequence in tokens, by default the whole capacity. Without `share`, sequences share no
@@ -135,13 +136,18 @@ class BatchModel:
         self.shares = share
         self.leaves_traces = share and _leaves_traces(model)
         self._backend = model.backend
+        self._hidden_states: np.ndarray | None = None  # float32 [entries of all blocks, size], None if not returned
+        if model.backend.hidden_states is not None:
+            entries, size = self.pool.block_size * model.backend.blocks, model.backend.hidden_states.shape[1]
+            self._hidden_states = np.empty((entries, size), np.float32)
 
     def has_room(self, tokens: int) -> bool:
         """Whether a slot is available for a sequence of up to `tokens` tokens."""
         return self.pool.has_room(min(tokens, self.context))
 
-    def slot(self, tokens: int, salt: bytes = b"") -> Slot:
-        """A slot for a sequence of up to `tokens` tokens, at most the context length. Raises OutOfBlocks."""
+    def slot(self, tokens: int, salt: bytes = b"", main: Slot | None = None) -> Slot:
+        """A slot for a sequence of up to `tokens` tokens, at most the context length. `main` is the sequence's slot in
+        the main model, which only EAGLE-3 drafts need. Raises OutOfBlocks."""
         tokens = min(tokens, self.context)
         return Slot(self.pool.reserve(tokens, salt), tokens, self)
 
@@ -153,12 +159,28 @@ class BatchModel:
             slot.start_write(start, len(tokens))
             runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
         logits = self._backend.run_together(runs)
+        end = 0
         for part, run in zip(parts, runs, strict=True):
             part.slot.commit(run.start, run.tokens)
+            begin, end = end, end + len(run.tokens)
+            if self._hidden_states is not None and self._backend.hidden_states is not None:
+                entries = self._entries(part.slot, run.start, len(part.tokens))
+                self._hidden_states[entries] = self._backend.hidden_states[begin:end]
         return np.split(logits, np.cumsum([part.last for part in parts])[:-1])
 
+    def hidden_states(self, slot: Slot, start: int, end: int) -> np.ndarray:
+        """The hidden states float32 [end - start, size] of the cached tokens from `start` to `end`."""
+        assert self._hidden_states is not None
+        return self._hidden_states[self._entries(slot, start, end)]
 
-def _leaves_traces(model: CachedModel) -> bool:
+    def _entries(self, slot: Slot, start: int, end: int) -> np.ndarray:
+        """Where the blocks hold the tokens from `start` to `end`: int64 [end - start]."""
+        positions = np.arange(start, end)
+        size = self.pool.block_size
+        return slot.blocks(end)[positions // size].astype(np.int64) * size + positions % size
+
+
+def _leaves_traces(model: CachedModel | EagleHead) -> bool:
     """Whether a rolled-back token changes what is computed after it. It does in 8-bit or 4-bit caches whose keys share
     scales within a block: the largest key ever written there determines the scale."""
     ids = (np.arange(TRIED, dtype=np.int64) * 7919 + 1) % model.vocab_size

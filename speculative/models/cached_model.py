@@ -52,6 +52,10 @@ class Backend(Protocol):
     chunk: int  # prompt tokens per run
     cache_bytes: int
 
+    @property
+    def hidden_states(self) -> np.ndarray | None:
+        """The hidden states float32 [n, size] of the last run's tokens; None if the model does not return them."""
+
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
         """Write tokens [n] at position `start`, dropping everything from there on; return logits [last, V]."""
 
@@ -67,6 +71,9 @@ class CachedModel:
         self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0
         self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
+        self.hidden_states: np.ndarray | None = None  # float32 [capacity, size] of the tokens in the cache
+        if backend.hidden_states is not None:
+            self.hidden_states = np.empty((self.capacity, backend.hidden_states.shape[1]), np.float32)
         self.note = note
         if not note:
             self._check_rollback(text)
@@ -103,6 +110,8 @@ class CachedModel:
         logits = self.backend.run(start, tokens, last)
         self._length = start + len(tokens)
         self._held[start : self._length] = tokens
+        if self.hidden_states is not None:
+            self.hidden_states[start : self._length] = self.backend.hidden_states
         return logits
 
     def _check_rollback(self, text: np.ndarray | None) -> None:
@@ -148,7 +157,13 @@ def _total_variation(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.abs(p - q).sum(axis=1) / 2
 
 
-def load(model: ModelSpec | str | Path, *, capacity: int | None = None, stateful: bool | None = None) -> CachedModel:
+def load(
+    model: ModelSpec | str | Path,
+    *,
+    capacity: int | None = None,
+    stateful: bool | None = None,
+    prepare: Callable[[ov.Model], None] | None = None,
+) -> CachedModel:
     """Compile a model; a path stands for a ModelSpec with the CPU and no properties.
 
     CACHE_DIR keeps the compiled model on disk, except for paged attention on a CPU, where OpenVINO cannot read it back.
@@ -156,15 +171,25 @@ def load(model: ModelSpec | str | Path, *, capacity: int | None = None, stateful
     selects the backend; by default paged attention (False) on CPU and GPU, stateful (True) elsewhere and, with a
     warning, on a GPU without paged attention. The NPU has its own backend, for up to 1,152 tokens unless `capacity` or
     the properties MAX_PROMPT_LEN and MIN_RESPONSE_LEN raise it. If a CPU's default cache keeps traces of rejected
-    tokens beyond the model's own noise, keys are quantised by token and the model's `note` says so. Raises ValueError
-    for a model that cannot be rolled back, RuntimeError if OpenVINO cannot compile it.
+    tokens beyond the model's own noise, keys are quantised by token and the model's `note` says so. `prepare` may
+    modify the graph before anything else does. Raises ValueError for a model that cannot be rolled back, RuntimeError
+    if OpenVINO cannot compile it.
     """
     spec = ModelSpec.of(model)
+    graph = ov.Core().read_model(spec.folder / "openvino_model.xml")
+    if prepare:
+        prepare(graph)
+    return compile_graph(graph, spec, capacity=capacity, stateful=stateful)
+
+
+def compile_graph(
+    graph: ov.Model, spec: ModelSpec, *, capacity: int | None = None, stateful: bool | None = None
+) -> CachedModel:
+    """Compile `graph`, which was read from the folder of `spec`; see `load`."""
     folder, device, properties = spec.folder, spec.device, spec.properties
     known = read_config(folder)
     context, window = context_length(known) or CAPACITY, sliding_window(known)
     kind = device.partition(".")[0]
-    graph = ov.Core().read_model(folder / "openvino_model.xml")
     text = _check_text(folder)
     try:
         kv_cache.read(graph)  # rejects states that cannot be rolled back

@@ -1,10 +1,11 @@
-"""Reads context length and sliding window from config.json, under the keys of every architecture."""
+"""Reads facts about a model from config.json, under the keys of every architecture, and from the end of its IR."""
 
 import json
 from pathlib import Path
 
 # Llama and most; GPT-2; ChatGLM; MPT and DBRX; others
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length")
+HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # optimum-intel's marks in the IR
 
 
 def read_config(folder: Path) -> dict:
@@ -22,6 +23,17 @@ def sliding_window(config: dict) -> int:
     """The sliding attention window in tokens, 0 without one."""
     known = {**config, **text_config(config)}
     return (known.get("use_sliding_window", True) and known.get("sliding_window")) or 0
+
+
+def hidden_state_draft(folder: Path) -> str:
+    """EAGLE-3 or DFlash if a folder's IR is marked as one, near its end; "" otherwise."""
+    xml = folder / "openvino_model.xml"
+    if not xml.is_file():
+        return ""
+    with xml.open("rb") as file:
+        file.seek(max(0, xml.stat().st_size - 65_536))
+        end = file.read().decode("utf-8", errors="replace")
+    return next((name for mark, name in HIDDEN_STATE_DRAFTS.items() if f'<{mark} value="True"' in end), "")
 
 
 def text_config(config: dict) -> dict:

@@ -23,6 +23,7 @@ class NpuModel:
     """`run(start, tokens, last)` over the two networks."""
 
     kind = "NPU"
+    hidden_states = None
 
     def __init__(
         self,

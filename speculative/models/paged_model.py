@@ -12,6 +12,7 @@ import numpy as np
 import openvino as ov
 from openvino._offline_transformations import paged_attention_transformation
 
+from speculative.models.eagle3_graph import HIDDEN_STATE
 from speculative.models.gather_logits import keep_logits_at
 
 
@@ -45,9 +46,14 @@ class PagedModel:
         on_gpu = device.startswith("GPU")
         self.block_size = 16 if on_gpu else 32  # tokens in a block, fixed by the plugin
         self.blocks = -(-capacity // self.block_size)
+        outputs = [port.any_name for port in compiled.outputs]
+        self._hidden_output = outputs.index(HIDDEN_STATE) if HIDDEN_STATE in outputs else None
         self._nobodys_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
+        self._hidden_size = 0  # of the input `hidden_states`, which only EAGLE-3 heads have
         for i, port in enumerate(compiled.inputs):
+            if port.any_name == "hidden_states":
+                self._hidden_size = port.partial_shape[-1].get_length()
             if port.any_name.startswith(("key_cache.", "value_cache.")):
                 shape = ov.Shape([self.blocks + 1, *(dim.get_length() for dim in list(port.partial_shape)[1:])])
                 if on_gpu:  # in the device's own memory
@@ -62,10 +68,20 @@ class PagedModel:
         self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
         self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
 
-    def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
+    @property
+    def hidden_states(self) -> np.ndarray | None:
+        """The last run's hidden states float32 [tokens, size], as a view that the next run overwrites; None if the
+        model does not return them (see eagle3_graph.py)."""
+        if self._hidden_output is None:
+            return None
+        states = self._request.get_output_tensor(self._hidden_output).data
+        return states.reshape(-1, states.shape[-1])
+
+    def run(self, start: int, tokens: np.ndarray, last: int, hidden_states: np.ndarray | None = None) -> np.ndarray:
         """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
-        Returns logits float32 [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
+        `hidden_states` float32 [n, size] are an EAGLE-3 head's other input, by default zeros. Returns logits float32
+        [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
         """
         n = len(tokens)
         end = start + n
@@ -77,13 +93,16 @@ class PagedModel:
         self._span[1] = n
         self._block_span[1] = blocks
         self._longest[()] = end
+        if self._hidden_size:
+            self._hidden[:, 0] = 0 if hidden_states is None else hidden_states
         self._request.start_async()
         self._request.wait()
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
-    def run_together(self, runs: Sequence[SequenceInput]) -> np.ndarray:
+    def run_together(self, runs: Sequence[SequenceInput], hidden_states: np.ndarray | None = None) -> np.ndarray:
         """One forward pass over the tokens of all `runs`; `start` works as in `run`. Sequences may share blocks that
         end before their start. Token and row counts are `rounded_up`; padding goes to a block of its own.
+        `hidden_states` float32 [sum of tokens, size] are an EAGLE-3 head's other input, by default zeros.
 
         Returns logits float32 [sum of last, V], in order, as a view that the next run overwrites. `run` uses the first
         blocks of the cache for its sequence, so calling it overwrites sequences in these blocks.
@@ -102,6 +121,11 @@ class PagedModel:
         wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None
         self._put("input_ids", np.concatenate([run.tokens for run in runs]))
+        if self._hidden_size:
+            states = np.zeros((ends[-1], 1, self._hidden_size), np.float32)
+            if hidden_states is not None:
+                states[:tokens, 0] = hidden_states
+            self._put("hidden_states", states)
         self._put("position_ids", np.arange(ends[-1]) + np.repeat(past - (ends - counts), counts))
         self._put("past_lens", past)
         self._put("subsequence_begins", _from_zero(ends))
@@ -138,6 +162,8 @@ class PagedModel:
         if n != was_n:
             self._ids = self._share("input_ids", np.zeros(n, np.int64))
             self._positions = self._share("position_ids", np.zeros(n, np.int64))
+            if self._hidden_size:
+                self._hidden = self._share("hidden_states", np.zeros((n, 1, self._hidden_size), np.float32))
         if (n, last) != (was_n, was_last):
             self._share("logits_positions", np.arange(n - last, n, dtype=np.int64))
         if blocks != was_blocks:

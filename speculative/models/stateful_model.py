@@ -17,6 +17,7 @@ class StatefulModel:
     """A compiled model and its states; `run` for one sequence."""
 
     kind = "stateful"
+    hidden_states = None
     chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, window: int):

@@ -17,15 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from speculative.models.eagle3_graph import check_head, is_head
 from speculative.models.gguf_file import SUFFIX
 from speculative.pair.model_info import (
     TEST_TEXT,
     ModelFacts,
     UnusableFolder,
     checkpoint_facts,
+    config_facts,
     gguf_facts,
     ir_facts,
     is_checkpoint,
+    is_ir,
+    require_ir,
     tokenizer_facts,
 )
 
@@ -62,6 +66,8 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
     An unusable folder (missing, truncated, corrupt, of another kind) is reported as a finding, not raised.
     """
     main, draft = Path(main), Path(draft)
+    if is_ir(main) and is_ir(draft) and is_head(draft):
+        return _check_head(main, draft)
     ggufs = [folder.suffix == SUFFIX and folder.is_file() for folder in (main, draft)]
     unexported = any(ggufs) or any(
         is_checkpoint(folder) and not (folder / "openvino_model.xml").is_file() for folder in (main, draft)
@@ -90,6 +96,37 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
         *_compare_sizes(*facts),
     ]
     return PairCheck(findings, None if unexported else _fingerprint(facts[0]))
+
+
+def _check_head(main: Path, draft: Path) -> PairCheck:
+    """`check_pair` for an EAGLE-3 draft, which has no tokenizer of its own: its graph must fit the main model's."""
+    try:
+        facts = ir_facts(main)
+        require_ir(draft, standalone=False)
+    except UnusableFolder as error:
+        return PairCheck([Finding("error", "files", str(error))], None)
+    findings = [Finding("ok", "files", "both folders are complete and readable OpenVINO IR")]
+    try:
+        head = check_head(draft, main)
+    except ValueError as error:
+        return PairCheck([*findings, Finding("error", "hidden states", str(error))], _fingerprint(facts))
+    layers = ", ".join(map(str, head.taps))
+    message = f"the draft reads the outputs of the main model's layers {layers}"
+    findings.append(Finding("ok", "hidden states", message))
+    if not head.layers:
+        message = (
+            f"the draft does not say which layers it was trained on, so layers {layers} are read, as by GenAI; heads "
+            "trained with the published code read each one layer earlier: if yours was, write hidden_layers_list "
+            "(docs/choosing-a-draft.md) and compare the acceptance rates"
+        )
+        findings.append(Finding("warning", "hidden states", message))
+    if facts.logits_width:
+        message = f"the draft proposes {len(head.targets):,} of the main model's {facts.logits_width:,} tokens"
+        findings.append(Finding("ok", "vocabulary", message))
+    drafted = config_facts(draft)
+    drafted.weight_bytes = (draft / "openvino_model.bin").stat().st_size
+    findings += [*_compare_context_lengths(facts, drafted), *_compare_sizes(facts, drafted)]
+    return PairCheck(findings, _fingerprint(facts))
 
 
 def compare_tokenizers(main: Path, draft: Path) -> list[Finding]:
@@ -278,7 +315,7 @@ def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Findin
         elif "eagle" in name or "dflash" in name:
             message = (
                 f"{role} ({facts.architecture}) drafts from the main model's hidden states and is not a standalone "
-                "model; use a standalone language model as draft"
+                "model; use a standalone language model, or an EAGLE-3 draft as IR (docs/choosing-a-draft.md)"
             )
             refused = True
             yield Finding("error", "architecture", message)

@@ -15,6 +15,7 @@ import openvino as ov
 from speculative.error_text import one_line
 from speculative.models import cached_model, kv_cache
 from speculative.models.cached_model import CAPACITY
+from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.kv_cache import KvCache
 from speculative.models.npu_model import PROMPT, RESPONSE
 from speculative.models.spec import ModelSpec
@@ -72,9 +73,15 @@ def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[F
 
 def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> Iterator[Finding]:
     """Compile both models as `speculative.decoder` does, seconds each, and check the rollback of rejected tokens."""
+    head = HeadGraph(draft) if is_head(draft) else None
     for role, folder, name in (("main", main, device), ("draft", draft, draft_device)):
+        spec = ModelSpec(folder, name)
         try:
-            note = cached_model.load(ModelSpec(folder, name), capacity=ROLLBACK_TOKENS).note
+            if head and role == "draft":
+                note = cached_model.compile_graph(head.model, spec, capacity=ROLLBACK_TOKENS).note
+            else:
+                prepare = head.attach if head else None
+                note = cached_model.load(spec, capacity=ROLLBACK_TOKENS, prepare=prepare).note
         except (ValueError, RuntimeError) as error:
             yield Finding("error", "rollback", f"{role}: {one_line(error)}")
         else:
@@ -82,7 +89,7 @@ def check_rollback(main: Path, draft: Path, device: str, draft_device: str) -> I
 
 
 def _read(role: str, folder: Path, device: str, core: ov.Core) -> PairMember:
-    require_ir(folder)
+    require_ir(folder, standalone=role == "main")
     model = core.read_model(folder / "openvino_model.xml")
     cache: KvCache | str
     try:

@@ -17,7 +17,8 @@ import openvino_genai
 
 from speculative.error_text import engine_lines
 from speculative.models import gguf_file
-from speculative.models.config import context_length, sliding_window, text_config
+from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
+from speculative.models.eagle3_graph import is_head
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
 TEST_TEXT = """\
@@ -30,8 +31,6 @@ Größe, déjà vu, naïve, smörgåsbord, Łódź, İstanbul
 你好，世界。こんにちは世界 안녕하세요 세계 नमस्ते दुनिया สวัสดี
 😀👍🏽👩‍💻🇪🇺 ∑∫√≠∞ → ¼ №
   two  spaces\u00a0and\u200bodd\u3000ones   """.splitlines()
-
-HIDDEN_STATE_DRAFTS = {"eagle3_mode": "EAGLE-3", "dflash_mode": "DFlash"}  # optimum-intel's marks in the IR
 
 
 class UnusableFolder(ValueError):
@@ -190,20 +189,24 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
                 "python convert/export_pair.py MAIN DRAFT OUT_DIR"
             )
         raise UnusableFolder(f"{folder} has no openvino_model.xml; give the folder of an exported model")
-    if standalone and (kind := _hidden_state_draft(folder / "openvino_model.xml")):
+    if standalone and (kind := hidden_state_draft(folder)):
         raise UnusableFolder(
             f"{folder} is made for {kind}: it drafts from the main model's hidden states and is not a standalone "
             "model; use a standalone language model as draft"
         )
-    for part in ("model", "tokenizer", "detokenizer"):
-        if part != "detokenizer" or (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
-            _require_part(folder, part)
+    _require_part(folder, "model")
+    if not is_head(folder):  # which is exported without a tokenizer
+        _require_part(folder, "tokenizer")
+        if (folder / "openvino_detokenizer.xml").is_file():  # a draft needs none
+            _require_part(folder, "detokenizer")
 
 
 def require_runnable(folder: Path, *, writes_text: bool) -> None:
     """Raise UnusableFolder unless a pipeline can load the folder. A model that `writes_text` needs a detokenizer, which
     a draft does not."""
     require_ir(folder, standalone=False)
+    if writes_text and is_head(folder):
+        raise UnusableFolder(f"{folder} is an EAGLE-3 draft, which writes no text on its own; give its main model")
     if writes_text:
         _require_part(folder, "detokenizer")
     for file in folder.glob("*config.json"):
@@ -305,14 +308,6 @@ def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[l
         rows = zip(encoded.input_ids.data, encoded.attention_mask.data, strict=True)
         encodings += [ids[mask.astype(bool)].tolist() for ids, mask in rows]
     return encodings
-
-
-def _hidden_state_draft(xml: Path) -> str:
-    """EAGLE-3 or DFlash if the IR is marked as one, near its end; "" otherwise."""
-    with xml.open("rb") as file:
-        file.seek(max(0, xml.stat().st_size - 65_536))
-        end = file.read().decode("utf-8", errors="replace")
-    return next((name for mark, name in HIDDEN_STATE_DRAFTS.items() if f'<{mark} value="True"' in end), "")
 
 
 def _checkpoint_bytes(folder: Path) -> int:

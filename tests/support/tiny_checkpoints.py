@@ -149,3 +149,59 @@ def save_ir(tokenizer: PreTrainedTokenizerFast, folder: Path, logits_width: int 
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     return folder
+
+
+def weaken_layers(folder: Path, factor: float) -> None:
+    """Let the layers of a Llama checkpoint change less, so that the next token depends on the last one even more."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= factor
+        layer.mlp.down_proj.weight.data *= factor
+    model.save_pretrained(folder)
+
+
+def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int]) -> Path:
+    """Write an EAGLE-3 head for the checkpoint `main` (a Llama), in the published format and without embeddings.
+
+    Random weights, but each token attends mostly to itself, and the LM head is fitted to main's next tokens, on text by
+    main. The head reads the outputs of main's `layers`.
+    """
+    from optimum.exporters.openvino.model_patcher import LlamaEagle3ForCausalLM
+    from safetensors.torch import save_file
+
+    model = AutoModelForCausalLM.from_pretrained(main)
+    tokens = torch.arange(model.config.vocab_size)
+    known = tokens[tokens % 4 != 3]  # the draft vocabulary
+    config = CONFIG_MAPPING["llama"].from_dict(
+        {
+            **model.config.to_dict(),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "num_key_value_heads": model.config.num_attention_heads,
+            "draft_vocab_size": len(known),
+            "torch_dtype": "float32",
+        }
+    )
+    torch.manual_seed(3)
+    head = LlamaEagle3ForCausalLM(config).eval()
+    head.model.embed_tokens.weight.data = model.get_input_embeddings().weight.data
+    attention = head.model.midlayer.self_attn
+    attention.q_proj.weight.data = attention.k_proj.weight.data * 4
+    head.model.d2t = known - torch.arange(len(known))
+    head.model.t2d[known] = True
+    with torch.no_grad():
+        length = {"max_new_tokens": 200, "min_new_tokens": 200, "pad_token_id": 0}
+        texts = [model.generate(tokens[1:9, None], do_sample=sampled, **length) for sampled in (True, False)]
+        text = torch.cat(texts)
+        outputs = model(text, output_hidden_states=True)
+        states = torch.cat([outputs.hidden_states[layer + 1] for layer in layers], -1)
+        normed = head.model(text[:, 1:], hidden_states=states[:, :-1]).last_hidden_state
+        wanted = outputs.logits[:, 1:, known].flatten(0, 1)
+        fitted = torch.linalg.lstsq(normed.flatten(0, 1), wanted - wanted.mean(-1, keepdim=True)).solution
+        head.model.lm_head.weight.data = fitted.T.contiguous()
+    folder.mkdir(parents=True)
+    tensors = {name.removeprefix("model."): tensor.contiguous() for name, tensor in head.state_dict().items()}
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Minimal Llama models: one layer, a vocabulary of a few tokens, about 0.1 ms per forward pass.
+"""Minimal Llama models: one layer or a few, a vocabulary of a few tokens, about 0.1 ms per forward pass.
 
 Random weights, scaled so that next tokens vary, attention matters, and no token has a probability near 0 or 1.
 """
@@ -19,7 +19,9 @@ VOCABULARY = 8
 HIDDEN, HEADS, HEAD_DIM = 32, 2, 16
 
 
-def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None, vocabulary: int = VOCABULARY) -> Llama:
+def tiny_llama(
+    seed: int, noise: float = 0.0, bias: np.ndarray | None = None, vocabulary: int = VOCABULARY, layers: int = 1
+) -> Llama:
     """A model of its own for each `seed`; with `noise` something like it. `bias` [vocabulary] is added to logits."""
     random, other = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
 
@@ -29,11 +31,14 @@ def tiny_llama(seed: int, noise: float = 0.0, bias: np.ndarray | None = None, vo
 
     ones = np.ones(HIDDEN, np.float32)
     embedding = matrix(vocabulary, HIDDEN, np.sqrt(HIDDEN))
-    attention = [matrix(HIDDEN, HIDDEN, 2) for _ in range(4)]
-    feed_forward = [matrix(HIDDEN, HIDDEN) for _ in range(3)]
+
+    def layer() -> Layer:
+        attention = [matrix(HIDDEN, HIDDEN, 2) for _ in range(4)]
+        return Layer(ones, *attention, ones, *(matrix(HIDDEN, HIDDEN) for _ in range(3)))
+
     return Llama(
         embedding=embedding,
-        layers=[Layer(ones, *attention, ones, *feed_forward)],
+        layers=[layer() for _ in range(layers)],
         norm=ones,
         head=matrix(vocabulary, HIDDEN, 1.2),
         heads=HEADS,

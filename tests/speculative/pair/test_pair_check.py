@@ -196,7 +196,6 @@ def test_a_shorter_context_of_the_draft_is_a_warning(ir, copy):
     "config",
     [
         {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"architectures": ["LlamaForCausalLMEagle3"]},
         {"architectures": ["DFlashDraftModel"]},
     ],
 )
@@ -205,6 +204,12 @@ def test_what_is_no_independent_language_model_is_refused(config, ir, copy):
     check = check_pair(ir, copy)
     assert levels(check)["architecture"] == "error"
     assert config["architectures"][0] in message(check, "architecture")
+
+
+def test_an_eagle3_config_beside_another_model_is_refused(ir, copy):
+    change_json(copy / "config.json", architectures=["LlamaForCausalLMEagle3"])
+    check = check_pair(ir, copy)
+    assert levels(check)["hidden states"] == "error" and "has no table d2t" in message(check, "hidden states")
 
 
 def remove(name):

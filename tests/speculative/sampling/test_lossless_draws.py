@@ -27,7 +27,7 @@ from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence
 from speculative.drafting.proposers import DraftModelProposer, NgramProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
-from speculative.models import cached_model
+from speculative.models import cached_model, eagle3_head
 from speculative.models.cached_model import CachedModel
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
@@ -40,6 +40,7 @@ from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
 from tests.support import pooled_draws
 from tests.support.pooled_draws import distance, pooled, times_found
+from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
 
 DRAWS, DRAWS_LONG = 700, 20_000  # of each case
@@ -47,6 +48,7 @@ LENGTH = 3  # tokens compared
 PROMPT = np.array([1, 5, 2, 6, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning
 WRONG = 6  # the token that the wrong draft is certain of
+ONE_LAYER = (0, 0, 0)  # of the main model, which the EAGLE-3 head reads three times
 ONE_THREAD = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 EXACT = {**ONE_THREAD, "EXECUTION_MODE_HINT": "ACCURACY"}
 CACHES = {
@@ -69,6 +71,7 @@ ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it i
     "lookup": (0, 0.7),
     "narrow": (0.3, 0.98),
     "wide": (0.3, 0.98),
+    "eagle3": (0.3, 0.9),
 }
 FILTERS = {
     "all tokens": {},
@@ -87,6 +90,8 @@ OTHERS = [  # settings, widths of logits and caches beyond those of all drafts a
     ("wide", "confidence", 1.0, "top-p", "paged"),
     ("good", "K=4", 1.0, "all tokens", "u8"),
     ("good", "K=2", 1.0, "penalties", "bf16"),
+    ("eagle3", "K=2", 1.0, "all tokens", "paged"),
+    ("eagle3", "adaptive", 1.5, "penalties", "paged"),
 ]
 SHORT = [
     ("same", "K=8", 1.0, "top-p", "paged"),
@@ -139,6 +144,7 @@ def folders(tmp_path_factory):
         "wrong": save_tiny_llama(folder / "wrong", seed=3, bias=certain),
         "narrow": save_resized(folder / "narrow", [*range(VOCABULARY - 1)]),
         "wide": save_resized(folder / "wide", [*range(VOCABULARY), 0, 1]),
+        "eagle3": save_head(folder / "eagle3", fitted(tiny_head(seed=5), tiny_llama(seed=1), ONE_LAYER), ONE_LAYER),
     }
 
 
@@ -200,7 +206,15 @@ def load(folders):
             )
         return models[name, backend]
 
+    @functools.cache
+    def decoder_with_head():
+        specs = (ModelSpec(folders[name], "CPU", EXACT) for name in ("main", "eagle3"))
+        main, head = eagle3_head.load(*specs, capacity=64)
+        return Decoder(main, DraftModelProposer(head, VOCABULARY))
+
     def load(draft, backend="paged", once=False):
+        if draft == "eagle3":
+            return decoder_with_head()
         keep = ComputedOnce if once else lambda model: model
         main, source = keep(model("main", backend)), NgramProposer(VOCABULARY)
         if draft != "lookup":

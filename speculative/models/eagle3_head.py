@@ -1,0 +1,128 @@
+"""EAGLE-3 head with a KV cache that can be rolled back: a draft model that also reads the main model's hidden states.
+
+    main, head = eagle3_head.load(ModelSpec("models/main"), ModelSpec("models/head"))
+    main.logits(tokens[:-1])
+    logits = head.logits(tokens)  # over the main model's vocabulary
+
+Entry t of the head's cache comes from token t + 1 and the hidden state of token t. The main model has the hidden states
+of verified tokens; behind them the head continues with its own, one entry at a time. Such entries are replaced as soon
+as the main model has verified their tokens.
+"""
+
+import numpy as np
+
+from speculative.models import cached_model
+from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_graph import HeadGraph
+from speculative.models.paged_model import PagedModel
+from speculative.models.spec import ModelSpec
+
+NEEDS_PAGED = "an EAGLE-3 draft and its main model need paged attention: run both on a CPU or GPU"
+
+
+class Entries:
+    """The entries in the cache of one sequence of a head."""
+
+    def __init__(self, capacity: int):
+        self.hidden = np.zeros((1, 0), np.float32)  # the head's own hidden state [1, size] of the last entry
+        self._tokens = np.zeros(capacity + 1, np.int64)  # entry t is that of tokens t and t + 1
+        self._length = 0  # entries in the cache
+        self._verified = 0  # of these, the leading ones that come from the main model's hidden states
+
+    def missing(self, tokens: np.ndarray, known: int) -> list[tuple[int, int]]:
+        """What to compute, in order, for the logits after `tokens`, as (start, end): at most once many entries, which
+        come from the main model's hidden states, of which `known` (1 or more) exist; then one after the other."""
+        n = len(tokens) - 1  # entries needed
+        same = self._common_prefix(tokens)
+        start, own = min(same, self._verified), n - 1
+        if start < known or not same == self._length == n - 1:
+            start, own = min(start, known - 1), known
+        verified = [(start, known)] if own == known and start < known else []
+        return [*verified, *((entry, entry + 1) for entry in range(own, n))]
+
+    def cut(self, start: int) -> None:
+        """Count nothing from entry `start` on as cached."""
+        self._length = start
+        self._verified = min(self._verified, start)
+
+    def commit(self, tokens: np.ndarray, start: int, end: int, hidden: np.ndarray, verified: bool) -> None:
+        """Record the entries from `start` to `end`, and the own hidden state [1, size] of the last one."""
+        self._tokens[start : end + 1] = tokens[start : end + 1]
+        self._length = end
+        if verified:
+            self._verified = end
+        self.hidden = hidden.copy()
+
+    def _common_prefix(self, tokens: np.ndarray) -> int:
+        """The number of leading entries that are of `tokens`."""
+        n = min(self._length + 1, len(tokens))
+        differ = np.flatnonzero(self._tokens[:n] != tokens[:n])
+        return max(int(differ[0]) if len(differ) else n, 1) - 1
+
+
+class EagleHead:
+    """One sequence of an EAGLE-3 head, as a draft of `main`, whose sequence is the same. Not thread-safe.
+
+    To `DraftModelProposer` it is a draft model with the main model's vocabulary.
+    """
+
+    def __init__(self, model: CachedModel, main: CachedModel, targets: np.ndarray):
+        """Takes over `model`, the compiled head, which must not be used directly. `targets` int64 [draft vocabulary]
+        are the main model's token ids. Raises ValueError if one of them has no paged cache."""
+        if not isinstance(model.backend, PagedModel) or main.hidden_states is None:
+            raise ValueError(NEEDS_PAGED)
+        self.backend = model.backend
+        self.note = model.note
+        self.capacity = model.capacity  # longest sequence, in tokens
+        self.vocab_size = main.vocab_size
+        self.targets = targets
+        self._main = main
+        self._states = main.hidden_states
+        self._logits = np.full((1, main.vocab_size), -np.inf, np.float32)  # tokens that the head never drafts
+        self._entries = Entries(self.capacity)
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits float32 [1, V] after `tokens` (int64 [2 or more], the whole sequence), -inf for tokens outside the
+        draft vocabulary. The main model must have computed a prefix of `tokens`.
+
+        The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`, or
+        the main model has not computed their first token.
+        """
+        known = min(self._main.common_prefix(tokens), len(tokens) - 1)
+        if len(tokens) > self.capacity or not known:
+            raise ValueError(
+                f"an EAGLE-3 draft cannot continue {len(tokens)} tokens: its cache fits {self.capacity}, and the main "
+                f"model has computed {known}"
+            )
+        for start, end in self._entries.missing(tokens, known):
+            for begin in range(start, end, self.backend.chunk):
+                self._run(tokens, begin, min(begin + self.backend.chunk, end), known)
+        return self._logits
+
+    def reset(self) -> None:
+        """Clear the cache."""
+        self._entries.cut(0)
+
+    def _run(self, tokens: np.ndarray, start: int, end: int, known: int) -> None:
+        """Compute the entries from `start` to `end`, dropping everything from `start` on."""
+        self._entries.cut(start)
+        states = self._states[start:end] if end <= known else self._entries.hidden
+        logits = self.backend.run(start, tokens[start + 1 : end + 1], 1, states)
+        self._logits[0, self.targets] = logits[0]
+        own = self.backend.hidden_states
+        assert own is not None
+        self._entries.commit(tokens, start, end, own[-1:], verified=end <= known)
+
+
+def load(
+    main: ModelSpec, head: ModelSpec, *, capacity: int | None = None, head_capacity: int | None = None
+) -> tuple[CachedModel, EagleHead]:
+    """Compile a main model and its EAGLE-3 head; see `cached_model.load`.
+
+    Raises ValueError if the head does not fit the main model, before anything is compiled, or without paged attention.
+    """
+    if on_npu := [spec for spec in (main, head) if spec.device.startswith("NPU")]:
+        raise ValueError(f"{on_npu[0].folder}: {NEEDS_PAGED}, not on {on_npu[0].device}")
+    graph = HeadGraph(head.folder)
+    model = cached_model.load(main, capacity=capacity, prepare=graph.attach)
+    return model, EagleHead(cached_model.compile_graph(graph.model, head, capacity=head_capacity), model, graph.targets)

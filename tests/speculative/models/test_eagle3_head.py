@@ -1,0 +1,355 @@
+"""EAGLE-3 heads: what they draft equals a computation from scratch in numpy, after any sequence of rejections.
+
+Sampling is lossless whatever a head drafts (tests/speculative/sampling/test_lossless_draws.py has one): a wrong hidden
+state causes no error and costs acceptance only. So each draft distribution is compared, and planted bugs must show.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from openvino_genai import GenerationConfig
+
+from speculative import batch_decoder, load
+from speculative.batch_decoder import BatchDecoder
+from speculative.decoder import Decoder
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import LatencyCurve
+from speculative.drafting.policy import FixedDraftLength
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.modelgen import llama_ir
+from speculative.models import cached_model, eagle3_graph, eagle3_head
+from speculative.models.batch_model import BatchModel
+from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_batch import BatchHead
+from speculative.models.eagle3_graph import HeadGraph, is_head
+from speculative.models.eagle3_head import EagleHead, Entries
+from speculative.models.spec import ModelSpec
+from tests.support import tiny_eagle3
+from tests.support.tiny_eagle3 import EXACT, KNOWN, TAPS, HiddenStates, fitted, save_head, tiny_head
+from tests.support.tiny_llama import HIDDEN, VOCABULARY, save_tiny_llama, tiny_llama
+
+LAYERS = 4
+MAIN = tiny_llama(seed=1, layers=LAYERS)
+PROMPT = np.array([1, 5, 2, 6, 3, 0])
+CLOSE = 1e-3  # total variation that rounding may cause
+
+
+@pytest.fixture(scope="module")
+def head():
+    return fitted(tiny_head(seed=5), MAIN)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, head):
+    folder = tmp_path_factory.mktemp("tiny_eagle3")
+    return save_tiny_llama(folder / "main", seed=1, layers=LAYERS), save_head(folder / "head", head)
+
+
+def decoder_of(main, draft, k=3, capacity=128):
+    specs = ModelSpec(main, "CPU", EXACT), ModelSpec(draft, "CPU", EXACT)
+    model, draft_model = eagle3_head.load(*specs, capacity=capacity)
+    return Decoder(model, DraftModelProposer(draft_model, model.vocab_size), FixedDraftLength(k))
+
+
+class Drafts(NamedTuple):
+    largest_error: float  # total variation between a draft distribution and the one recomputed from scratch
+    acceptance_rate: float
+
+
+def compare_drafts(decoder, head, monkeypatch):
+    """Decode 40 tokens and compare every draft distribution with one that is computed from scratch."""
+    hidden_states, errors, verified = HiddenStates(MAIN), [], [len(PROMPT)]
+    propose = DraftModelProposer.propose
+
+    def compared(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        drafted = len(tokens) - verified[0]
+        states, _ = hidden_states(tokens[: len(tokens) - 1 - drafted])
+        expected = transform(tiny_eagle3.logits(head, MAIN, states, tokens).astype(np.float32), tokens)
+        errors.append(np.abs(np.asarray(proposal.q) - np.asarray(expected)).sum() / 2)
+        return proposal
+
+    monkeypatch.setattr(DraftModelProposer, "propose", compared)
+    settings = GenerationConfig(max_new_tokens=40, do_sample=True, ignore_eos=True)
+    accepted = proposed = 0
+    for step in decoder.stream(PROMPT, settings, seed=3):
+        verified[0] += len(step.tokens)
+        accepted, proposed = accepted + step.accepted, proposed + step.proposed
+    return Drafts(max(errors), accepted / proposed)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_every_draft_distribution_equals_one_computed_from_scratch(folders, head, monkeypatch, k):
+    drafts = compare_drafts(decoder_of(*folders, k=k), head, monkeypatch)
+    print(drafts)
+    assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
+
+
+def test_the_head_catches_up_after_plain_decoding_and_long_prompts(folders, head, monkeypatch):
+    """Hidden states of tokens verified without a draft are kept, and long runs are split into chunks."""
+    decoder = decoder_of(*folders)
+    decoder.draft.model.backend.chunk = decoder.main.backend.chunk = 4
+    drafts = iter([0, 0, 3, 0, 0, 0, 0, 2, 5, 1] * 10)
+
+    class Sometimes(FixedDraftLength):
+        def update(self, *_):
+            self.k = next(drafts)
+
+    decoder.draft_length = Sometimes(2)
+    assert compare_drafts(decoder, head, monkeypatch).largest_error < CLOSE
+
+
+def test_a_text_may_go_back_and_another_begin(folders):
+    """As in chats: a head whose cache holds another text gives the logits of one without a cache."""
+    decoder = decoder_of(*folders)
+    main, head = decoder.main, decoder.draft.model
+    random = np.random.default_rng(0)
+    text = random.integers(0, VOCABULARY, 30)
+    for i in range(40):
+        if i % 5 == 4:  # nothing but the first token changes
+            text = np.concatenate([[(text[0] + 1) % VOCABULARY], text[1:]])
+        else:
+            text = np.concatenate([text[: random.integers(3, len(text))], random.integers(0, VOCABULARY, 12)])[:100]
+        drafts = int(random.integers(0, 3))
+        main.logits(text[: len(text) - 1 - drafts])
+        prefixes = [text[: len(text) - drafts + more] for more in range(drafts + 1)]
+        got = [head.logits(prefix).copy() for prefix in prefixes]
+        np.testing.assert_allclose(got[-1], head.logits(text), atol=1e-4)  # asked twice
+        head.reset()
+        np.testing.assert_allclose(got, [head.logits(prefix).copy() for prefix in prefixes], atol=1e-4)
+
+
+def test_tokens_outside_the_draft_vocabulary_have_probability_0(folders):
+    decoder = decoder_of(*folders)
+    decoder.main.logits(PROMPT)
+    logits = decoder.draft.model.logits(np.append(PROMPT, 3))[0]
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == KNOWN.tolist()
+
+
+def test_greedy_text_is_that_of_the_main_model_alone(folders):
+    decoder, alone = decoder_of(*folders, k=4), Decoder(cached_model.load(ModelSpec(folders[0], "CPU", EXACT)))
+    config = GenerationConfig(max_new_tokens=100, ignore_eos=True)
+    result = decoder.generate(PROMPT, config)
+    assert result.tokens == alone.generate(PROMPT, config).tokens
+    assert sum(result.accepted) > 10
+
+
+def test_a_head_reads_no_further_than_its_context(folders):
+    decoder = decoder_of(*folders)
+    decoder.main.logits(np.zeros(50, np.int64))
+    decoder.draft.model.capacity = 50
+    assert decoder.draft.propose(np.zeros(50, np.int64), lambda logits, _: np.full(8, 0.125), decoder._random)
+    assert decoder.draft.propose(np.zeros(51, np.int64), lambda logits, _: np.full(8, 0.125), decoder._random) is None
+    with pytest.raises(ValueError, match="its cache fits 50"):
+        decoder.draft.model.logits(np.zeros(51, np.int64))
+
+
+# ---- many requests in one forward pass ------------------------------------------------------------------------------
+
+
+def compare_batched_drafts(folders, head, monkeypatch, prefix_cache=True):
+    """Decode requests that come and go, the later ones with the beginning of the first, and compare as above."""
+    main, draft = (ModelSpec(folder, "CPU", EXACT) for folder in folders)
+    model, head_model = eagle3_head.load(main, draft, capacity=1024, head_capacity=1024)
+    batch = BatchModel(model, 256, prefix_cache)
+    costs = LatencyCurve({1: 1.0, 17: 2.0}), LatencyCurve({1: 0.1}), LatencyCurve({1: 0.1})
+    decoder = BatchDecoder(batch, BatchHead(head_model, batch, 256), BatchDraftLength(*costs))
+    hidden_states, errors = HiddenStates(MAIN), []
+    propose = DraftModelProposer.propose
+
+    def compared(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        sequence = next(request.sequence for request in decoder._requests if request.draft_slot is self.model)
+        states, _ = hidden_states(tokens[: sequence.n - 1])
+        expected = transform(tiny_eagle3.logits(head, MAIN, states, tokens).astype(np.float32), tokens)
+        errors.append(np.abs(np.asarray(proposal.q) - np.asarray(expected)).sum() / 2)
+        return proposal
+
+    monkeypatch.setattr(DraftModelProposer, "propose", compared)
+    random = np.random.default_rng(0)
+    shared = random.integers(0, VOCABULARY, 70)
+    requests = []
+    for i in range(5):
+        prompt = np.concatenate([shared[: 70 if i < 4 else 3], random.integers(0, VOCABULARY, 5 + 3 * i)])
+        k = {"num_assistant_tokens": 1 + i} if i % 2 else {}
+        config = GenerationConfig(max_new_tokens=20, do_sample=True, ignore_eos=True, **k)
+        requests.append(decoder.add_request(prompt, config, seed=i))
+        decoder.step()
+        decoder.step()
+    while decoder.has_unfinished_requests:
+        decoder.step()
+    assert not any(request.error for request in requests)
+    assert any(request.cached_tokens for request in requests) == prefix_cache
+    accepted, proposed = (sum(sum(getattr(r.result, name)) for r in requests) for name in ("accepted", "proposed"))
+    return Drafts(max(errors), accepted / proposed)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_many_requests_draft_what_one_would(folders, head, monkeypatch, prefix_cache):
+    monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 20)
+    drafts = compare_batched_drafts(folders, head, monkeypatch, prefix_cache)
+    print(drafts)
+    assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
+
+
+def test_the_batched_comparison_finds_hidden_states_of_another_request(folders, head, monkeypatch):
+    monkeypatch.setattr(BatchModel, "_entries", lambda self, slot, start, end: np.arange(start, end))
+    assert compare_batched_drafts(folders, head, monkeypatch).largest_error > 50 * CLOSE
+
+
+# ---- load -----------------------------------------------------------------------------------------------------------
+
+
+def test_load_recognises_a_head(folders, tmp_path, monkeypatch):
+    main, draft = folders
+    assert is_head(draft) and not is_head(main)
+    (tmp_path / "config.json").write_text('{"architectures": ["Eagle3LlamaForCausalLM"]}')
+    assert is_head(tmp_path)
+    monkeypatch.setattr("openvino_genai.Tokenizer", lambda folder: None)
+    monkeypatch.setattr("speculative.decoder.stop_ids_of", lambda *_: frozenset())
+    decoder = load(ModelSpec(main, "CPU", EXACT), draft, capacity=64)
+    assert isinstance(decoder.draft.model, EagleHead) and decoder.models == [decoder.main, decoder.draft.model]
+    assert decoder.generate(PROMPT, GenerationConfig(max_new_tokens=20, ignore_eos=True), seed=1).tokens
+
+
+def without_taps(model, named="layers."):
+    for node in model.get_ordered_ops():
+        if named in node.get_friendly_name():
+            node.set_friendly_name(f"renamed_{id(node)}")
+    return model
+
+
+@pytest.mark.parametrize(
+    "main, layers, message",
+    [
+        (
+            lambda: llama_ir.build(tiny_llama(1, layers=2)),
+            TAPS,
+            "reads the hidden states of layers 0, 1, 2, but the main",
+        ),
+        (
+            lambda: llama_ir.build(tiny_llama(1, layers=2)),
+            None,
+            "reads the hidden states of layers 2, 1, -1, but the main",
+        ),
+        (lambda: llama_ir.build(tiny_llama(1, layers=4)), (0, 1), "'0 1', which must be three layer numbers"),
+        (lambda: without_taps(llama_ir.build(tiny_llama(1, layers=4))), TAPS, "layers are not found in its graph"),
+    ],
+)
+def test_a_main_model_without_these_layers_is_refused(main, layers, message, head, tmp_path):
+    folder = save_head(tmp_path / "head", head, layers)
+    with pytest.raises(ValueError, match=message):
+        HeadGraph(folder).attach(main())
+
+
+def test_genais_layers_are_the_default(tmp_path, head):
+    folder = save_head(tmp_path / "head", head, layers=None)
+    names = [node.get_friendly_name() for node in HeadGraph(folder)._taps(llama_ir.build(tiny_llama(1, layers=10)))]
+    assert names == [f"__module.model.layers.{layer}/aten::add/Add_1" for layer in (2, 5, 7)]
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda head: {"targets": np.arange(len(KNOWN))}, "d2t of zeros, for 6 of 8 tokens"),
+        (lambda head: {"targets": KNOWN[[0, 1, 1, 2, 3, 4]]}, "not distinct"),
+        (lambda head: {"targets": KNOWN + 3}, "token ids up to 9, but the main model has 8"),
+        (lambda head: {"fc": tiny_eagle3.in_int8(np.random.normal(size=(HIDDEN, 90)))}, "size 30 from each layer"),
+    ],
+    ids=["no d2t", "damaged d2t", "d2t beyond the vocabulary", "hidden size"],
+)
+def test_a_head_that_does_not_fit_is_refused(damage, message, head, tmp_path):
+    folder = save_head(tmp_path / "head", type(head)(**{**vars(head), **damage(head)}))
+    with pytest.raises(ValueError, match=message):
+        HeadGraph(folder).attach(llama_ir.build(MAIN))
+
+
+def test_a_model_that_is_no_head_is_refused(folders):
+    with pytest.raises(ValueError, match="has no table d2t"):
+        HeadGraph(folders[0])
+
+
+def test_a_head_needs_paged_attention(folders):
+    main, draft = folders
+    with pytest.raises(ValueError, match="need paged attention: run both on a CPU or GPU, not on NPU"):
+        load(ModelSpec(main, "NPU"), draft)
+    stateful = cached_model.load(ModelSpec(main, "CPU", EXACT), stateful=True, prepare=HeadGraph(draft).attach)
+    with pytest.raises(ValueError, match="need paged attention"):
+        EagleHead(stateful, stateful, KNOWN)
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def shifted_hidden_states(patch):
+    run = CachedModel._run
+
+    def shifted(self, start, tokens, last):
+        logits = run(self, start, tokens, last)
+        if self.hidden_states is not None:
+            self.hidden_states[start : start + len(tokens)] = np.roll(self.backend.hidden_states, 1, axis=0)
+        return logits
+
+    patch.setattr(CachedModel, "_run", shifted)
+
+
+def shifted_d2t(patch):
+    read = HeadGraph._read_targets
+    patch.setattr(HeadGraph, "_read_targets", lambda self: read(self) + 1)
+
+
+def stale_hidden_states_after_a_rejection(patch):
+    run = CachedModel._run
+
+    def stale(self, start, tokens, last):
+        kept = self.hidden_states[start].copy() if self.hidden_states is not None else None
+        logits = run(self, start, tokens, last)
+        if kept is not None and 10 < start < self.capacity // 2:
+            self.hidden_states[start] = kept
+        return logits
+
+    patch.setattr(CachedModel, "_run", stale)
+
+
+def own_hidden_states_kept_after_acceptance(patch):
+    commit = Entries.commit
+    patch.setattr(Entries, "commit", lambda self, *arguments, verified: commit(self, *arguments, verified=True))
+
+
+def wrong_tap(patch):
+    taps = HeadGraph._taps
+
+    def later(self, main):
+        self.layers = [layer + 1 for layer in self.layers]
+        return taps(self, main)
+
+    patch.setattr(HeadGraph, "_taps", later)
+
+
+def own_embeddings(patch):
+    patch.setattr(eagle3_graph, "_share_weights", lambda *_: None)
+
+
+def tokens_not_shifted(patch):
+    run = EagleHead._run
+    patch.setattr(EagleHead, "_run", lambda self, tokens, *rest: run(self, np.roll(tokens, 1), *rest))
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        shifted_hidden_states,
+        shifted_d2t,
+        stale_hidden_states_after_a_rejection,
+        own_hidden_states_kept_after_acceptance,
+        wrong_tap,
+        own_embeddings,
+        tokens_not_shifted,
+    ],
+)
+def test_the_same_comparison_finds_a_planted_bug(bug, folders, head, monkeypatch):
+    bug(monkeypatch)
+    drafts = compare_drafts(decoder_of(*folders), head, monkeypatch)
+    print(drafts)
+    assert drafts.largest_error > 50 * CLOSE
