@@ -156,7 +156,8 @@ def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch
 def test_the_installation_is_what_make_does():
     """And what CI does, in a fresh clone; with --long, the commands run."""
     shown = list(commands("bash"))
-    made = subprocess.run(["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, capture_output=True, text=True)
+    dry_run = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
+    made = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True)
     steps = made.stdout.replace("python3 -m venv", "python -m venv").splitlines()
     install = [re.sub("--[a-z-]+ (?=.*-r )", "", step) for step in steps if not step.startswith("touch")]
     assert len(install) == 3 and all(step in shown for step in install), made.stdout + made.stderr
