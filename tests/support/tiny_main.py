@@ -31,7 +31,6 @@ def save_tiny_main(folder: Path, layers: int = 4, chat_template: str | None = TU
     for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
         openvino.save_model(part, folder / f"{name}.xml", compress_to_fp16=False)
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "intermediate_size": 48}
-    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "rms_norm_eps": 1e-6, **sizes}
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "eos_token_id": 0, **sizes}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "generation_config.json").write_text('{"eos_token_id": 0}', encoding="utf-8")
     return folder

@@ -55,7 +55,8 @@ def save_config(training: Training, folder: Path) -> None:
 WRITTEN = (  # also where they are transformers' defaults
     *("architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "hidden_act", "num_hidden_layers", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta"),
-    *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "bos_token_id"),
+    "eos_token_id",
 )
 
 

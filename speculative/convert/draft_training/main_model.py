@@ -17,7 +17,7 @@ F16_MAX = 65504.0
 
 
 class HeadShape(NamedTuple):
-    """Sizes of a head, taken from the main model's own layers."""
+    """Sizes of a head and special tokens, taken from the main model's own layers."""
 
     hidden_size: int
     intermediate_size: int
@@ -27,6 +27,8 @@ class HeadShape(NamedTuple):
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
 
 
 class OutputLayer(NamedTuple):
@@ -89,6 +91,8 @@ class MainModel:
             config.get("rms_norm_eps") or 1e-6,
             config.get("rope_theta") or 10000.0,
             context_length(config) or 4096,
+            config.get("bos_token_id"),
+            config.get("eos_token_id"),
         )
 
     def embedding(self) -> ov.Output:

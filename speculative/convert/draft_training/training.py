@@ -78,8 +78,6 @@ class Training:
             tie_word_embeddings=False,
             architectures=["LlamaForCausalLMEagle3"],
             draft_vocab_size=len(self.vocabulary),
-            bos_token_id=None,
-            eos_token_id=None,
         )
         self.head = Head(self.config, states)
         if not kept and (output := output_layer(self.vocabulary)):
