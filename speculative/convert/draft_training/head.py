@@ -1,4 +1,4 @@
-"""EAGLE-3 head in torch: the published architecture (Li et al. 2025, arXiv 2503.01840), and its training-time test.
+"""EAGLE-3 head in torch: the published architecture (arXiv 2503.01840), and its training-time test.
 
     h0  = fc(hidden states of three layers)
     x   = [input_layernorm(embedding of the next token), hidden_norm(h)]

@@ -16,7 +16,7 @@ from speculative.convert.draft_training.main_model import HeadShape, OutputLayer
 STEPS = 3  # unrolled draft steps
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
 RATE, WARM_UP, LEAST_RATE = 1e-3, 30, 0.05
-LEAST_STEPS = 30  # of the optimizer, however short the time
+LEAST_STEPS = 10  # of the optimizer, however short the time
 CLIP = 0.5
 BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
 SAVE_EVERY = 60.0  # seconds
