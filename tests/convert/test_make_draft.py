@@ -221,6 +221,7 @@ def test_openings(main, tmp_path):
 @pytest.mark.posix("SIGINT to the own process")
 def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "SAVE_EVERY", 0.1)
+    monkeypatch.setattr(training, "LEAST_STEPS", 1)
     out = tmp_path / "out"
     work = out / "work"
     long = ["--minutes", "60", *SHORT[2:]]
