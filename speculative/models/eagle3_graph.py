@@ -20,9 +20,15 @@ RESIDUAL = re.compile(r"(.*\.)?(layers\.(?P<layer>\d+)|midlayer)/aten::add/Add(_
 
 
 def is_head(folder: Path) -> bool:
-    """Whether an IR folder holds an EAGLE-3 head, by its config.json or optimum-intel's mark in the IR."""
-    architectures = read_config(folder).get("architectures") or []
-    return any("eagle3" in name.lower() for name in architectures) or hidden_state_draft(folder) == "EAGLE-3"
+    """Whether an IR folder holds an EAGLE-3 head, by optimum-intel's mark in the IR or a readable config.json."""
+    if hidden_state_draft(folder) == "EAGLE-3":
+        return True
+    try:
+        config = read_config(folder)
+    except (ValueError, OSError):  # reported by whoever needs the folder
+        return False
+    architectures = (config.get("architectures") or []) if isinstance(config, dict) else []
+    return any("eagle3" in str(name).lower() for name in architectures)
 
 
 def check_head(head: Path, main: Path) -> "HeadGraph":
