@@ -22,6 +22,7 @@ from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert.draft_training import training
 from speculative.convert.draft_training.beginnings import opening
+from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.main_model import MainModel, Reading, published_layers
 from speculative.convert.draft_training.state_file import StateFile
 from speculative.convert.draft_training.texts import Text, TextFile
@@ -76,6 +77,7 @@ def made(main, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BATCH": 256, "LEAST_STEPS": 300, "SAVE_EVERY": 0.1}.items():
             patch.setattr(training, name, value)
+        patch.setattr(Clock, "verdict_seconds", PATIENCE)  # on all held-out prompts
         with ctrl_c_when(lambda: (out / "work/training.pt").exists()):
             assert run(main, out, *SHORT, "--minutes", "60") == 130
         assert run(main, out, *SHORT) == 0
@@ -105,7 +107,7 @@ def test_the_folder_has_ir_checkpoint_record_and_card(made, main):
     assert record["training"]["held_out_agreement"][0] > 0.2  # 1 in 384 by chance
     for mode in ("greedy", "temperature 1"):
         acceptance = record["verdict"][mode]["acceptance_by_position"]
-        assert len(acceptance) == 4 and acceptance[0] >= acceptance[-1] and acceptance[0] > 0.1
+        assert len(acceptance) == 4 and acceptance[0] >= acceptance[-1] and acceptance[0] > 0.02
         assert record["verdict"][mode]["tokens_per_main_pass"]["main alone"] == 1
     card = (made / "README.md").read_text()
     assert record["command"] in card and f"{record['training']['steps']:,} steps" in card
