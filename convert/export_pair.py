@@ -317,7 +317,7 @@ def request(half: str, model: source.Source, options: argparse.Namespace) -> dic
     """The request for a half: the part of its record that decides whether it can be reused."""
     asked = {"source": model.given, "revision": model.commit, "content": None, "arguments": None}
     if model.commit is None:
-        asked["content"] = source.content_hash(model)
+        asked["content"] = source.content_hash(model.folder, model.gguf)
     if not model.is_ir:
         asked["arguments"] = half_arguments(half, options, model)
     return asked

@@ -56,7 +56,7 @@ LONGEST = [
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
-EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training", "test_eagle3_export"]
+EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training", "test_eagle3_export", "test_make_draft"]
 SLOW = [
     *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
     *("test_comparisons", "test_figures", "test_benchmark_batching"),

@@ -224,11 +224,11 @@ def named_link(source: Source, folder: Path) -> Path:
     return link
 
 
-def content_hash(source: Source) -> str:
-    """SHA-256 of the files that an export reads, to detect changes of a local source between runs."""
+def content_hash(folder: Path, only: Path | None = None) -> str:
+    """SHA-256 of the files of a local source, or of one of them, to detect changes between runs."""
     digest = hashlib.sha256()
-    for path in [source.gguf] if source.gguf else _files(source.folder):
-        digest.update(f"{path.relative_to(source.folder).as_posix()}\0{path.stat().st_size}\0".encode())
+    for path in [only] if only else _files(folder):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 22):
                 digest.update(block)

@@ -7,7 +7,7 @@ int8_asym), so that OpenVINO and OpenVINO GenAI treat both the same way.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import openvino as ov
@@ -67,6 +67,16 @@ class Llama:
     @property
     def head_dim(self) -> int:
         return 2 * len(self.frequencies)
+
+
+class Heads(Protocol):
+    """The attention heads of a model."""
+
+    heads: int
+    kv_heads: int
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 def read(folder: Path) -> Llama:
@@ -195,7 +205,7 @@ def _rotate(x: ov.Node, cos: ov.Node, sin: ov.Node, head_dim: int) -> ov.Node:
     return ops.add(ops.multiply(x, cos), ops.multiply(turned, sin))
 
 
-def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Llama, sinks: list[ov.Node]) -> tuple:
+def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Heads, sinks: list[ov.Node]) -> tuple:
     """The cached tensor, and the same with x appended; the new state is added to `sinks`."""
     info = VariableInfo()
     info.data_shape = ov.PartialShape([-1, llama.kv_heads, -1, llama.head_dim])
@@ -221,7 +231,7 @@ def _causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> 
     return ops.select(seen, np.float32(0), np.float32(-65504))
 
 
-def _repeat_heads(cache: ov.Node, llama: Llama) -> ov.Node:
+def _repeat_heads(cache: ov.Node, llama: Heads) -> ov.Node:
     """Repeat each key or value head for every query head that reads it."""
     group = llama.heads // llama.kv_heads
     if group == 1:

@@ -39,6 +39,7 @@ SHORTER = {
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
+    "convert/make_draft.py": "--minutes 0.1 --tokens 2000 --length 96 --draft-vocabulary 512 --threads 1",
     "scripts/sweep_draft_length.py": "--rounds 1 -k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": "--minutes 0.1 --max-new-tokens 16",

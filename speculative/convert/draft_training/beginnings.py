@@ -1,0 +1,65 @@
+"""Where the texts begin: with user turns that the main model writes itself, with given prompts, or with nothing.
+
+A model with a chat template writes the user's turn when it is given the template up to that turn (Magpie: Xu et al.
+2024, arXiv 2406.08464). A model without one writes the first words of a text.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import openvino_genai
+
+from speculative.convert.errors import ConvertError
+
+PLACEHOLDER = "user-turn-goes-here"
+LEAST_PROMPTS = 10
+TURN, OPENING = 96, 12  # most tokens of a user turn, and of the first words of a text
+
+
+class Opening(NamedTuple):
+    """How a prompt is written: the model continues `lead` and `prefix` up to a stop token or `longest` tokens. The
+    prompt is `prefix`, what it wrote, and `suffix`."""
+
+    lead: list[int]
+    prefix: list[int]
+    longest: int
+    stop_ids: set[int]
+    suffix: list[int]
+
+
+def opening(tokenizer: openvino_genai.Tokenizer, vocabulary: int, random: np.random.Generator) -> Opening:
+    """The opening of the model's own texts."""
+    bos, eos = tokenizer.get_bos_token_id(), tokenizer.get_eos_token_id()
+    if not tokenizer.chat_template:
+        starts = [token for token in (bos, eos) if token >= 0]
+        return Opening([], [starts[0] if starts else int(random.integers(vocabulary))], OPENING, set(), [])
+    turn = [{"role": "user", "content": PLACEHOLDER}]
+    before, found, after = tokenizer.apply_chat_template(turn, add_generation_prompt=True).partition(PLACEHOLDER)
+    if not found:
+        raise ConvertError("the main model's chat template leaves out the user's text; give prompts with --prompts", 2)
+    prefix, suffix = (tokenizer.encode(part, add_special_tokens=False).input_ids.data[0] for part in (before, after))
+    # A model without BOS saw the end of another text before each beginning; without it some write nonsense.
+    lead = [eos] if bos < 0 <= eos else []
+    return Opening(lead, prefix.tolist(), TURN, set(suffix[:1].tolist()), suffix.tolist())
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a JSONL file. Raises ConvertError if there are fewer than LEAST_PROMPTS."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    except OSError as error:
+        raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConvertError(
+            f'{file} is not a JSONL file of prompts; each line must be like {{"prompt": "Write a poem."}}', 2
+        ) from error
+    if len(set(prompts)) < LEAST_PROMPTS:
+        raise ConvertError(
+            f"{file} has {len(set(prompts))} different prompts, of which a part is held out; give at least "
+            f"{LEAST_PROMPTS}",
+            2,
+        )
+    return list(dict.fromkeys(prompts))

@@ -1,0 +1,58 @@
+"""The folder of a draft: what training keeps in OUT/work, and the finished files in OUT, installed all at once."""
+
+import json
+import shutil
+from pathlib import Path
+
+from speculative.atomic_write import atomic_write
+from speculative.convert.errors import ConvertError
+from speculative.convert.work_folder import WorkFolder
+
+MADE = ("checkpoint", "openvino_model.xml", "openvino_model.bin", "config.json", "README.md", "draft.json")
+
+
+class DraftFolder(WorkFolder):
+    """OUT, locked while it is open. `work` survives every end of the program, and a later run continues with it."""
+
+    def __init__(self, target: Path):
+        work = target / "work"
+        super().__init__(target, work, new=work / "new", into=target)
+
+    def open(self) -> None:
+        """Create and lock OUT/work, and undo an interrupted install. Raises ConvertError if OUT holds anything else."""
+        strange = sorted(path.name for path in self.target.iterdir()) if self.target.is_dir() else []
+        if self.target.exists() and not self.target.is_dir():
+            raise ConvertError(f"{self.target} is a file; choose another folder for the draft", 2)
+        if (self.target / "draft.json").exists() and not self.work.exists():
+            raise ConvertError(
+                f"{self.target} holds a finished draft without the folder work; choose another folder, or remove it", 2
+            )
+        if strange and not self.work.exists():
+            raise ConvertError(
+                f"{self.target} holds {strange[0]}, which this program did not make; choose a new folder for the draft",
+                2,
+            )
+        super().open()
+        for leftover in (self.new, self.work / "replaced"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def new_names(self) -> list[str]:
+        return list(MADE)
+
+    def keeps_something(self) -> bool:
+        return (self.work / "settings.json").exists()
+
+    def settle(self, settings: dict) -> None:
+        """Record what the training depends on. Raises ConvertError if OUT/work was made with other settings."""
+        file = self.work / "settings.json"
+        if file.exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in settings.items():
+                if known.get(name) != value:
+                    raise ConvertError(
+                        f"{self.target} was begun with another {name} ({known.get(name)}, not {value}); choose another "
+                        f"folder for the draft, or remove {self.work}",
+                        2,
+                    )
+        else:
+            atomic_write(file, json.dumps(settings, indent=1))

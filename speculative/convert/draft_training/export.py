@@ -1,0 +1,79 @@
+"""Writes a trained head as a checkpoint in the published format, and as OpenVINO IR."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from safetensors.torch import save_file
+
+from speculative.atomic_write import atomic_write
+from speculative.convert.draft_training.main_model import MainModel
+from speculative.convert.draft_training.training import Training
+from speculative.modelgen import eagle3_ir
+from speculative.modelgen.eagle3_ir import in_int8
+
+MATRICES = {
+    "fc": "fc",
+    "q": "midlayer.self_attn.q_proj",
+    "k": "midlayer.self_attn.k_proj",
+    "v": "midlayer.self_attn.v_proj",
+    "o": "midlayer.self_attn.o_proj",
+    "gate": "midlayer.mlp.gate_proj",
+    "up": "midlayer.mlp.up_proj",
+    "down": "midlayer.mlp.down_proj",
+    "lm_head": "lm_head",
+}
+NORMS = {
+    "hidden_norm": "midlayer.hidden_norm",
+    "input_norm": "midlayer.input_layernorm",
+    "feed_forward_norm": "midlayer.post_attention_layernorm",
+    "norm": "norm",
+}
+
+
+def save_checkpoint(training: Training, main: MainModel, folder: Path) -> None:
+    """Write config.json and model.safetensors, as EAGLE, SGLang and vLLM read them (without embeddings: they take the
+    main model's)."""
+    folder.mkdir(parents=True)
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in training.head.named_parameters()}
+    targets = torch.from_numpy(training.vocabulary)
+    tensors["d2t"] = targets - torch.arange(len(targets))
+    tensors["t2d"] = torch.zeros(main.vocabulary, dtype=torch.bool)
+    tensors["t2d"][targets] = True
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_config(training, folder)
+
+
+def save_config(training: Training, folder: Path) -> None:
+    config = {**training.config.to_diff_dict(), **{name: getattr(training.config, name) for name in WRITTEN}}
+    atomic_write(folder / "config.json", json.dumps({**config, "torch_dtype": "float32"}, indent=2, sort_keys=True))
+
+
+WRITTEN = (  # also where they are transformers' defaults
+    *("architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "num_hidden_layers", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_theta"),
+    *("max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "bos_token_id"),
+    "eos_token_id",
+)
+
+
+def save_ir(training: Training, main: MainModel, folder: Path) -> None:
+    """Write the IR with int8 weights, marked with the layers that the head was trained on."""
+    weights = {name: weight.detach().float().cpu().numpy() for name, weight in training.head.named_parameters()}
+    parts: dict[str, Any] = {key: in_int8(weights[f"{name}.weight"]) for key, name in MATRICES.items()}
+    parts |= {key: weights[f"{name}.weight"] for key, name in NORMS.items()}
+    head = eagle3_ir.Head(
+        **parts,
+        targets=training.vocabulary.astype(np.int64),
+        layers=main.layers,
+        heads=training.config.num_attention_heads,
+        kv_heads=training.config.num_key_value_heads,
+        frequencies=training.head.rotation.inv_freq.float().cpu().numpy(),
+        epsilon=training.config.rms_norm_eps,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    ov.save_model(eagle3_ir.build(head, main.embedding()), folder / "openvino_model.xml", compress_to_fp16=False)
+    save_config(training, folder)

@@ -1,0 +1,67 @@
+"""Texts that the main model wrote, as token ids, on disk. A part of them is held out from the training."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+LEAST, LEAST_HELD_OUT = 8, 2  # texts to train on, held-out texts
+
+
+class Text(NamedTuple):
+    """Token ids of a prompt and of what the main model wrote after it, at `temperature` (0: greedy).
+
+    All texts with the same prompt are `held_out`, or none.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+    held_out: bool
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [n]"""
+        return np.array(self.prompt + self.answer, np.int64)
+
+
+class TextFile:
+    """Append-only file with one text per line; an incomplete last line, of a run that was killed, is dropped."""
+
+    def __init__(self, path: Path):
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        self.texts = [Text(*json.loads(line)) for line in whole.splitlines()]
+        self._known = {(*text.prompt, *text.answer) for text in self.texts}
+        self._file = path.open("ab")
+        self._file.truncate(len(whole))
+
+    def add(self, text: Text) -> None:
+        """Append a text, unless it is there already."""
+        tokens = (*text.prompt, *text.answer)
+        if tokens not in self._known:
+            self._known.add(tokens)
+            self.texts.append(text)
+            self._file.write(json.dumps(text).encode() + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def training(self) -> list[Text]:
+        return [text for text in self.texts if not text.held_out]
+
+    @property
+    def held_out(self) -> list[Text]:
+        return [text for text in self.texts if text.held_out]
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are enough texts for any training."""
+        return len(self.held_out) >= LEAST_HELD_OUT and len(self.training) >= LEAST
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(text.prompt) + len(text.answer) for text in self.texts)

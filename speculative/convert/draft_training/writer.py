@@ -1,0 +1,143 @@
+"""The main model writes texts: many at a time, at several temperatures, through GenAI's continuous batching."""
+
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+from openvino_genai import GenerationConfig, GenerationStatus
+
+from speculative.convert.draft_training import beginnings
+from speculative.convert.draft_training.texts import Text, TextFile
+from speculative.convert.errors import ConvertError
+from speculative.decoder import encode
+from speculative.models.spec import ModelSpec
+from speculative.sampling.params import stop_ids_of
+
+TOGETHER = 32  # texts
+TURN_TEMPERATURES, TURN_TOP_P = (0.7, 1.0), 0.9
+TEMPERATURES = (0.0, 0.7, 1.0)
+HELD_OUT = 10  # one prompt in so many is held out
+SHORTEST = 8  # tokens of an answer that is kept
+FRUITLESS = 1000  # texts that may be begun without reaching the least
+
+
+class Part(NamedTuple):
+    """A part of a text that is being written: the answer to `prompt`, or what becomes the prompt with `suffix`."""
+
+    handle: Any  # GenAI's
+    prompt: list[int]
+    suffix: list[int] | None  # None: this is the answer
+    temperature: float
+    held_out: bool
+    tokens: list[int]  # that were written so far
+
+
+class Writer:
+    """Writes texts of at most `longest` tokens to a TextFile."""
+
+    def __init__(self, main: ModelSpec, longest: int, vocabulary: int, prompts: list[str], file: TextFile):
+        """Without `prompts` the model writes its own. Raises ConvertError if too few of them are short enough."""
+        scheduler = openvino_genai.SchedulerConfig()
+        folder = str(main.folder)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, main.device, main.properties)
+        self._tokenizer = self._pipeline.get_tokenizer()
+        self._stop_ids = set(stop_ids_of(main.folder, self._tokenizer))
+        self._longest = longest
+        self._vocabulary = vocabulary
+        self._random = np.random.default_rng(len(file.texts))
+        self._file = file
+        self._begun = itertools.count()
+        given = [encode(prompt, self._tokenizer).tolist() for prompt in prompts]
+        self._prompts = sorted((ids for ids in given if len(ids) <= longest - SHORTEST), key=_number)
+        if prompts and len(self._prompts) < beginnings.LEAST_PROMPTS:
+            raise ConvertError(
+                f"only {len(self._prompts)} prompts have at most {longest - SHORTEST} tokens; give shorter ones, or a "
+                "greater --length",
+                2,
+            )
+
+    def write(self, seconds_left: Callable[[], float], most_tokens: int, progress: Callable[[], None]) -> None:
+        """Write until the time is up or there are `most_tokens`, but at least a few texts. Calls `progress` often.
+
+        Raises ConvertError if the model does not write different texts.
+        """
+        running: list[Part] = []
+        begun = 0
+        try:
+            while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < most_tokens):
+                if begun > FRUITLESS and not self._file.is_enough:
+                    raise ConvertError(
+                        f"the main model wrote only {len(self._file.texts)} different texts of at least {SHORTEST} "
+                        "tokens; give more prompts, with --prompts"
+                    )
+                while len(running) < TOGETHER:
+                    running.append(self._begin())
+                    begun += 1
+                self._pipeline.step()
+                running = [part for part in map(self._advance, running) if part]
+                progress()
+        finally:
+            for part in running:
+                if part.suffix is None:  # an answer that was broken off is a text, too
+                    self._keep(part)
+                part.handle.stop()
+            while self._pipeline.has_non_finished_requests():  # frees their cache
+                self._pipeline.step()
+
+    def _begin(self) -> Part:
+        if self._prompts:
+            place = int(self._random.integers(len(self._prompts)))
+            return self._answer(self._prompts[place], held_out=place < max(2, len(self._prompts) // HELD_OUT))
+        opening = beginnings.opening(self._tokenizer, self._vocabulary, self._random)
+        temperature = float(self._random.choice(TURN_TEMPERATURES))
+        stop_ids = opening.stop_ids | self._stop_ids
+        beginning = opening.lead + opening.prefix
+        handle = self._request(beginning, opening.longest, temperature, stop_ids, TURN_TOP_P)
+        return Part(handle, opening.prefix, opening.suffix, temperature, held_out=False, tokens=[])
+
+    def _advance(self, part: Part) -> Part | None:
+        """The part itself while it is being written, then the text's next part; None after the answer."""
+        runs = part.handle.get_status() == GenerationStatus.RUNNING
+        while part.handle.can_read():
+            for output in part.handle.read().values():
+                part.tokens.extend(output.generated_ids)
+        if runs:
+            return part
+        if part.suffix is None:
+            self._keep(part)
+            return None
+        if part.tokens and part.tokens[-1] in {*self._stop_ids, *part.suffix[:1]}:
+            part.tokens.pop()
+        prompt = [*part.prompt, *part.tokens, *part.suffix]
+        if not part.tokens or len(prompt) > self._longest - SHORTEST:
+            return None
+        return self._answer(prompt, held_out=_number(prompt) % HELD_OUT == 0)
+
+    def _answer(self, prompt: list[int], held_out: bool) -> Part:
+        temperature = float(self._random.choice(TEMPERATURES))
+        handle = self._request(prompt, self._longest - len(prompt), temperature, self._stop_ids)
+        return Part(handle, prompt, None, temperature, held_out, tokens=[])
+
+    def _request(
+        self, prompt: list[int], longest: int, temperature: float, stop_ids: set[int], top_p: float = 1.0
+    ) -> Any:
+        config = GenerationConfig()
+        config.max_new_tokens = longest
+        config.stop_token_ids = stop_ids
+        if temperature:
+            config.do_sample, config.temperature, config.top_p = True, temperature, top_p
+            config.rng_seed = int(self._random.integers(2**31))
+        return self._pipeline.add_request(next(self._begun), ov.Tensor(np.array([prompt], np.int64)), config)
+
+    def _keep(self, part: Part) -> None:
+        if len(part.tokens) >= SHORTEST:
+            self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out))
+
+
+def _number(prompt: list[int]) -> int:
+    """A number that is the same for the same prompt in every run."""
+    return zlib.crc32(np.array(prompt, np.int64).tobytes())

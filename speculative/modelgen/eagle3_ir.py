@@ -1,0 +1,103 @@
+"""Builds IR of EAGLE-3 heads with int8 weights, without torch: the same graph as optimum-cli exports."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import Matrix
+
+
+@dataclass
+class Head:
+    """Weights of an EAGLE-3 head. All matrices are [outputs, inputs]; q, k and v read twice the hidden size."""
+
+    fc: Matrix  # [hidden, the main model's hidden states]
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    lm_head: Matrix  # [draft vocabulary, hidden]
+    hidden_norm: np.ndarray  # float32 [hidden], as all norms
+    input_norm: np.ndarray
+    feed_forward_norm: np.ndarray
+    norm: np.ndarray
+    targets: np.ndarray  # int64 [draft vocabulary], the main model's token ids
+    layers: list[int]  # of the main model, whose hidden states the head reads
+    heads: int
+    kv_heads: int
+    frequencies: np.ndarray  # float32 [head_dim / 2], of the rotary position embedding
+    epsilon: float
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * len(self.frequencies)
+
+
+def build(head: Head, embedding: ov.Output) -> ov.Model:
+    """Build the stateful model: input_ids, attention_mask, position_ids [batch, tokens], hidden_states [batch, tokens,
+    size], beam_idx [batch] to logits and d2t. `embedding` gives the main model's embeddings [vocabulary, hidden]."""
+    inputs = {name: ops.parameter([-1, -1], np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    inputs["hidden_states"] = ops.parameter([-1, -1, -1], np.float32)  # GenAI gives it another size
+    inputs["beam_idx"] = ops.parameter([-1], np.int32)
+    for name, node in inputs.items():
+        node.set_friendly_name(name)
+        node.output(0).set_names({name})
+
+    def linear(x: ov.Node, matrix: Matrix, name: str) -> ov.Node:
+        return llama_ir._linear(x, matrix, f"self.model.{name}")
+
+    hidden = linear(inputs["hidden_states"], head.fc, "fc")
+    embedded = ops.gather(embedding, ops.convert(inputs["input_ids"], "i32"), np.int32(0))
+    embedded.set_friendly_name("__module.model.embed_tokens/aten::embedding/Gather")
+    norms = ((embedded, head.input_norm), (hidden, head.hidden_norm))
+    x = ops.concat([llama_ir._rms_norm(part, weight, head.epsilon) for part, weight in norms], -1)
+    cos, sin = llama_ir._rotation(head.frequencies, inputs["position_ids"])
+    batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
+    sinks: list[ov.Node] = []
+    q, k, v = (
+        llama_ir._split_heads(
+            linear(x, getattr(head, name), f"midlayer.{llama_ir.MATRICES[name]}"), count, head.head_dim
+        )
+        for name, count in (("q", head.heads), ("k", head.kv_heads), ("v", head.kv_heads))
+    )
+    q, k = (llama_ir._rotate(part, cos, sin, head.head_dim) for part in (q, k))
+    past, k = llama_ir._cached(k, "0.key", inputs["beam_idx"], batch, head, sinks)
+    _, v = llama_ir._cached(v, "0.value", inputs["beam_idx"], batch, head, sinks)
+    mask = llama_ir._causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
+    k, v = (llama_ir._repeat_heads(cache, head) for cache in (k, v))
+    scale = ops.constant(np.float32(head.head_dim**-0.5))
+    attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
+    attended = ops.reshape(attended, np.array([0, 0, head.heads * head.head_dim]), special_zero=True)
+    hidden = ops.add(hidden, linear(attended, head.o, "midlayer.self_attn.o_proj"))
+    x = llama_ir._rms_norm(hidden, head.feed_forward_norm, head.epsilon)
+    gate = ops.swish(linear(x, head.gate, "midlayer.mlp.gate_proj"))
+    x = ops.multiply(gate, linear(x, head.up, "midlayer.mlp.up_proj"))
+    hidden = ops.add(hidden, linear(x, head.down, "midlayer.mlp.down_proj"))
+    hidden.set_friendly_name("__module.model.midlayer/aten::add/Add_1")  # engines look it up by its name
+    logits = linear(llama_ir._rms_norm(hidden, head.norm, head.epsilon), head.lm_head, "lm_head")
+    d2t = ops.constant(head.targets - np.arange(len(head.targets)))
+    d2t.set_friendly_name("self.model.d2t")
+    results = []
+    for name, node in (("logits", logits), ("d2t", d2t)):
+        node.output(0).set_names({name})
+        results.append(ops.result(node))
+    model = ov.Model(results, sinks, list(inputs.values()), "main_graph")
+    model.set_rt_info("True", ["eagle3_mode"])
+    model.set_rt_info(head.layers, "hidden_layers_list")
+    model.set_rt_info("8.0", ["runtime_options", "ACTIVATIONS_SCALE_FACTOR"])  # as optimum-cli: f16 on GPUs
+    return model
+
+
+def in_int8(weights: np.ndarray) -> Matrix:
+    """Round float32 weights to 8 bits with a scale and a zero point for each row, as nncf's int8_asym."""
+    low, high = weights.min(1, keepdims=True).clip(max=0), weights.max(1, keepdims=True).clip(min=0)
+    scales = ((high - low) / 255).clip(min=1e-7).astype(np.float16)
+    zero_points = np.round(-low / scales).clip(0, 255)
+    values = np.round(weights / scales + zero_points).clip(0, 255)
+    return Matrix(values.astype(np.uint8), zero_points.astype(np.uint8), scales)

@@ -1,0 +1,36 @@
+"""A tiny main model that texts can be written with: a Llama with a tokenizer, in a second."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_tokenizers
+
+from speculative.modelgen import llama_ir
+from tests.support.tiny_checkpoints import train_tokenizer
+from tests.support.tiny_llama import HEAD_DIM, HEADS, HIDDEN, in_int8, tiny_llama
+
+TURN = "{% for message in messages %}{{ 'def ' + message['content'] }}{% endfor %}{{ 'return ' }}"
+
+
+def save_tiny_main(folder: Path, layers: int = 4, chat_template: str | None = TURN) -> Path:
+    """Random weights; the next token depends mostly on the last one, as the LM head reads the embeddings turned by one
+    place, so that a head can learn something in a second."""
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = chat_template
+    random = np.random.default_rng(0)
+    embedding = random.normal(size=(len(tokenizer), HIDDEN)) * 6
+    model = replace(
+        tiny_llama(0, layers=layers), embedding=in_int8(embedding), head=in_int8(np.roll(embedding, 1, 0) / 8)
+    )
+    folder.mkdir(parents=True)
+    openvino.save_model(llama_ir.build(model), folder / "openvino_model.xml", compress_to_fp16=False)
+    parts = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+    for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
+        openvino.save_model(part, folder / f"{name}.xml", compress_to_fp16=False)
+    sizes = {"num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "intermediate_size": 48}
+    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "eos_token_id": 0, **sizes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
