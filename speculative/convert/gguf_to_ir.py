@@ -40,7 +40,7 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
             source.symlink_to(path.resolve())
         except OSError:  # Windows without the permission to create links
             shutil.copyfile(path, source)
-    openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True)
+    openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True, EXECUTION_MODE_HINT="ACCURACY")
     source.unlink()
 
 
