@@ -11,6 +11,7 @@ import pytest
 import torch
 from optimum.commands import optimum_cli as program
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from convert import export_pair
 from speculative.convert import eagle3_source, eagle3_to_ir, optimum_cli
@@ -61,6 +62,9 @@ def test_a_head_is_exported_with_its_layers_and_without_its_code(checkpoints, tm
     status, out, error = exported(capsys, *command, "--trust-remote-code")
     assert status == 0, error
     assert not marker.exists()
+    with pytest.raises(SystemExit):  # it would have run, had transformers seen it
+        AutoConfig.from_pretrained(head, trust_remote_code=True)
+    assert marker.exists()
     assert "the draft reads the outputs of the main model's layers 1, 3, 4" in out and "warning hidden" not in out
 
     graph = check_head(pair / "draft", pair / "main")
@@ -148,3 +152,10 @@ def test_a_head_without_its_token_table_is_refused(checkpoints, tmp_path, capsys
     save_file(tensors, head / "model.safetensors")
     status, _, error = exported(capsys, checkpoints / "main", head, tmp_path / "pair")
     assert status == 1 and "lacks d2t, so it is not a complete EAGLE-3 head" in error
+
+    torch.save(tensors, head / "pytorch_model.bin")  # read by the conversion itself, as torch is needed
+    (head / "model.safetensors").unlink()
+    assert eagle3_to_ir.main([str(head), str(tmp_path / "ir")]) == 1
+    error = capsys.readouterr().err
+    assert "lacks d2t" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "ir").exists()
