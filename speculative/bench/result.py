@@ -808,7 +808,7 @@ class Sampling(_Sampling, total=False):
     top_k: int
 
 
-class LosslessEnvironment(TypedDict):
+class _LosslessEnvironment(TypedDict):
     """The environment of scripts/verify_lossless.py."""
 
     main: str  # folder of the main model
@@ -816,7 +816,6 @@ class LosslessEnvironment(TypedDict):
     device: str  # of the main model
     draft_device: str  # of the draft model
     properties: Properties  # of both models
-    paths: list[str]  # chosen, of "engine", "genai" and "lookup"
     sampling: Sampling
     max_new_tokens: int  # new tokens per greedy text
     draws: int  # samples per path of this project's engine
@@ -828,6 +827,12 @@ class LosslessEnvironment(TypedDict):
     openvino_genai: str  # version
     python: str  # version
     machine: str  # architecture and cores
+
+
+class LosslessEnvironment(_LosslessEnvironment, total=False):
+    """The environment of scripts/verify_lossless.py."""
+
+    paths: list[str]  # chosen, of "engine", "genai" and "lookup"; results before version 0.1.0 have all
 
 
 class LosslessResult(TypedDict):

@@ -86,6 +86,12 @@ def run(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
     child.run(offline)
 
 
+def run_head(typed: list[str], log: Path, temporary: Path, verbose: bool) -> None:
+    """As `run`, for the command of an EAGLE-3 head. transformers copies optimum-intel's class to a temporary folder."""
+    child = Child("optimum-cli", typed[1:], log, temporary, verbose)
+    child.run({"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(temporary / "modules")})
+
+
 def _needs_hub(typed: list[str]) -> bool:
     """Whether an export needs the hub: for calibration data, remote code of other repositories, or optimum-cli's
     default int4 settings (some use a data set)."""

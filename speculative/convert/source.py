@@ -20,6 +20,7 @@ from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.error_text import one_line
 from speculative.models import gguf_file
+from speculative.models.eagle3_graph import is_head
 from speculative.pair.model_info import is_checkpoint, is_ir
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -83,6 +84,11 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         return bool(self.gguf or self.wheel)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the checkpoint of an EAGLE-3 head."""
+        return not self.is_gguf and not self.is_ir and is_head(self.folder)
 
     @property
     def path(self) -> Path:

@@ -116,8 +116,8 @@ def _check_head(main: Path, draft: Path) -> PairCheck:
     if not head.layers:
         message = (
             f"the draft does not say which layers it was trained on, so layers {layers} are read, as by GenAI; heads "
-            "trained with the published code read each one layer earlier: if yours was, write hidden_layers_list "
-            "(docs/choosing-a-draft.md) and compare the acceptance rates"
+            "trained with the published code read each one layer earlier: convert its checkpoint again with "
+            "convert/export_pair.py, which writes hidden_layers_list"
         )
         findings.append(Finding("warning", "hidden states", message))
     if facts.logits_width:
@@ -315,7 +315,7 @@ def _judge_architectures(main: ModelFacts, draft: ModelFacts) -> Iterator[Findin
         elif "eagle" in name or "dflash" in name:
             message = (
                 f"{role} ({facts.architecture}) drafts from the main model's hidden states and is not a standalone "
-                "model; use a standalone language model, or an EAGLE-3 draft as IR (docs/choosing-a-draft.md)"
+                "model; use a standalone language model, or convert an EAGLE-3 draft first: convert/export_pair.py"
             )
             refused = True
             yield Finding("error", "architecture", message)

@@ -160,11 +160,11 @@ def weaken_layers(folder: Path, factor: float) -> None:
     model.save_pretrained(folder)
 
 
-def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int]) -> Path:
+def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int] | None) -> Path:
     """Write an EAGLE-3 head for the checkpoint `main` (a Llama), in the published format and without embeddings.
 
     Random weights, but each token attends mostly to itself, and the LM head is fitted to main's next tokens, on text by
-    main. The head reads the outputs of main's `layers`.
+    main. The head reads the outputs of main's `layers`. Without `layers`, nothing is fitted.
     """
     from optimum.exporters.openvino.model_patcher import LlamaEagle3ForCausalLM
     from safetensors.torch import save_file
@@ -189,9 +189,20 @@ def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int]) -> 
     attention.q_proj.weight.data = attention.k_proj.weight.data * 4
     head.model.d2t = known - torch.arange(len(known))
     head.model.t2d[known] = True
+    if layers:
+        _fit_lm_head(head, model, layers, known)
+    folder.mkdir(parents=True)
+    tensors = {name.removeprefix("model."): tensor.contiguous() for name, tensor in head.state_dict().items()}
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    return folder
+
+
+def _fit_lm_head(head, model, layers: tuple[int, int, int], known: torch.Tensor) -> None:
     with torch.no_grad():
         length = {"max_new_tokens": 200, "min_new_tokens": 200, "pad_token_id": 0}
-        texts = [model.generate(tokens[1:9, None], do_sample=sampled, **length) for sampled in (True, False)]
+        texts = [model.generate(torch.arange(1, 9)[:, None], do_sample=sampled, **length) for sampled in (True, False)]
         text = torch.cat(texts)
         outputs = model(text, output_hidden_states=True)
         states = torch.cat([outputs.hidden_states[layer + 1] for layer in layers], -1)
@@ -199,9 +210,3 @@ def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int]) -> 
         wanted = outputs.logits[:, 1:, known].flatten(0, 1)
         fitted = torch.linalg.lstsq(normed.flatten(0, 1), wanted - wanted.mean(-1, keepdim=True)).solution
         head.model.lm_head.weight.data = fitted.T.contiguous()
-    folder.mkdir(parents=True)
-    tensors = {name.removeprefix("model."): tensor.contiguous() for name, tensor in head.state_dict().items()}
-    del tensors["embed_tokens.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    return folder

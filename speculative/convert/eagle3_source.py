@@ -1,0 +1,169 @@
+"""EAGLE-3 heads as sources: which checkpoints are supported, whether one fits its main model, which layers it reads.
+
+Formats: that of EAGLE, SpecForge and AngelSlim, and that of vLLM's speculators. Both are staged for optimum-cli as
+config.json and weights only, so that no code of a checkpoint can run.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from speculative.convert.errors import ConvertError
+from speculative.convert.source import Source
+from speculative.models import gguf_file
+from speculative.models.config import read_config, text_config
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+SPECULATORS = "Eagle3Speculator"
+UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # optimum-intel ignores them
+REQUIRED = {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"}
+FEWEST_LAYERS = 7  # of a main model, for 1 < N/2 - 1 < N - 4
+LAYER = re.compile(r"^(model\.)?layers\.0\.")  # the name of the only layer in speculators' format
+
+
+def command(model: str, output: str, arguments: list[str]) -> list[str]:
+    """The command that converts a head, as typed in a shell."""
+    return ["python", "-m", "speculative.convert.eagle3_to_ir", model, output, *arguments]
+
+
+def check_fit(head: Source, main: Source) -> list[int]:
+    """The layers of the main model whose outputs a head reads; [] if the main model's config does not tell, or if the
+    head is IR. Raises ConvertError if the head is not supported or belongs to another main model.
+    """
+    if head.is_ir:
+        return []
+    config, target = head_config(head), _config_of(main)
+    if names := safetensors_names(head.folder):
+        refuse_incomplete(names, config, head.given)
+    sizes = [config.get("target_hidden_size") or config.get("hidden_size"), config.get("hidden_size")]
+    for what, here, there in (
+        *(("hidden states of size", size, target.get("hidden_size")) for size in sizes),
+        ("a vocabulary of", config.get("vocab_size"), target.get("vocab_size")),
+    ):
+        if here and there and here != there:
+            raise ConvertError(
+                f"{head.given} was trained for {what} {here}, but {main.given} has {there}: it is the head of another "
+                "model"
+            )
+    return _layers(head, main, target.get("num_hidden_layers"))
+
+
+def head_config(head: Source) -> dict:
+    """config.json of a head in the format of EAGLE, without anything that loads code. Raises ConvertError if
+    optimum-intel would export another model than this, or none."""
+    given = read_config(head.folder)
+    architecture = (given.get("architectures") or [""])[0]
+    config = given
+    if architecture == SPECULATORS:
+        config = {**given, **(given.get("transformer_layer_config") or {})}
+        config.pop("transformer_layer_config", None)
+    elif architecture not in ARCHITECTURES:
+        raise ConvertError(
+            f"{head.given} is an EAGLE-3 head of the architecture {architecture}, which optimum-cli does not export; "
+            f"use one of {', '.join((*ARCHITECTURES, SPECULATORS))}"
+        )
+    kind, layers = config.get("model_type"), config.get("num_hidden_layers", 1)
+    if kind != "llama" or layers != 1:
+        raise ConvertError(
+            f"{head.given} has {layers} layers of the type {kind}, but optimum-cli exports heads with one layer of the "
+            "type llama; use another head"
+        )
+    if given.get("modal_type") == "VLM" or "_vl" in str(given.get("target_model_type")):
+        raise ConvertError(f"{head.given} is the head of a vision-language model; use that of a text model")
+    if used := [key for key in UNSUPPORTED if given.get(key)]:
+        raise ConvertError(f"{head.given} has {used[0]}, which optimum-cli ignores; use a head without it")
+    rotary = config.get("rope_parameters") or {}  # transformers 5
+    if "rope_theta" in rotary and "rope_theta" not in config:
+        config = {**config, "rope_theta": rotary["rope_theta"]}
+        if rotary.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in ("auto_map", "attn_implementation", "rope_parameters") and not key.startswith("_")
+    }
+    kept.setdefault("draft_vocab_size", kept.get("vocab_size"))
+    return {**kept, "architectures": [ARCHITECTURES[0]], "num_hidden_layers": 1}
+
+
+def refuse_incomplete(names: set[str], config: dict, given: str) -> None:
+    """Raise ConvertError if a checkpoint with tensors of these `names` lacks one: it would be exported at random."""
+    known = {LAYER.sub("midlayer.", name).removeprefix("model.") for name in names}
+    reduced = config["draft_vocab_size"] != config.get("vocab_size")
+    if missing := sorted((REQUIRED | ({"d2t"} if reduced else set())) - known):
+        raise ConvertError(
+            f"{given} lacks {', '.join(missing)}, so it is not a complete EAGLE-3 head; download it again"
+        )
+
+
+def stage(head: Source, folder: Path) -> None:
+    """Write a checkpoint that optimum-cli exports to a new folder: config.json, and links to the weights."""
+    folder.mkdir(parents=True)
+    config = head_config(head)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    for path in sorted(path for pattern in patterns for path in head.folder.glob(pattern)):
+        if any(LAYER.match(name) for name in _header(path)[0]):
+            _rename_tensors(path, folder / path.name)
+            continue
+        try:
+            (folder / path.name).symlink_to(path.resolve())
+        except OSError:  # Windows without the permission to create links
+            shutil.copyfile(path, folder / path.name)
+
+
+def safetensors_names(folder: Path) -> set[str]:
+    """The names of all tensors in a checkpoint's safetensors files."""
+    return {name for path in folder.glob("*.safetensors") for name in _header(path)[0]}
+
+
+def _layers(head: Source, main: Source, count: int | None) -> list[int]:
+    """Layers count from 0. SpecForge and SGLang write the layers whose outputs are read, in `eagle_config`; vLLM's
+    speculators those whose inputs are read, at the top, unless a converter copied them from there."""
+    config = read_config(head.folder)
+    published = [1, count // 2 - 1, count - 4] if count else []
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = nested or (top if top == published else [layer - 1 for layer in top or []]) or published
+    if not nested and not top and count and count < FEWEST_LAYERS:
+        raise ConvertError(
+            f"{head.given} does not say which layers of the main model it reads, and {main.given} has only {count}; "
+            "add eagle_config with eagle_aux_hidden_state_layer_ids (three layer numbers) to its config.json"
+        )
+    if layers and (len(layers) != 3 or min(layers) < 0 or (count and max(layers) >= count)):
+        raise ConvertError(
+            f"{head.given} reads the outputs of layers {', '.join(map(str, layers))}, but it needs three of the "
+            f"{count or ''} layers of {main.given}, counted from 0: it is the head of another model"
+        )
+    return layers
+
+
+def _config_of(model: Source) -> dict:
+    if model.is_gguf:
+        return gguf_file.configs(gguf_file.read(model.gguf))[0] if model.gguf else {}
+    config = read_config(model.folder)
+    return {**config, **text_config(config)}
+
+
+def _header(path: Path) -> tuple[dict, int]:
+    """The tensors of a safetensors file by name, and the position of its data; ({}, 0) of other files."""
+    if path.suffix != ".safetensors":
+        return {}, 0
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
+
+
+def _rename_tensors(path: Path, target: Path) -> None:
+    """Copy a safetensors file with the names of EAGLE's format."""
+    tensors, start = _header(path)
+    renamed = {LAYER.sub("midlayer.", name): entry for name, entry in tensors.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **renamed}).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("rb") as source, target.open("wb") as file:
+        source.seek(start)
+        file.write(len(header).to_bytes(8, "little") + header)
+        shutil.copyfileobj(source, file, 1 << 22)

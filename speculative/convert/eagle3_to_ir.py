@@ -1,0 +1,99 @@
+"""Converts the checkpoint of an EAGLE-3 head to OpenVINO IR with optimum-cli.
+
+    python -m speculative.convert.eagle3_to_ir HEAD FOLDER --layers 1,13,24 --weight-format int8
+
+FOLDER, which must not exist, gets the model and config.json. The IR says which layers' outputs of the main model the
+head reads (rt_info `hidden_layers_list`). Other options go to optimum-cli. Only code of optimum-intel runs: optimum-cli
+gets a copy of the checkpoint without its Python files.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from speculative.convert import eagle3_source, optimum_cli
+from speculative.convert.errors import ConvertError
+from speculative.convert.source import Source
+from speculative.error_text import engine_lines
+
+COPIED = ("config.json", "generation_config.json", "openvino_config.json")
+
+
+def convert(checkpoint: Path, folder: Path, layers: list[int], options: list[str]) -> None:
+    """Write the IR of a head to a new folder. `layers` are those whose outputs it was trained on, [] if not known.
+
+    Raises ConvertError if the checkpoint is not supported.
+    """
+    head = Source(str(checkpoint), checkpoint, commit=None)
+    with tempfile.TemporaryDirectory() as temporary:
+        staged, exported = Path(temporary, "checkpoint", checkpoint.name), Path(temporary, "exported")
+        eagle3_source.stage(head, staged)
+        _refuse_incomplete(staged, head)
+        arguments = optimum_cli.arguments_for(None, options, trust_remote_code=True)
+        run_optimum(optimum_cli.command(str(staged), arguments, str(exported)))
+        _save(exported, folder, layers)
+        for name in COPIED:
+            if (exported / name).is_file():
+                text = (exported / name).read_text(encoding="utf-8").replace(str(staged), str(checkpoint))
+                (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)  # a path on this machine, to code of optimum-intel
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
+
+
+def run_optimum(typed: list[str]) -> None:
+    """Run optimum-cli in this process. Its class for heads counts as remote code, so that transformers wants every
+    package installed that its file imports; a head needs none of them."""
+    from optimum.commands import optimum_cli as program
+    from transformers import dynamic_module_utils as modules
+
+    with (
+        mock.patch.multiple(modules, check_imports=modules.get_relative_imports),
+        mock.patch.object(sys, "argv", typed),
+    ):
+        program.main()
+
+
+def _refuse_incomplete(staged: Path, head: Source) -> None:
+    names = eagle3_source.safetensors_names(staged)
+    if not names:
+        import torch
+
+        for path in staged.glob("*.bin"):
+            names |= torch.load(path, map_location="meta", weights_only=True).keys()
+    eagle3_source.refuse_incomplete(names, eagle3_source.head_config(head), head.given)
+
+
+def _save(exported: Path, folder: Path, layers: list[int]) -> None:
+    import openvino
+
+    model = openvino.Core().read_model(exported / "openvino_model.xml")
+    if layers:
+        model.set_rt_info(layers, "hidden_layers_list")
+    folder.mkdir(parents=True)
+    openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="HEAD")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--layers", default="", help="of the main model, counted from 0: 1,13,24")
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        layers = [int(layer) for layer in options.layers.split(",") if layer]
+        convert(options.checkpoint, options.folder, layers, rest)
+    except (ConvertError, ValueError, RuntimeError, OSError) as error:
+        print(engine_lines(error)[-1], file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

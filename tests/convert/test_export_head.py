@@ -1,0 +1,161 @@
+"""EAGLE-3 heads in export_pair.py: both checkpoint formats, the layers that a head reads, and what is refused.
+
+optimum-cli runs in this process, which saves the seconds of importing it.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from optimum.commands import optimum_cli as program
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from convert import export_pair
+from speculative.convert import eagle3_source, eagle3_to_ir, optimum_cli
+from speculative.convert.source import open_source
+from speculative.models.eagle3_graph import check_head
+from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_eagle3_head, train_tokenizer
+
+LAYERS = (1, 3, 4)  # 1, N/2 - 1, N - 4 of 8
+CODE = "from pathlib import Path\nPath({marker!r}).touch()\nraise SystemExit\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders `main`, `head` and `other`, a main model of another size. No layers are in the head's config."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tokenizer = train_tokenizer()
+    save_checkpoint("llama", "draft", tokenizer, folder / "main", num_hidden_layers=8)
+    save_checkpoint("llama", "main", tokenizer, folder / "other")
+    save_eagle3_head(folder / "main", folder / "head", layers=None)
+    return folder
+
+
+def changed(checkpoints, folder, **config):
+    """A copy of the head with another config."""
+    shutil.copytree(checkpoints / "head", folder)
+    given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**given, **config}), encoding="utf-8")
+    return folder
+
+
+def exported(capsys, *arguments):
+    status = export_pair.main(list(map(str, arguments)))
+    return status, *capsys.readouterr()
+
+
+def test_a_head_is_exported_with_its_layers_and_without_its_code(checkpoints, tmp_path, monkeypatch, capsys):
+    marker = tmp_path / "code of the checkpoint ran"
+    remote = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"}
+    head = changed(checkpoints, tmp_path / "a_head", auto_map=remote)
+    (head / "foreign.py").write_text(CODE.format(marker=str(marker)), encoding="utf-8")
+    tokenizer = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": ["foreign.Tokenizer", None]}}
+    (head / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    monkeypatch.setattr(optimum_cli, "run", run_optimum_here)
+    monkeypatch.setattr(program, "load_subpackages", lambda: None)
+    monkeypatch.setattr(optimum_cli, "run_head", lambda typed, *_: succeeded(eagle3_to_ir.main(typed[3:])))
+    pair = tmp_path / "pair"
+    command = [checkpoints / "main", head, pair, "--weight-format", "fp32", "--draft-weight-format", "fp32"]
+    status, out, error = exported(capsys, *command, "--trust-remote-code")
+    assert status == 0, error
+    assert not marker.exists()
+    with pytest.raises(SystemExit):  # it would have run, had transformers seen it
+        AutoConfig.from_pretrained(head, trust_remote_code=True)
+    assert marker.exists()
+    assert "the draft reads the outputs of the main model's layers 1, 3, 4" in out and "warning hidden" not in out
+
+    graph = check_head(pair / "draft", pair / "main")
+    assert graph.layers == graph.taps == list(LAYERS)
+    names = sorted(path.name for path in (pair / "draft").iterdir())
+    assert names == ["config.json", "generation_config.json", "openvino_model.bin", "openvino_model.xml"]
+    record = json.loads((pair / "pair.json").read_text(encoding="utf-8"))["draft"]
+    assert "eagle3_to_ir" in record["command"] and "--layers 1,3,4" in record["command"]
+    texts = "".join(path.read_text(encoding="utf-8") for path in (pair / "draft").glob("*.json"))
+    assert "auto_map" not in texts and ".unfinished" not in texts and "site-packages" not in texts
+
+    assert exported(capsys, *command, "--trust-remote-code")[1].count("already complete") == 2
+
+
+def succeeded(status):
+    assert status == 0
+
+
+def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
+    config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))
+    drafted = config.pop("draft_vocab_size")
+    del config["architectures"]
+    folder = tmp_path / "speculators"
+    folder.mkdir()
+    tensors = load_file(checkpoints / "head/model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, folder / "model.safetensors")
+    nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": drafted, "norm_before_residual": False}
+    nested |= {"transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    (folder / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+
+    head, main = open_source(str(folder), None), open_source(str(checkpoints / "main"), None)
+    assert head.is_head and eagle3_source.check_fit(head, main) == list(LAYERS)
+    eagle3_source.stage(head, tmp_path / "staged")
+    staged = load_file(tmp_path / "staged/model.safetensors")
+    assert staged.keys() == tensors.keys()
+    assert all(torch.equal(staged[name], tensors[name]) for name in tensors)
+    made = json.loads((tmp_path / "staged/config.json").read_text(encoding="utf-8"))
+    assert made["architectures"] == ["LlamaForCausalLMEagle3"] and made["draft_vocab_size"] == drafted
+    assert made["hidden_size"] == config["hidden_size"] and made["rope_theta"] == config["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, "1,3,4"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "0,2,5"),  # outputs
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "1,3,4"),  # inputs
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "1,3,4"),  # copied from eagle_config by a converter
+    ],
+)
+def test_the_layers_come_from_the_config_or_are_the_published_ones(config, layers, checkpoints, tmp_path, capsys):
+    head = changed(checkpoints, tmp_path / "head", **config)
+    status, out, _ = exported(capsys, checkpoints / "main", head, tmp_path / "pair", "--dry-run")
+    assert status == 0 and f"/draft --layers {layers} --task" in out
+
+
+@pytest.mark.parametrize(
+    ("main", "config", "words"),
+    [
+        ("other", {}, "was trained for hidden states of size 32, but .* has 64: it is the head of another model"),
+        ("main", {"vocab_size": 500}, "was trained for a vocabulary of 500, but .* has 384: it is the head of another"),
+        ("main", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9, 20]}}, "of layers 1, 9, 20, .* the 8"),
+        ("main", {"norm_before_residual": True}, "has norm_before_residual, which optimum-cli ignores"),
+        ("main", {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "of the architecture Eagle3DeepseekV2ForCausalLM"),
+        ("main", {"modal_type": "VLM"}, "is the head of a vision-language model"),
+        ("main", {"model_type": "qwen3"}, "has 1 layers of the type qwen3"),
+        ("head", {}, "is an EAGLE-3 head, a draft for another model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_exporting(main, config, words, checkpoints, tmp_path, capsys):
+    head = changed(checkpoints, tmp_path / "head", **config)
+    status, out, error = exported(capsys, checkpoints / main, head, tmp_path / "pair")
+    assert status in (1, 2) and "optimum-cli export" not in out
+    assert len(error.splitlines()) == 1
+    assert re.search(words, error), error
+    assert not (tmp_path / "pair").exists()
+
+
+def test_a_head_without_its_token_table_is_refused(checkpoints, tmp_path, capsys):
+    head = changed(checkpoints, tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, head / "model.safetensors")
+    status, _, error = exported(capsys, checkpoints / "main", head, tmp_path / "pair")
+    assert status == 1 and "lacks d2t, so it is not a complete EAGLE-3 head" in error
+
+    torch.save(tensors, head / "pytorch_model.bin")  # read by the conversion itself, as torch is needed
+    (head / "model.safetensors").unlink()
+    assert eagle3_to_ir.main([str(head), str(tmp_path / "ir")]) == 1
+    error = capsys.readouterr().err
+    assert "lacks d2t" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "ir").exists()
