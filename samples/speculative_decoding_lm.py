@@ -2,7 +2,7 @@
 
     python samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-Needs only openvino_genai. More options and metrics, and NPUs, which need a workaround: speculative_greedy_lm.py."""
+Needs only openvino_genai. DRAFT may be an EAGLE-3 head. More options, metrics, and NPUs: speculative_greedy_lm.py."""
 
 import argparse
 import signal
@@ -35,14 +35,14 @@ def main():
         parser.error("give a prompt that is not empty, and --max-new-tokens of 1 or more.")
     import openvino_genai  # takes a second, for which --help and errors need not wait
 
-    folders = args.main, args.draft if Path(args.draft, "openvino_tokenizer.xml").is_file() else args.main  # EAGLE-3
-    tokenizers = [openvino_genai.Tokenizer(folder) for folder in folders]
+    tokenizers = [openvino_genai.Tokenizer(x) for x in (args.main, args.draft) if any(Path(x).glob("*_tokenizer.xml"))]
     text = "\n".join(token.decode(errors="ignore") for token in tokenizers[0].get_vocab())[:100_000]
     if len({str(tokenizer.encode(text).input_ids.data.tolist()) for tokenizer in tokenizers}) > 1:
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
-    config = openvino_genai.GenerationConfig(max_new_tokens=args.max_new_tokens)  # greedy, whatever the model's says
+    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
+    config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
