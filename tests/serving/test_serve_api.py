@@ -676,6 +676,7 @@ def test_an_error_says_whose_it_is(api, error, status, code):
 
 def test_a_step_is_as_long_as_its_model_is_large(api, decoder, monkeypatch):
     """Before it counts as hanging: an hour for a model that takes three minutes for 64 tokens."""
+    wait_until(lambda: not api.engine.stepping_since, "no step runs")
     monkeypatch.setattr(api.engine, "stepping_since", time.monotonic() - 3600)
     hanging = get_health(api)
     assert hanging.status_code == 503 and "running for more than 120 s" in hanging.json()["error"]["message"]
