@@ -14,7 +14,7 @@ graph.pbtxt and config.json are checked against the server's published schema. T
 itself: how it handles OUT is untested. With a draft, send it greedy requests only: its engine does not sample from the
 main model's distribution (scripts/verify_lossless.py shows it). So temperature 0 is the default in OUT. Prompts are not
 split over steps (dynamic_split_fuse is off): with a draft and concurrent requests, splitting changes the engine's
-greedy output.
+greedy output. An EAGLE-3 draft is served one request at a time, as the server requires, and not on an NPU.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -25,12 +25,12 @@ import json
 import re
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 from speculative.cli import former_options
 from speculative.cli.processes import end_with_reader, utf8_output
 from speculative.cli.properties import PROPERTY
+from speculative.convert import program
 from speculative.convert.errors import ConvertError
 from speculative.convert.model_server_folder import new_repository, place_model, refuse_occupied
 from speculative.convert.model_server_graph import graph_text, read_graph
@@ -44,7 +44,7 @@ from speculative.convert.model_server_settings import (
     settings,
 )
 from speculative.convert.work_folder import recover
-from speculative.error_text import engine_lines
+from speculative.models.eagle3_graph import is_head
 from speculative.pair import model_info
 from speculative.pair.check import check_pair
 
@@ -58,23 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
     utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        export(options)
-        return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was left behind", file=sys.stderr)
-        return 130
-    except ConvertError as error:
-        if options.debug:
-            traceback.print_exc()
-        print(f"export_model_server: {error}", file=sys.stderr)
-        return error.status
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        reason = engine_lines(error)[0]
-        print(f"export_model_server: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
-        return 1
+    resume = "nothing was left behind"
+    return program.run("export_model_server", lambda: export(options), options.out, options.debug, resume)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -163,7 +148,7 @@ def require_models(pair: Path) -> int | None:
         )
     try:
         for folder in (main, draft):
-            model_info.require_ir(folder)
+            model_info.require_ir(folder, standalone=folder == main)
         return model_info.config_facts(main).context_length
     except model_info.UnusableFolder as error:
         raise ConvertError(str(error), 2) from None
@@ -209,7 +194,8 @@ def write_repository(options: argparse.Namespace, serving: Serving, graph: str, 
         served = folder / options.name
         copied = place_model(options.pair / "main", served / "main", options.copy)
         if serving.drafting:
-            copied = place_model(options.pair / "draft", served / "draft", options.copy) or copied
+            draft = options.pair / "draft"
+            copied = place_model(draft, served / "draft", options.copy, whole=not is_head(draft)) or copied
             greedy_by_default(served / "main" / "generation_config.json", serving)
         write(served / "graph.pbtxt", graph)
         write(folder / "config.json", config)

@@ -3,7 +3,7 @@
     python convert/export_pair.py MAIN DRAFT OUT_DIR
     python convert/export_pair.py Qwen/Qwen3-8B Qwen/Qwen3-0.6B models/qwen3 --weight-format int4
     python convert/export_pair.py --pair qwen3-8b models/qwen3
-    python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, without a draft
+    python convert/export_pair.py --pair smollm2-135m  # a chat model from PyPI, and a draft made here
     python convert/export_pair.py MAIN --draft-from-main OUT_DIR --weight-format fp16 --draft-weight-format int4
     python convert/export_pair.py MODEL.gguf --without-draft OUT_DIR
     python convert/export_pair.py Qwen/Qwen3-1.7B AngelSlim/Qwen3-1.7B_eagle3 models/qwen3-eagle3
@@ -20,22 +20,21 @@ from speculative.cli.ctrl_c import raise_keyboard_interrupt
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import shlex
 import shutil
 import signal
 import sys
-import traceback
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from speculative.cli.processes import utf8_output
-from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, source
+from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
-from speculative.error_text import engine_lines
 from speculative.models import gguf_file
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.check import PairCheck, check_pair, tokenizer_fingerprint
@@ -52,26 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status: 0 done, 1 the job failed, 2 bad usage, 130 interrupted."""
     utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if options.list:
-            print_known_pairs()
-        else:
-            export_pair(options)
+    if options.list:
+        print_known_pairs()
         return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted; run the same command again to resume", file=sys.stderr)
-        return 130
-    except ConvertError as error:
-        if options.debug:
-            traceback.print_exc()
-        print(f"export_pair: {error}", file=sys.stderr)
-        return error.status
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        reason = engine_lines(error)[0]
-        print(f"export_pair: {type(error).__name__}: {reason}; --debug shows where", file=sys.stderr)
-        return 1
+    resume = "run the same command again to resume"
+    return program.run("export_pair", lambda: export_pair(options), options.out_dir, options.debug, resume)
 
 
 @dataclass
@@ -220,7 +204,11 @@ def known_pairs() -> dict[str, dict]:
             import tomli as tomllib
         except ImportError:
             sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-run.txt")
-    return tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
+    pairs = tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
+    for pair in pairs.values():
+        if (ROOT / pair.get("draft", "")).joinpath("openvino_model.xml").is_file():  # a draft of this project
+            pair["draft"] = os.path.relpath(ROOT / pair["draft"])
+    return pairs
 
 
 def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
@@ -235,7 +223,7 @@ def print_known_pairs() -> None:
         print(name)
         for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
             if half in pair:
-                kept = "GGUF, weights kept" if "wheel" in pair else "OpenVINO IR already"
+                kept = "GGUF, weights kept" if "wheel" in pair and half == "main" else "OpenVINO IR already"
                 print(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept)})")
             else:
                 print(f"  {half:9} none: prompt lookup drafts for it")
@@ -458,7 +446,7 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     if arguments is None:
         return folder_bytes(model.folder)
     if model.is_gguf:
-        return 6 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
+        return 8 * model.wheel.size if model.wheel else gguf_source.peak_bytes(gguf_file.read(model.path), arguments)
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     copies = 2 if model.is_head else 1  # its IR is written once more, with the layers
     return copies * optimum_cli.expected_bytes(

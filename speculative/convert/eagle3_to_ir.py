@@ -15,9 +15,8 @@ from pathlib import Path
 from unittest import mock
 
 from speculative.convert import eagle3_source, optimum_cli
-from speculative.convert.errors import ConvertError
+from speculative.convert.program import run_child
 from speculative.convert.source import Source
-from speculative.error_text import engine_lines
 
 COPIED = ("config.json", "generation_config.json", "openvino_config.json")
 
@@ -86,13 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--layers", default="", help="of the main model, counted from 0: 1,13,24")
     options, rest = parser.parse_known_args(arguments)
-    try:
-        layers = [int(layer) for layer in options.layers.split(",") if layer]
-        convert(options.checkpoint, options.folder, layers, rest)
-    except (ConvertError, ValueError, RuntimeError, OSError) as error:
-        print(engine_lines(error)[-1], file=sys.stderr)
-        return 1
-    return 0
+    layers = [int(layer) for layer in options.layers.split(",") if layer]
+    return run_child(lambda: convert(options.checkpoint, options.folder, layers, rest))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ FOLDER, which must not exist, gets the model, its tokenizer, config.json and gen
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
 from speculative.convert.gguf_source import FORMATS
-from speculative.error_text import engine_lines
+from speculative.convert.program import run_child
 from speculative.models import gguf_file
 
 BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0
@@ -42,6 +43,16 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
             shutil.copyfile(path, source)
     openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True, EXECUTION_MODE_HINT="ACCURACY")
     source.unlink()
+    _name_layers(folder / "openvino_model.xml")
+
+
+def _name_layers(xml: Path) -> None:
+    """Name the outputs of the layers as optimum-cli does: EAGLE-3 drafts look them up by their names."""
+    text = xml.read_text(encoding="utf-8")
+    named = re.sub(
+        r'name="model\.layers\.self_attn\.add1\.layer(\d+)"', r'name="__module.model.layers.\1/aten::add/Add_1"', text
+    )
+    xml.write_text(named, encoding="utf-8", newline="\n")
 
 
 def recode(path: Path, target: Path, kind: str) -> None:
@@ -84,12 +95,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--weight-format", choices=list(FORMATS), help="instead of the weights of the file")
     options = parser.parse_args()
-    try:
-        convert(options.file, options.folder, options.weight_format)
-    except (ConvertError, ValueError, RuntimeError, OSError) as error:
-        print(engine_lines(error)[-1], file=sys.stderr)
-        return 1
-    return 0
+    return run_child(lambda: convert(options.file, options.folder, options.weight_format))
 
 
 if __name__ == "__main__":

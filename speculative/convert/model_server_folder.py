@@ -40,14 +40,15 @@ def new_repository(target: Path, overwrite: bool) -> Iterator[Path]:
         ) from error
 
 
-def place_model(source: Path, target: Path, copy: bool) -> str:
+def place_model(source: Path, target: Path, copy: bool, whole: bool = True) -> str:
     """Put the files of a model folder into `target`: small files are copied, weights (.bin) hard-linked or copied.
+    Unless `whole`, its subfolders are left out.
 
     Returns why weights were copied although `copy` is False (another disk, for example), or "".
     """
     files = [
         path
-        for path in sorted(source.rglob("*"))
+        for path in sorted(source.rglob("*") if whole else source.glob("*"))
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
     ]
     reason, large = "", []

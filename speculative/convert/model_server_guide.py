@@ -13,6 +13,10 @@ GREEDY_ONLY = (
     "Send only greedy requests (temperature 0, the default set here) as long as scripts/verify_lossless.py reports "
     "the server's engine as wrong: with a draft model, its sampled text does not have the main model's distribution."
 )
+EAGLE3_NOTE = (
+    "With an EAGLE-3 draft the server takes one request at a time (max_num_seqs is 1). A request may draft a tree: "
+    "branching_factor and tree_depth, with num_assistant_tokens of at least tree_depth."
+)
 
 
 @dataclass

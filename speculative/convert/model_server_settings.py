@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
-from speculative.convert.model_server_guide import GREEDY_ONLY
+from speculative.convert.model_server_guide import EAGLE3_NOTE, GREEDY_ONLY
+from speculative.models.eagle3_graph import is_head
 from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.head_limits import genai_limit
 
 DRAFT_LENGTH = 5  # GenAI's own
 REQUESTS = 256  # concurrent requests; the server's default
@@ -31,6 +33,7 @@ class Serving:
     draft_length: int = 0
     confidence_threshold: float = 0.0
     notes: list[str] = field(default_factory=list)
+    eagle3: bool = False  # whether the draft is an EAGLE-3 head
 
     @property
     def drafting(self) -> dict[str, object]:
@@ -64,7 +67,10 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
     serving.draft_device = options.draft_device or serving.draft_device or serving.device
     if options.num_assistant_tokens:
         serving.draft_length, serving.confidence_threshold = options.num_assistant_tokens, 0.0
-    serving.notes.insert(0, GREEDY_ONLY)
+    serving.eagle3 = is_head(draft)
+    if serving.eagle3:
+        _require_eagle3(serving, main, draft)
+    serving.notes[:0] = [GREEDY_ONLY, *([EAGLE3_NOTE] if serving.eagle3 else [])]
     expected = serving.draft_properties
     if expected is None or options.property:
         expected = serving.properties if serving.draft_device == serving.device else {}
@@ -76,6 +82,18 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
     if serving.stateful:
         serving.notes.append("With an NPU the server handles one request at a time and adapts the draft length itself.")
     return serving
+
+
+def _require_eagle3(serving: Serving, main: Path, draft: Path) -> None:
+    """Raise ConvertError if the server cannot draft with this EAGLE-3 head; replace a confidence threshold, which its
+    engine rejects with one."""
+    if limit := genai_limit(main, draft):
+        raise ConvertError(limit, 2)
+    if serving.stateful:
+        raise ConvertError("the server takes no EAGLE-3 draft on an NPU; give a CPU or GPU as --device", 2)
+    if serving.confidence_threshold:
+        serving.draft_length, serving.confidence_threshold = DRAFT_LENGTH, 0.0
+        serving.notes.append(f"An EAGLE-3 draft takes no confidence threshold, so it drafts {DRAFT_LENGTH} tokens.")
 
 
 def shown(properties: dict[str, object]) -> str:
@@ -140,13 +158,14 @@ def graph_fields(serving: Serving, context_length: int | None) -> dict[str, obje
         fields |= {"draft_models_path": "./draft", "draft_device": serving.draft_device}
     if serving.stateful:
         return fields | {"pipeline_type": 0}  # LM, which ignores the fields below
-    fields |= {"cache_size": 0, "max_num_seqs": REQUESTS}  # cache_size 0: the cache grows as needed
+    requests = 1 if serving.eagle3 else REQUESTS  # as the server's own export does
+    fields |= {"cache_size": 0, "max_num_seqs": requests}  # cache_size 0: the cache grows as needed
     if not serving.drafting:
         return fields | {"enable_prefix_caching": True}
     # With a draft, a prefix cache and a sampled request make the engine fail (openvino.genai#4190), and a prompt split
     # over steps while other requests run gives wrong output. Without splitting, a step must fit each prompt and all
     # drafts.
-    drafted = REQUESTS * ((serving.draft_length or DRAFT_LENGTH) + 1)
+    drafted = requests * ((serving.draft_length or DRAFT_LENGTH) + 1)
     return {
         **fields,
         "enable_prefix_caching": False,

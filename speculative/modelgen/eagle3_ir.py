@@ -28,7 +28,7 @@ class Head:
     feed_forward_norm: np.ndarray
     norm: np.ndarray
     targets: np.ndarray  # int64 [draft vocabulary], the main model's token ids
-    layers: list[int]  # of the main model, whose hidden states the head reads
+    layers: list[int]  # of the main model, whose hidden states the head reads; [] for GenAI's own choice
     heads: int
     kv_heads: int
     frequencies: np.ndarray  # float32 [head_dim / 2], of the rotary position embedding
@@ -37,6 +37,12 @@ class Head:
     @property
     def head_dim(self) -> int:
         return 2 * len(self.frequencies)
+
+
+def no_embeddings(vocabulary: int, hidden: int) -> ov.Output:
+    """Stands for embeddings [vocabulary, hidden] without a byte of weights: engines put the main model's there."""
+    row = ops.constant(np.zeros((1, hidden), np.float32))
+    return ops.broadcast(row, np.array([vocabulary, hidden])).output(0)
 
 
 def build(head: Head, embedding: ov.Output) -> ov.Model:
@@ -50,37 +56,37 @@ def build(head: Head, embedding: ov.Output) -> ov.Model:
         node.output(0).set_names({name})
 
     def linear(x: ov.Node, matrix: Matrix, name: str) -> ov.Node:
-        return llama_ir._linear(x, matrix, f"self.model.{name}")
+        return llama_ir.linear(x, matrix, f"self.model.{name}")
 
     hidden = linear(inputs["hidden_states"], head.fc, "fc")
     embedded = ops.gather(embedding, ops.convert(inputs["input_ids"], "i32"), np.int32(0))
     embedded.set_friendly_name("__module.model.embed_tokens/aten::embedding/Gather")
     norms = ((embedded, head.input_norm), (hidden, head.hidden_norm))
-    x = ops.concat([llama_ir._rms_norm(part, weight, head.epsilon) for part, weight in norms], -1)
-    cos, sin = llama_ir._rotation(head.frequencies, inputs["position_ids"])
+    x = ops.concat([llama_ir.rms_norm(part, weight, head.epsilon) for part, weight in norms], -1)
+    cos, sin = llama_ir.rotation(head.frequencies, inputs["position_ids"])
     batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
     sinks: list[ov.Node] = []
     q, k, v = (
-        llama_ir._split_heads(
+        llama_ir.split_heads(
             linear(x, getattr(head, name), f"midlayer.{llama_ir.MATRICES[name]}"), count, head.head_dim
         )
         for name, count in (("q", head.heads), ("k", head.kv_heads), ("v", head.kv_heads))
     )
-    q, k = (llama_ir._rotate(part, cos, sin, head.head_dim) for part in (q, k))
-    past, k = llama_ir._cached(k, "0.key", inputs["beam_idx"], batch, head, sinks)
-    _, v = llama_ir._cached(v, "0.value", inputs["beam_idx"], batch, head, sinks)
-    mask = llama_ir._causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
-    k, v = (llama_ir._repeat_heads(cache, head) for cache in (k, v))
+    q, k = (llama_ir.rotate(part, cos, sin, head.head_dim) for part in (q, k))
+    past, k = llama_ir.cached(k, "0.key", inputs["beam_idx"], batch, head, sinks)
+    _, v = llama_ir.cached(v, "0.value", inputs["beam_idx"], batch, head, sinks)
+    mask = llama_ir.causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
+    k, v = (llama_ir.repeat_heads(cache, head) for cache in (k, v))
     scale = ops.constant(np.float32(head.head_dim**-0.5))
     attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
     attended = ops.reshape(attended, np.array([0, 0, head.heads * head.head_dim]), special_zero=True)
     hidden = ops.add(hidden, linear(attended, head.o, "midlayer.self_attn.o_proj"))
-    x = llama_ir._rms_norm(hidden, head.feed_forward_norm, head.epsilon)
+    x = llama_ir.rms_norm(hidden, head.feed_forward_norm, head.epsilon)
     gate = ops.swish(linear(x, head.gate, "midlayer.mlp.gate_proj"))
     x = ops.multiply(gate, linear(x, head.up, "midlayer.mlp.up_proj"))
     hidden = ops.add(hidden, linear(x, head.down, "midlayer.mlp.down_proj"))
     hidden.set_friendly_name("__module.model.midlayer/aten::add/Add_1")  # engines look it up by its name
-    logits = linear(llama_ir._rms_norm(hidden, head.norm, head.epsilon), head.lm_head, "lm_head")
+    logits = linear(llama_ir.rms_norm(hidden, head.norm, head.epsilon), head.lm_head, "lm_head")
     d2t = ops.constant(head.targets - np.arange(len(head.targets)))
     d2t.set_friendly_name("self.model.d2t")
     results = []
@@ -89,15 +95,7 @@ def build(head: Head, embedding: ov.Output) -> ov.Model:
         results.append(ops.result(node))
     model = ov.Model(results, sinks, list(inputs.values()), "main_graph")
     model.set_rt_info("True", ["eagle3_mode"])
-    model.set_rt_info(head.layers, "hidden_layers_list")
+    if head.layers:
+        model.set_rt_info(head.layers, "hidden_layers_list")
     model.set_rt_info("8.0", ["runtime_options", "ACTIVATIONS_SCALE_FACTOR"])  # as optimum-cli: f16 on GPUs
     return model
-
-
-def in_int8(weights: np.ndarray) -> Matrix:
-    """Round float32 weights to 8 bits with a scale and a zero point for each row, as nncf's int8_asym."""
-    low, high = weights.min(1, keepdims=True).clip(max=0), weights.max(1, keepdims=True).clip(min=0)
-    scales = ((high - low) / 255).clip(min=1e-7).astype(np.float16)
-    zero_points = np.round(-low / scales).clip(0, 255)
-    values = np.round(weights / scales + zero_points).clip(0, 255)
-    return Matrix(values.astype(np.uint8), zero_points.astype(np.uint8), scales)

@@ -128,34 +128,34 @@ def build(llama: Llama) -> ov.Model:
         node.set_friendly_name(name)  # the paged attention transformation looks nodes up by it
         node.output(0).set_names({name})
 
-    embedding = _weights(llama.embedding, "self.model.embed_tokens")
+    embedding = weights(llama.embedding, "self.model.embed_tokens")
     hidden = ops.gather(embedding, ops.convert(inputs["input_ids"], "i32"), np.int32(0))
-    cos, sin = _rotation(llama.frequencies, inputs["position_ids"])
+    cos, sin = rotation(llama.frequencies, inputs["position_ids"])
     batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
     mask, sinks = None, list[ov.Node]()
     for i, layer in enumerate(llama.layers):
         name = f"self.model.layers.{i}."
-        x = _rms_norm(hidden, layer.attention_norm, llama.epsilon)
-        q, k, v = (_linear(x, getattr(layer, key), name + MATRICES[key]) for key in "qkv")
-        q = _rotate(_split_heads(q, llama.heads, llama.head_dim), cos, sin, llama.head_dim)
-        k = _rotate(_split_heads(k, llama.kv_heads, llama.head_dim), cos, sin, llama.head_dim)
-        v = _split_heads(v, llama.kv_heads, llama.head_dim)
-        past_k, k = _cached(k, f"{i}.key", inputs["beam_idx"], batch, llama, sinks)
-        _, v = _cached(v, f"{i}.value", inputs["beam_idx"], batch, llama, sinks)
+        x = rms_norm(hidden, layer.attention_norm, llama.epsilon)
+        q, k, v = (linear(x, getattr(layer, key), name + MATRICES[key]) for key in "qkv")
+        q = rotate(split_heads(q, llama.heads, llama.head_dim), cos, sin, llama.head_dim)
+        k = rotate(split_heads(k, llama.kv_heads, llama.head_dim), cos, sin, llama.head_dim)
+        v = split_heads(v, llama.kv_heads, llama.head_dim)
+        past_k, k = cached(k, f"{i}.key", inputs["beam_idx"], batch, llama, sinks)
+        _, v = cached(v, f"{i}.value", inputs["beam_idx"], batch, llama, sinks)
         if mask is None:
-            mask = _causal_mask(past_k, inputs["input_ids"], inputs["attention_mask"])
-        k, v = (_repeat_heads(cache, llama) for cache in (k, v))
+            mask = causal_mask(past_k, inputs["input_ids"], inputs["attention_mask"])
+        k, v = (repeat_heads(cache, llama) for cache in (k, v))
         scale = ops.constant(np.float32(llama.attention_scale))
         attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
         attended = ops.reshape(attended, np.array([0, 0, llama.heads * llama.head_dim]), special_zero=True)
-        hidden = ops.add(hidden, _linear(attended, layer.o, name + MATRICES["o"]))
-        x = _rms_norm(hidden, layer.feed_forward_norm, llama.epsilon)
-        gate = ops.swish(_linear(x, layer.gate, name + MATRICES["gate"]))
-        x = ops.multiply(gate, _linear(x, layer.up, name + MATRICES["up"]))
-        hidden = ops.add(hidden, _linear(x, layer.down, name + MATRICES["down"]))
+        hidden = ops.add(hidden, linear(attended, layer.o, name + MATRICES["o"]))
+        x = rms_norm(hidden, layer.feed_forward_norm, llama.epsilon)
+        gate = ops.swish(linear(x, layer.gate, name + MATRICES["gate"]))
+        x = ops.multiply(gate, linear(x, layer.up, name + MATRICES["up"]))
+        hidden = ops.add(hidden, linear(x, layer.down, name + MATRICES["down"]))
         hidden.set_friendly_name(f"__module.model.layers.{i}/aten::add/Add_1")  # EAGLE-3 drafts look it up by its name
-    head = embedding if llama.head is None else _weights(llama.head, "self.lm_head")
-    logits = ops.matmul(_rms_norm(hidden, llama.norm, llama.epsilon), head, False, True)
+    head = embedding if llama.head is None else weights(llama.head, "self.lm_head")
+    logits = ops.matmul(rms_norm(hidden, llama.norm, llama.epsilon), head, False, True)
     if llama.logits_bias is not None:
         logits = ops.add(logits, llama.logits_bias)
     logits.output(0).set_names({"logits"})
@@ -164,18 +164,27 @@ def build(llama: Llama) -> ov.Model:
     return model
 
 
-def _weights(matrix: Matrix, name: str) -> ov.Node:
+def in_int8(weights: np.ndarray) -> Matrix:
+    """Round float32 weights to 8 bits with a scale and a zero point for each row, as nncf's int8_asym."""
+    low, high = weights.min(1, keepdims=True).clip(max=0), weights.max(1, keepdims=True).clip(min=0)
+    scales = ((high - low) / 255).clip(min=1e-7).astype(np.float16)
+    zero_points = np.round(-low / scales).clip(0, 255)
+    values = np.round(weights / scales + zero_points).clip(0, 255)
+    return Matrix(values.astype(np.uint8), zero_points.astype(np.uint8), scales)
+
+
+def weights(matrix: Matrix, name: str) -> ov.Node:
     values = ops.constant(matrix.values, shared_memory=True)
     values.set_friendly_name(f"{name}.weight")
     centred = ops.subtract(ops.convert(values, "f16"), ops.convert(ops.constant(matrix.zero_points), "f16"))
     return ops.convert(ops.multiply(centred, ops.constant(matrix.scales)), "f32")
 
 
-def _linear(x: ov.Node, matrix: Matrix, name: str) -> ov.Node:
-    return ops.matmul(x, _weights(matrix, name), False, True)
+def linear(x: ov.Node, matrix: Matrix, name: str) -> ov.Node:
+    return ops.matmul(x, weights(matrix, name), False, True)
 
 
-def _rms_norm(x: ov.Node, weight: np.ndarray, epsilon: float) -> ov.Node:
+def rms_norm(x: ov.Node, weight: np.ndarray, epsilon: float) -> ov.Node:
     def scalar(value: float) -> ov.Node:
         return ops.constant(np.full((1, 1, 1), value, np.float32))
 
@@ -184,7 +193,7 @@ def _rms_norm(x: ov.Node, weight: np.ndarray, epsilon: float) -> ov.Node:
     return ops.multiply(ops.constant(weight.reshape(1, 1, -1)), normed)
 
 
-def _rotation(frequencies: np.ndarray, position_ids: ov.Node) -> list[ov.Node]:
+def rotation(frequencies: np.ndarray, position_ids: ov.Node) -> list[ov.Node]:
     """cos and sin of the rotary angles, [batch, 1, tokens, head_dim]."""
     positions = ops.convert(ops.unsqueeze(position_ids, np.int64(1)), "f32")
     angles = ops.transpose(ops.matmul(frequencies.reshape(1, -1, 1), positions, False, False), np.array([0, 2, 1]))
@@ -192,20 +201,20 @@ def _rotation(frequencies: np.ndarray, position_ids: ov.Node) -> list[ov.Node]:
     return [ops.unsqueeze(part, np.int64(1)) for part in (ops.cos(angles), ops.sin(angles))]
 
 
-def _split_heads(x: ov.Node, heads: int, head_dim: int) -> ov.Node:
+def split_heads(x: ov.Node, heads: int, head_dim: int) -> ov.Node:
     """[batch, tokens, heads * head_dim] to [batch, heads, tokens, head_dim]."""
     x = ops.reshape(x, np.array([0, 0, heads, head_dim]), special_zero=True)
     return ops.transpose(x, np.array([0, 2, 1, 3]))
 
 
-def _rotate(x: ov.Node, cos: ov.Node, sin: ov.Node, head_dim: int) -> ov.Node:
+def rotate(x: ov.Node, cos: ov.Node, sin: ov.Node, head_dim: int) -> ov.Node:
     half, end, one, axis = (np.array([n]) for n in (head_dim // 2, np.iinfo(np.int64).max, 1, 3))
     second = ops.multiply(ops.slice(x, half, end, one, axis), np.float32(-1))
     turned = ops.concat([second, ops.slice(x, np.array([0]), half, one, axis)], -1)
     return ops.add(ops.multiply(x, cos), ops.multiply(turned, sin))
 
 
-def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Heads, sinks: list[ov.Node]) -> tuple:
+def cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Heads, sinks: list[ov.Node]) -> tuple:
     """The cached tensor, and the same with x appended; the new state is added to `sinks`."""
     info = VariableInfo()
     info.data_shape = ov.PartialShape([-1, llama.kv_heads, -1, llama.head_dim])
@@ -219,7 +228,7 @@ def _cached(x: ov.Node, name: str, beam_idx: ov.Node, batch: ov.Node, llama: Hea
     return past, whole
 
 
-def _causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> ov.Node:
+def causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> ov.Node:
     """0 where a token may attend, -65504 elsewhere, [batch, 1, tokens, past + tokens]."""
     zero, one = np.int64(0), np.int64(1)
     length = ops.gather(ops.shape_of(past), np.int64(2), zero)
@@ -231,7 +240,7 @@ def _causal_mask(past: ov.Node, input_ids: ov.Node, attention_mask: ov.Node) -> 
     return ops.select(seen, np.float32(0), np.float32(-65504))
 
 
-def _repeat_heads(cache: ov.Node, llama: Heads) -> ov.Node:
+def repeat_heads(cache: ov.Node, llama: Heads) -> ov.Node:
     """Repeat each key or value head for every query head that reads it."""
     group = llama.heads // llama.kv_heads
     if group == 1:

@@ -5,14 +5,18 @@ import json
 
 import numpy as np
 import openvino
+import openvino_genai
 import pytest
 
+from speculative import load
 from speculative.bench import genai
 from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.sequence import metrics
 from tests.support.paths import DRAFT, MAIN, ROOT
 
+HEAD = ROOT / "models/embedded/eagle3"
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 PROMPTS = [
     json.loads(line)["prompt"]
     for line in (ROOT / "scripts/prompts/embedded_code.jsonl").read_text(encoding="utf-8").splitlines()
@@ -49,6 +53,27 @@ def test_it_is_a_sound_pair():
     check = check_pair(MAIN, DRAFT)
     assert check.sound and check.fingerprint
     assert not [finding for finding in check.findings if finding.level == "warning"]
+
+
+def test_the_eagle3_head_is_a_sound_draft_that_beats_prompt_lookup():
+    """In exact arithmetic, greedy, on every fifth of the held-out prompts."""
+    check = check_pair(MAIN, HEAD)
+    assert check.sound and not [finding for finding in check.findings if finding.level == "warning"]
+    main, head = ModelSpec(MAIN, "CPU", EXACT), ModelSpec(HEAD, "CPU", EXACT)
+    config = openvino_genai.GenerationConfig(max_new_tokens=64, ignore_eos=True, num_assistant_tokens=3)
+    tokens, passes = [], []
+    for decoder in (load(main, head), load(main, max_ngram_size=3)):
+        results = [decoder.generate(prompt, config) for prompt in PROMPTS[::5]]
+        tokens.append([result.tokens for result in results])
+        passes.append(sum(len(result.accepted) for result in results))
+    assert tokens[0] == tokens[1]
+    assert passes[0] < 0.7 * passes[1]
+
+
+def test_the_eagle3_head_says_how_it_was_made():
+    record = json.loads((HEAD / "draft.json").read_text(encoding="utf-8"))
+    assert record["command"].startswith("python convert/make_draft.py models/embedded/main models/embedded/eagle3")
+    assert sum(path.stat().st_size for path in HEAD.iterdir()) <= 12e6
 
 
 def test_pair_json_tells_how_it_was_made():

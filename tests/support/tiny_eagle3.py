@@ -3,38 +3,22 @@
 Random weights; only the LM head is fitted to the main model's next tokens, so that drafts are accepted now and then.
 """
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
-from openvino import opset13 as ops
 
-from speculative.modelgen import llama_ir
-from speculative.modelgen.llama_ir import Llama, Matrix
-from tests.support.tiny_llama import HEAD_DIM, HEADS, HIDDEN, VOCABULARY, in_int8, tiny_llama
+from speculative.modelgen import eagle3_ir, llama_ir
+from speculative.modelgen.eagle3_ir import Head
+from speculative.modelgen.llama_ir import Llama, Matrix, in_int8
+from tests.support.tiny_llama import HEAD_DIM, HEADS, HIDDEN, VOCABULARY, tiny_llama
+from tests.support.tiny_main import save_tiny_main
 
-TAPS = (0, 1, 2)  # of a main model with 4 layers, the layers whose outputs the head reads
+TAPS = [0, 1, 2]  # of a main model with 4 layers, the layers whose outputs the head reads
 KNOWN = np.array([0, 1, 2, 4, 5, 6])  # the main model's token ids in the draft vocabulary
-ONES = np.ones(HIDDEN, np.float32)
-EPSILON = 1e-6
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
-
-
-@dataclass
-class Head:
-    """Weights of an EAGLE-3 head, with the names of the published checkpoints."""
-
-    fc: Matrix  # [hidden, 3 * hidden]
-    q: Matrix  # [heads * head_dim, 2 * hidden]
-    k: Matrix
-    v: Matrix
-    o: Matrix
-    gate: Matrix
-    up: Matrix
-    down: Matrix
-    lm_head: Matrix  # [draft vocabulary, hidden]
-    targets: np.ndarray  # the main model's token ids [draft vocabulary]
 
 
 def tiny_head(seed: int) -> Head:
@@ -43,61 +27,27 @@ def tiny_head(seed: int) -> Head:
     def matrix(outputs: int, inputs: int, size: float = 1.0) -> Matrix:
         return in_int8(random.normal(size=(outputs, inputs)) * size / np.sqrt(inputs))
 
-    attention = [matrix(HIDDEN, 2 * HIDDEN, 2) for _ in range(3)]
-    feed_forward = [matrix(HIDDEN, HIDDEN) for _ in range(4)]
-    lm_head = matrix(len(KNOWN), HIDDEN, 2)
-    return Head(matrix(HIDDEN, 3 * HIDDEN), *attention, *feed_forward, lm_head=lm_head, targets=KNOWN)
+    q, k, v = (matrix(HIDDEN, 2 * HIDDEN, 2) for _ in range(3))
+    o, gate, up, down = (matrix(HIDDEN, HIDDEN) for _ in range(4))
+    lm_head, fc = matrix(len(KNOWN), HIDDEN, 2), matrix(HIDDEN, 3 * HIDDEN)
+    names = ("hidden_norm", "input_norm", "feed_forward_norm", "norm")
+    norms = {name: random.uniform(0.7, 1.3, HIDDEN).astype(np.float32) for name in names}
+    return Head(
+        **{"fc": fc, "q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down, "lm_head": lm_head, **norms},
+        targets=KNOWN,
+        layers=TAPS,
+        heads=HEADS,
+        kv_heads=HEADS,
+        frequencies=tiny_llama(seed).frequencies,
+        epsilon=1e-6,
+    )
 
 
-def build(head: Head) -> ov.Model:
-    """The graph of `head` with random embeddings, as those of checkpoints without embeddings are."""
-    llama = tiny_llama(seed=99)
-    names = ("input_ids", "attention_mask", "position_ids")
-    inputs = {name: ops.parameter([-1, -1], np.int64) for name in names}
-    inputs["hidden_states"] = ops.parameter([-1, -1, -1], np.float32)
-    inputs["beam_idx"] = ops.parameter([-1], np.int32)
-    for name, node in inputs.items():
-        node.set_friendly_name(name)
-        node.output(0).set_names({name})
-
-    def linear(x: ov.Node, name: str) -> ov.Node:
-        return llama_ir._linear(x, getattr(head, name), name)
-
-    weights = llama_ir._weights(llama.embedding, "embed_tokens")
-    embedded = ops.gather(weights, ops.convert(inputs["input_ids"], "i32"), np.int32(0))
-    hidden = linear(inputs["hidden_states"], "fc")
-    both = [llama_ir._rms_norm(part, ONES, EPSILON) for part in (embedded, hidden)]
-    cos, sin = llama_ir._rotation(llama.frequencies, inputs["position_ids"])
-    batch = ops.gather(ops.shape_of(inputs["input_ids"]), np.array([0]), np.int64(0))
-    sinks: list[ov.Node] = []
-    q, k, v = (llama_ir._split_heads(linear(ops.concat(both, -1), name), HEADS, HEAD_DIM) for name in "qkv")
-    q, k = (llama_ir._rotate(x, cos, sin, HEAD_DIM) for x in (q, k))
-    past, k = llama_ir._cached(k, "0.key", inputs["beam_idx"], batch, llama, sinks)
-    _, v = llama_ir._cached(v, "0.value", inputs["beam_idx"], batch, llama, sinks)
-    mask = llama_ir._causal_mask(past, inputs["input_ids"], inputs["attention_mask"])
-    scale = ops.constant(np.float32(HEAD_DIM**-0.5))
-    attended = ops.transpose(ops.scaled_dot_product_attention(q, k, v, mask, scale), np.array([0, 2, 1, 3]))
-    attended = ops.reshape(attended, np.array([0, 0, HIDDEN]), special_zero=True)
-    hidden = ops.add(hidden, linear(attended, "o"))
-    x = llama_ir._rms_norm(hidden, ONES, EPSILON)
-    x = linear(ops.multiply(ops.swish(linear(x, "gate")), linear(x, "up")), "down")
-    hidden = ops.add(hidden, x)
-    hidden.set_friendly_name("__module.model.midlayer/aten::add/Add_1")
-    logits = linear(llama_ir._rms_norm(hidden, ONES, EPSILON), "lm_head")
-    d2t = ops.constant(head.targets - np.arange(len(head.targets)))
-    results = []
-    for name, node in (("logits", logits), ("d2t", d2t)):
-        node.output(0).set_names({name})
-        results.append(ops.result(node))
-    return ov.Model(results, sinks, list(inputs.values()))
-
-
-def save_head(folder: Path, head: Head, layers: tuple[int, ...] | None = TAPS) -> Path:
-    model = build(head)
-    model.set_rt_info("True", ["eagle3_mode"])
-    if layers:
-        model.set_rt_info(list(layers), "hidden_layers_list")
+def save_head(folder: Path, head: Head) -> Path:
+    """The IR, with random embeddings, as those of checkpoints without embeddings are."""
+    embedding = llama_ir.weights(tiny_llama(seed=99).embedding, "embed_tokens")
     folder.mkdir(parents=True)
+    model = eagle3_ir.build(head, embedding.output(0))
     ov.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
     return folder
 
@@ -105,7 +55,7 @@ def save_head(folder: Path, head: Head, layers: tuple[int, ...] | None = TAPS) -
 class HiddenStates:
     """The outputs [n, 3 * hidden] of three layers of `main` for tokens [n], and its logits [n, V], without a cache."""
 
-    def __init__(self, main: Llama, layers: tuple[int, ...] = TAPS):
+    def __init__(self, main: Llama, layers: list[int]):
         model = llama_ir.build(main)
         self._of_layer = {layer: i for i, layer in enumerate(dict.fromkeys(layers))}
         self._layers = layers
@@ -129,9 +79,13 @@ def recompute(head: Head, main: Llama, states: np.ndarray, tokens: np.ndarray) -
     q, k, v, o, fc = (_values(matrix) for matrix in (head.q, head.k, head.v, head.o, head.fc))
     gate, up, down = (_values(matrix) for matrix in (head.gate, head.up, head.down))
     keys, values, hidden, normed = [], [], None, []
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return weight * x / np.sqrt((x**2).mean() + head.epsilon)
+
     for entry, token in enumerate(tokens[1:]):
         hidden = fc @ states[entry] if entry < len(states) else hidden
-        x = np.concatenate([_norm(embedding[token]), _norm(hidden)])
+        x = np.concatenate([norm(embedding[token], head.input_norm), norm(hidden, head.hidden_norm)])
         angles = np.tile(main.frequencies * entry, 2)
         query, key, value = (part @ x for part in (q, k, v))
         keys.append(_rotate(key, angles))
@@ -140,10 +94,10 @@ def recompute(head: Head, main: Llama, states: np.ndarray, tokens: np.ndarray) -
         weights = np.exp(scores - scores.max(1, keepdims=True))
         weights /= weights.sum(1, keepdims=True)
         hidden = hidden + o @ np.einsum("ht,thd->hd", weights, np.array(values)).ravel()
-        x = _norm(hidden)
+        x = norm(hidden, head.feed_forward_norm)
         opened = gate @ x
         hidden = hidden + down @ (opened / (1 + np.exp(-opened)) * (up @ x))
-        normed.append(_norm(hidden))
+        normed.append(norm(hidden, head.norm))
     return np.array(normed)
 
 
@@ -154,10 +108,10 @@ def logits(head: Head, main: Llama, states: np.ndarray, tokens: np.ndarray) -> n
     return everywhere
 
 
-def fitted(head: Head, main: Llama, layers: tuple[int, ...] = TAPS, tokens: int = 400) -> Head:
+def fitted(head: Head, main: Llama, tokens: int = 400) -> Head:
     """`head` with an LM head fitted to the next-token distributions of `main` by least squares."""
     text = np.random.default_rng(0).integers(0, VOCABULARY, tokens)
-    states, main_logits = HiddenStates(main, layers)(text)
+    states, main_logits = HiddenStates(main, head.layers)(text)
     inputs = recompute(head, main, states[:-1], text)
     wanted = main_logits[1:][:, head.targets]
     weights = np.linalg.lstsq(inputs, wanted - wanted.mean(1, keepdims=True), rcond=None)[0]
@@ -168,11 +122,18 @@ def _values(matrix: Matrix) -> np.ndarray:
     return (matrix.values.astype(np.float64) - matrix.zero_points) * matrix.scales.astype(np.float64)
 
 
-def _norm(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean() + EPSILON)
-
-
 def _rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
     x = x.reshape(HEADS, HEAD_DIM)
     half = HEAD_DIM // 2
     return x * np.cos(angles) + np.concatenate([-x[:, half:], x[:, :half]], 1) * np.sin(angles)
+
+
+def save_tiny_eagle3_pair(folder: Path, layers: list[int] | None = None) -> tuple[Path, Path]:
+    """Folders of a main model with a tokenizer (see tiny_main.py) and a head for it, that GenAI runs, too. `layers` are
+    those that the head names, by default TAPS."""
+    main = save_tiny_main(folder / "main")
+    head = save_head(folder / "draft", replace(tiny_head(seed=5), layers=TAPS if layers is None else layers))
+    (main / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}), encoding="utf-8")
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "eos_token_id": 0}
+    (head / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return main, head

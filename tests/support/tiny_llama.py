@@ -12,7 +12,7 @@ import numpy as np
 import openvino
 
 from speculative.modelgen import llama_ir
-from speculative.modelgen.llama_ir import Layer, Llama, Matrix
+from speculative.modelgen.llama_ir import Layer, Llama, Matrix, in_int8
 from tests.support.paths import DRAFT
 
 VOCABULARY = 8
@@ -48,14 +48,6 @@ def tiny_llama(
         epsilon=1e-6,
         logits_bias=bias,
     )
-
-
-def in_int8(weights: np.ndarray) -> Matrix:
-    low, high = weights.min(1, keepdims=True), weights.max(1, keepdims=True)
-    scales = ((high - low) / 255).astype(np.float16)
-    zero_points = np.round(-low / scales).clip(0, 255)
-    values = np.round(weights / scales + zero_points).clip(0, 255)
-    return Matrix(values.astype(np.uint8), zero_points.astype(np.uint8), scales)
 
 
 def save_tiny_llama(folder: Path, **options) -> Path:

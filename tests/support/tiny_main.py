@@ -9,24 +9,28 @@ import openvino
 import openvino_tokenizers
 
 from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import Llama, in_int8
 from tests.support.tiny_checkpoints import train_tokenizer
-from tests.support.tiny_llama import HEAD_DIM, HEADS, HIDDEN, in_int8, tiny_llama
+from tests.support.tiny_llama import HEAD_DIM, HEADS, HIDDEN, tiny_llama
 
 TURN = "{% for message in messages %}{{ 'def ' + message['content'] }}{% endfor %}{{ 'return ' }}"
 
 
-def save_tiny_main(folder: Path, layers: int = 4, chat_template: str | None = TURN) -> Path:
+def tiny_main(vocabulary: int, layers: int = 4) -> Llama:
     """Random weights; the next token depends mostly on the last one, as the LM head reads the embeddings turned by one
-    place, so that a head can learn something in a second."""
+    place, so that a draft can learn something in a second."""
+    embedding = np.random.default_rng(0).normal(size=(vocabulary, HIDDEN)) * 6
+    head = in_int8(np.roll(embedding, 1, 0) / 8)
+    return replace(tiny_llama(0, layers=layers), embedding=in_int8(embedding), head=head)
+
+
+def save_tiny_main(folder: Path, layers: int = 4, chat_template: str | None = TURN) -> Path:
+    """The IR of a tiny main model, with its tokenizer."""
     tokenizer = train_tokenizer()
     tokenizer.chat_template = chat_template
-    random = np.random.default_rng(0)
-    embedding = random.normal(size=(len(tokenizer), HIDDEN)) * 6
-    model = replace(
-        tiny_llama(0, layers=layers), embedding=in_int8(embedding), head=in_int8(np.roll(embedding, 1, 0) / 8)
-    )
     folder.mkdir(parents=True)
-    openvino.save_model(llama_ir.build(model), folder / "openvino_model.xml", compress_to_fp16=False)
+    model = llama_ir.build(tiny_main(len(tokenizer), layers))
+    openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
     parts = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
     for part, name in zip(parts, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
         openvino.save_model(part, folder / f"{name}.xml", compress_to_fp16=False)

@@ -1,1 +1,1 @@
-"""Training of an EAGLE-3 draft from nothing but the main model: its texts, their hidden states, the head, a verdict."""
+"""Training of a draft from nothing but the main model: its texts, what it computes for them, a draft, a verdict."""

@@ -45,21 +45,28 @@ def opening(tokenizer: openvino_genai.Tokenizer, vocabulary: int, random: np.ran
     return Opening(lead, prefix.tolist(), TURN, set(suffix[:1].tolist()), suffix.tolist())
 
 
-def read_prompts(file: Path) -> list[str]:
-    """The prompts of a JSONL file. Raises ConvertError if there are fewer than LEAST_PROMPTS."""
+class Prompt(NamedTuple):
+    """A user turn, and its category, "" if it has none."""
+
+    text: str
+    category: str
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """The different prompts of a JSONL file. Raises ConvertError if there are fewer than LEAST_PROMPTS."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [json.loads(line)["prompt"] for line in lines]
+        rows = [json.loads(line) for line in lines]
+        prompts = list({row["prompt"]: Prompt(row["prompt"], str(row.get("category", ""))) for row in rows}.values())
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConvertError(
             f'{file} is not a JSONL file of prompts; each line must be like {{"prompt": "Write a poem."}}', 2
         ) from error
-    if len(set(prompts)) < LEAST_PROMPTS:
+    if len(prompts) < LEAST_PROMPTS:
         raise ConvertError(
-            f"{file} has {len(set(prompts))} different prompts, of which a part is held out; give at least "
-            f"{LEAST_PROMPTS}",
+            f"{file} has {len(prompts)} different prompts, of which a part is held out; give at least {LEAST_PROMPTS}",
             2,
         )
-    return list(dict.fromkeys(prompts))
+    return prompts

@@ -14,9 +14,11 @@ MADE = ("checkpoint", "openvino_model.xml", "openvino_model.bin", "config.json",
 class DraftFolder(WorkFolder):
     """OUT, locked while it is open. `work` survives every end of the program, and a later run continues with it."""
 
-    def __init__(self, target: Path):
+    def __init__(self, target: Path, files: tuple[str, ...] = ()):
+        """`files` are the names of what is made beside `MADE`."""
         work = target / "work"
         super().__init__(target, work, new=work / "new", into=target)
+        self._files = files
 
     def open(self) -> None:
         """Create and lock OUT/work, and undo an interrupted install. Raises ConvertError if OUT holds anything else."""
@@ -37,7 +39,7 @@ class DraftFolder(WorkFolder):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def new_names(self) -> list[str]:
-        return list(MADE)
+        return [*MADE, *self._files]
 
     def keeps_something(self) -> bool:
         return (self.work / "settings.json").exists()

@@ -10,20 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from speculative.atomic_write import atomic_write
+from speculative.convert.draft_training.head import HeadTraining
 from speculative.convert.draft_training.main_model import MainModel
-from speculative.convert.draft_training.training import Training
-from speculative.modelgen import eagle3_ir
-from speculative.modelgen.eagle3_ir import in_int8
+from speculative.modelgen import eagle3_ir, llama_ir
 
 MATRICES = {
     "fc": "fc",
-    "q": "midlayer.self_attn.q_proj",
-    "k": "midlayer.self_attn.k_proj",
-    "v": "midlayer.self_attn.v_proj",
-    "o": "midlayer.self_attn.o_proj",
-    "gate": "midlayer.mlp.gate_proj",
-    "up": "midlayer.mlp.up_proj",
-    "down": "midlayer.mlp.down_proj",
+    **{key: f"midlayer.{name}" for key, name in llama_ir.MATRICES.items()},
     "lm_head": "lm_head",
 }
 NORMS = {
@@ -34,7 +27,7 @@ NORMS = {
 }
 
 
-def save_checkpoint(training: Training, main: MainModel, folder: Path) -> None:
+def save_checkpoint(training: HeadTraining, main: MainModel, folder: Path) -> None:
     """Write config.json and model.safetensors, as EAGLE, SGLang and vLLM read them (without embeddings: they take the
     main model's)."""
     folder.mkdir(parents=True)
@@ -47,7 +40,7 @@ def save_checkpoint(training: Training, main: MainModel, folder: Path) -> None:
     save_config(training, folder)
 
 
-def save_config(training: Training, folder: Path) -> None:
+def save_config(training: HeadTraining, folder: Path) -> None:
     config = {**training.config.to_diff_dict(), **{name: getattr(training.config, name) for name in WRITTEN}}
     atomic_write(folder / "config.json", json.dumps({**config, "torch_dtype": "float32"}, indent=2, sort_keys=True))
 
@@ -60,20 +53,21 @@ WRITTEN = (  # also where they are transformers' defaults
 )
 
 
-def save_ir(training: Training, main: MainModel, folder: Path) -> None:
-    """Write the IR with int8 weights, marked with the layers that the head was trained on."""
+def save_ir(training: HeadTraining, main: MainModel, layers: list[int], folder: Path) -> None:
+    """Write the IR with int8 weights, marked with the `layers` of the main model that the head was trained on."""
     weights = {name: weight.detach().float().cpu().numpy() for name, weight in training.head.named_parameters()}
-    parts: dict[str, Any] = {key: in_int8(weights[f"{name}.weight"]) for key, name in MATRICES.items()}
+    parts: dict[str, Any] = {key: llama_ir.in_int8(weights[f"{name}.weight"]) for key, name in MATRICES.items()}
     parts |= {key: weights[f"{name}.weight"] for key, name in NORMS.items()}
     head = eagle3_ir.Head(
         **parts,
         targets=training.vocabulary.astype(np.int64),
-        layers=main.layers,
+        layers=layers,
         heads=training.config.num_attention_heads,
         kv_heads=training.config.num_key_value_heads,
         frequencies=training.head.rotation.inv_freq.float().cpu().numpy(),
         epsilon=training.config.rms_norm_eps,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    ov.save_model(eagle3_ir.build(head, main.embedding()), folder / "openvino_model.xml", compress_to_fp16=False)
+    embedding = eagle3_ir.no_embeddings(main.vocabulary, main.hidden)
+    ov.save_model(eagle3_ir.build(head, embedding), folder / "openvino_model.xml", compress_to_fp16=False)
     save_config(training, folder)

@@ -1,4 +1,4 @@
-"""EAGLE-3 head in torch: the published architecture (arXiv 2503.01840), and its training-time test.
+"""EAGLE-3 head in torch: the published architecture (arXiv 2503.01840), and its training, by training-time test.
 
     h0  = fc(hidden states of three layers)
     x   = [input_layernorm(embedding of the next token), hidden_norm(h)]
@@ -8,8 +8,11 @@ A draft step takes the h'' of the step before for h0. Names are those of the pub
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import pad
@@ -21,6 +24,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     repeat_kv,
 )
+
+from speculative.convert.draft_training import training
+from speculative.convert.draft_training.main_model import OutputLayer, Shape
+from speculative.convert.draft_training.training import Batch, Training
+
+STEPS = 3  # unrolled draft steps
 
 
 class Attention(nn.Module):
@@ -106,3 +115,49 @@ class Head(nn.Module):
             hidden = hidden + layer.self_attn(x, self.rotation(hidden, positions), cache)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             yield self.lm_head(self.norm(hidden))
+
+
+class HeadTraining(Training):
+    """A head in training."""
+
+    unrolled = STEPS
+    ahead = 1
+
+    def __init__(
+        self,
+        file: Path,
+        shape: Shape,
+        states: int,
+        embeddings: np.ndarray,
+        device: str,
+        vocabulary: Callable[[], np.ndarray],
+        output_layer: Callable[[np.ndarray], OutputLayer | None],
+    ):
+        """Continues with the state in `file`, if it exists. Otherwise `vocabulary` gives the draft vocabulary, and
+        `output_layer` the main model's LM head, which the head's starts as."""
+        torch.manual_seed(0)
+        kept = training.load(file, device)
+        known = kept["vocabulary"].cpu().numpy() if kept else vocabulary()
+        self.config = LlamaConfig(
+            **shape._asdict(),
+            vocab_size=len(embeddings),
+            num_hidden_layers=1,
+            tie_word_embeddings=False,
+            architectures=["LlamaForCausalLMEagle3"],
+            draft_vocab_size=len(known),
+        )
+        head = Head(self.config, states)
+        if not kept and (output := output_layer(known)):
+            with torch.no_grad():
+                head.lm_head.weight.copy_(torch.from_numpy(output.rows))
+                head.norm.weight.copy_(torch.from_numpy(output.norm))
+        super().__init__(file, kept, head, known, len(embeddings), device)
+        self.head = head
+        self._embeddings = torch.from_numpy(embeddings).to(device)
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"vocabulary": torch.from_numpy(self.vocabulary)}
+
+    def forward(self, batch: Batch) -> Iterator[torch.Tensor]:
+        embeddings = self._embeddings[batch.tokens[:, 1:]].float()
+        return self.head.unroll(embeddings, batch.states[:, :-1], STEPS)

@@ -6,9 +6,9 @@ CARD = """\
 ---
 base_model: {main}
 library_name: openvino
-tags: [eagle3, speculative-decoding]
+tags: [{kind}, speculative-decoding]
 ---
-# EAGLE-3 draft for {main}
+# {title} for {main}
 
 Drafts tokens for {main}, which verifies them: the output stays that of the main model. Made from nothing but that
 model by
@@ -17,41 +17,58 @@ model by
 
 | | |
 |---|---|
-| data | {texts:,} texts of the main model ({tokens:,} tokens), {held_out} more held out; {source} |
-| draft vocabulary | {vocabulary:,} of {all_tokens:,} tokens, {coverage:.1%} of the text |
-| hidden states | outputs of the main model's layers {layers} (`hidden_layers_list` in the IR) |
-| training | {steps:,} steps, {seen:,} tokens, {minutes:.1f} minutes on {device}; {parameters:.1f} M parameters |
-| versions | {versions} |
+| data | {texts:,} texts of the main model ({tokens:,} tokens), {held_out_texts} more held out; {source} |
+{choices}
+| training | {steps:,} steps, {seen:,} tokens, {minutes:.1f} minutes on {device}; {millions:.1f} M parameters |
+| versions | {packages} |
 
 ```text
-{verdict}
+{judged}
 ```
 
-`openvino_model.xml` is for OpenVINO (this project, OpenVINO GenAI). `checkpoint/` holds the same head in the published
-format, for SGLang, vLLM and EAGLE, which take the embeddings from the main model. Check that the main model's licence
-allows drafts trained on its output.
+{use} Check that the main model's licence allows drafts {made_of}.
 """
+
+EAGLE3 = {
+    "title": "EAGLE-3 draft",
+    "choices": """\
+| draft vocabulary | {draft_vocabulary:,} of {vocabulary:,} tokens, {coverage:.1%} of the text |
+| hidden states | outputs of the main model's layers {layers} (`hidden_layers_list` in the IR) |""",
+    "use": """\
+`openvino_model.xml` is for OpenVINO (this project, OpenVINO GenAI). `checkpoint/` holds the same head in the published
+format, for SGLang, vLLM and EAGLE, which take the embeddings from the main model.""",
+    "made_of": "trained on its output",
+}
+PRUNED = {
+    "title": "Pruned draft",
+    "choices": """\
+| layers | {kept_layers} of the main model's 0 to {last_layer}; the others, all in a row, turn hidden states by \
+{angular_distance:.2f} pi on average |""",
+    "use": """\
+`openvino_model.xml`, with int8 weights, is an ordinary draft model for OpenVINO (this project, OpenVINO GenAI) on any
+device. `checkpoint/` holds the same model for transformers and what else reads Llama checkpoints.""",
+    "made_of": "made of its weights and trained on its output",
+}
+KINDS = {"eagle3": EAGLE3, "pruned": PRUNED}
 
 
 def card(record: dict) -> str:
     """The text of README.md."""
-    data, training = record["data"], record["training"]
+    data, training, draft = record["data"], record["training"], record["draft"]
+    kind = KINDS[record["kind"]]
+    draft = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in draft.items()}
+    if "main_layers" in draft:
+        draft["last_layer"] = draft["main_layers"] - 1
     return CARD.format(
-        main=record["main"],
-        command=record["command"],
-        texts=data["texts"],
-        tokens=data["tokens"],
-        held_out=data["held_out_texts"],
+        **{name: record[name] for name in ("main", "command", "kind")},
+        **{name: data[name] for name in ("texts", "tokens", "held_out_texts")},
+        **{name: training[name] for name in ("steps", "device")},
+        **{name: kind[name] for name in ("title", "use", "made_of")},
+        choices=kind["choices"].format(**draft),
         source=f"prompts of {data['prompts']}" if data["prompts"] else "it wrote the prompts, too",
-        vocabulary=training["draft_vocabulary"],
-        all_tokens=training["vocabulary"],
-        coverage=training["coverage"],
-        layers=", ".join(map(str, record["layers"])),
-        steps=training["steps"],
         seen=training["tokens"],
         minutes=training["seconds"] / 60,
-        device=training["device"],
-        parameters=training["parameters"] / 1e6,
-        versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
-        verdict="\n".join(verdict.lines(record["verdict"])),
+        millions=draft["parameters"] / 1e6,
+        packages=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        judged="\n".join(verdict.lines(record["verdict"])),
     )

@@ -9,14 +9,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from speculative.atomic_write import atomic_write
 from speculative.cli.progress import tqdm
 from speculative.convert.draft_training import beginnings, model_card, verdict
+from speculative.convert.draft_training.beginnings import Prompt
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.draft_folder import DraftFolder
+from speculative.convert.draft_training.eagle3 import Eagle3
+from speculative.convert.draft_training.kind import Kind
 from speculative.convert.draft_training.main_model import MainModel
+from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.state_file import StateFile
 from speculative.convert.draft_training.texts import LEAST, TextFile
 from speculative.convert.draft_training.writer import Writer
@@ -28,9 +30,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need no
     from speculative.convert.draft_training.training import Training
 
 TOP = 64  # next tokens whose probabilities are kept
-COVERAGE, MOST_DRAFTED = 0.995, 8192  # of the draft vocabulary, by default
 EVALUATED, EVALUATE_EVERY = 24, 60.0  # held-out texts that are read, too; seconds between evaluations
-SPACE = 200 << 20  # bytes of disk beside the hidden states
 PACKAGES = ("openvino", "openvino-genai", "torch", "transformers")
 
 
@@ -45,8 +45,11 @@ class Options:
     tokens: int  # most tokens of text
     longest: int  # tokens of a text
     prompts: Path | None
+    kind: str
     layers: list[int] | None
     draft_vocabulary: int | None
+    keep_layers: int | None
+    compared: list[str]  # drafts, as given
     device: str  # of the training, torch's name
     threads: int | None
 
@@ -55,21 +58,30 @@ def make(options: Options) -> None:
     """Make the draft, and print what each stage found. Raises ConvertError if something is wrong with the options, the
     main model or the disk; an interrupted call is continued by the next one with the same options."""
     properties = {"INFERENCE_NUM_THREADS": options.threads} if options.threads else {}
-    main = MainModel(ModelSpec(Path(options.main), "CPU", properties), options.layers)
+    main = MainModel(ModelSpec(Path(options.main), "CPU", properties))
+    kind: Kind
+    if options.kind == Pruned.name:
+        kind = Pruned(main, options.keep_layers)
+    else:
+        kind = Eagle3(main, options.layers, options.draft_vocabulary)
     prompts = beginnings.read_prompts(options.prompts) if options.prompts else []
-    folder = DraftFolder(options.out)
+    for draft in options.compared:
+        verdict.require_draft(main.spec.folder, Path(draft))
+    if not (options.out / "work/training.pt").exists():
+        kind.check()
+    folder = DraftFolder(options.out, kind.files)
     folder.open()
     try:
         folder.settle(
             {
                 "main model": content_hash(main.spec.folder),
-                "--layers": main.layers,
+                "--kind": kind.name,
+                **kind.settings,
                 "--prompts": str(options.prompts) if options.prompts else None,
-                "--draft-vocabulary": options.draft_vocabulary,
                 "--length": options.longest,
             }
         )
-        _Stages(options, main, folder, prompts).run()
+        _Stages(options, kind, folder, prompts).run()
     finally:
         folder.close()
         with contextlib.suppress(OSError):  # not empty
@@ -77,20 +89,21 @@ def make(options: Options) -> None:
 
 
 class _Stages:
-    def __init__(self, options: Options, main: MainModel, folder: DraftFolder, prompts: list[str]):
-        self.options, self.main, self.folder, self.prompts = options, main, folder, prompts
-        self.longest = min(options.longest, main.shape.max_position_embeddings)
-        self.top = min(TOP, main.vocabulary)
+    def __init__(self, options: Options, kind: Kind, folder: DraftFolder, prompts: list[Prompt]):
+        self.options, self.kind, self.main, self.folder, self.prompts = options, kind, kind.main, folder, prompts
+        self.longest = min(options.longest, self.main.shape.max_position_embeddings)
+        self.top = min(TOP, self.main.vocabulary)
         self.clock = Clock(folder.work / "clock.json", options.minutes)
         self.texts = TextFile(folder.work / "texts.jsonl")
         self.states, self.held_out_states = (
-            StateFile(folder.work / name, main.states, self.top) for name in ("states", "held_out_states")
+            StateFile(folder.work / name, kind.states, self.top) for name in ("states", "held_out_states")
         )
 
     def run(self) -> None:
         finished = self.options.out / "draft.json"
-        if finished.exists() and not self.clock.left("training"):
-            made = json.loads(finished.read_text(encoding="utf-8"))
+        made = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
+        is_compared = made and {*self.options.compared} <= {*made["verdict"]["compared"]}
+        if is_compared and not self.clock.left("training"):
             print("\n".join(verdict.lines(made["verdict"])))
             print(f"{self.options.out} is complete; a larger --minutes continues the training")
             return
@@ -105,7 +118,7 @@ class _Stages:
 
     def _require_space(self) -> None:
         missing = max(0, self.options.tokens - sum(self.states.lengths))
-        needed = missing * StateFile.bytes_each(self.main.states, self.top) + SPACE
+        needed = missing * StateFile.bytes_each(self.kind.states, self.top) + self.kind.space
         free = shutil.disk_usage(self.folder.work).free
         if needed > free:
             raise ConvertError(
@@ -137,8 +150,8 @@ class _Stages:
         todo = [(self.held_out_states, text) for text in self.texts.held_out[len(self.held_out_states) : EVALUATED]]
         todo += [(self.states, text) for text in self.texts.training[len(self.states) :]]
         if todo and (self.clock.left("states") > 0 or len(self.states) < LEAST):
-            bar = tqdm(todo, unit=" texts", desc="hidden states", mininterval=1)
-            reader = self.main.reader(self.top)
+            bar = tqdm(todo, unit=" texts", desc="states", mininterval=1)
+            reader = self.kind.reader(self.top)
             for file, text in bar:
                 if not self.clock.left("states") and len(self.states) >= LEAST:
                     break
@@ -147,33 +160,15 @@ class _Stages:
             bar.close()
         for file in (self.states, self.held_out_states):
             file.close()
-        layers = ", ".join(map(str, self.main.layers))
-        print(f"hidden states: of {len(self.states):,} texts, {sum(self.states.lengths):,} tokens; layers {layers}")
+        print(f"states: of {len(self.states):,} texts, {sum(self.states.lengths):,} tokens")
 
     def _train(self) -> "Training":
-        from speculative.convert.draft_training.training import Training, choose_vocabulary
-
         if self.options.threads:
             import torch
 
             torch.set_num_threads(self.options.threads)
         texts, held_out = self.states.texts(), self.held_out_states.texts()
-        counts = np.zeros(self.main.vocabulary, np.int64)
-        for tokens, _ in texts:
-            counts += np.bincount(tokens, minlength=len(counts))
-        training = Training(
-            self.folder.work / "training.pt",
-            self.main.shape,
-            self.main.states,
-            self.main.embeddings(),
-            self.options.device,
-            lambda: choose_vocabulary(counts, self.options.draft_vocabulary, COVERAGE, MOST_DRAFTED),
-            self.main.output_layer,
-        )
-        self.coverage = float(counts[training.vocabulary].sum() / counts.sum())
-        print(
-            f"draft vocabulary: {len(training.vocabulary):,} of {len(counts):,} tokens, {self.coverage:.1%} of the text"
-        )
+        training = self.kind.training(self.folder.work / "training.pt", texts, self.options.device)
         left = self.clock.left("training")
         seconds = left + self.clock.spent.get("training", 0.0)
         bar = tqdm(total=round(seconds), unit="s", desc="training", mininterval=1)
@@ -202,17 +197,20 @@ class _Stages:
         return training
 
     def _install(self, training: "Training") -> None:
-        """Export the head, measure it, and move all files into place."""
-        from speculative.convert.draft_training import export
-
+        """Export the draft, measure it, and move all files into place."""
         new = self.folder.new
-        export.save_checkpoint(training, self.main, new / "checkpoint")
-        export.save_ir(training, self.main, new)
-        prompts = [text.prompt for text in self.texts.held_out]
-        prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]
+        new.mkdir(parents=True)
+        self.kind.save(training, new)
+        prompts = list({tuple(text.prompt): text for text in self.texts.held_out}.values())
         bar = tqdm(total=len(prompts), unit=" prompts", desc="verdict", mininterval=1)
         judged = verdict.judge(
-            self.main.spec, new, prompts, self.longest, self.clock.verdict_seconds, lambda: bar.update()
+            self.main.spec,
+            new,
+            self.options.compared,
+            [(text.prompt, text.category) for text in prompts],
+            self.longest,
+            self.clock.verdict_seconds,
+            lambda: bar.update(),
         )
         bar.close()
         record = self._record(training, judged)
@@ -227,9 +225,10 @@ class _Stages:
         """What draft.json holds."""
         return {
             "format": 1,
+            "kind": self.kind.name,
             "main": self.options.main,
             "command": self.options.command,
-            "layers": self.main.layers,
+            "draft": {**self.kind.record(training), "parameters": training.parameters},
             "data": {
                 "texts": len(self.states),
                 "tokens": sum(self.states.lengths),
@@ -237,10 +236,6 @@ class _Stages:
                 "prompts": self.options.prompts.name if self.options.prompts else None,
             },
             "training": {
-                "draft_vocabulary": len(training.vocabulary),
-                "vocabulary": self.main.vocabulary,
-                "coverage": round(self.coverage, 4),
-                "parameters": sum(weight.numel() for weight in training.head.parameters()),
                 "steps": training.steps,
                 "tokens": training.tokens,
                 "seconds": round(self.clock.spent.get("training", 0.0)),

@@ -6,6 +6,9 @@ import numpy as np
 
 from speculative.convert.draft_training.main_model import Reading
 
+TextStates = tuple[np.ndarray, Reading]
+"""Tokens of a text int64 [n], and what the main model computes for them."""
+
 
 class StateFile:
     """Append-only files in a folder; `len` is the number of texts. A text that a killed run wrote half is dropped."""
@@ -46,12 +49,12 @@ class StateFile:
         for file in (*self._write.values(), self._index):
             file.close()
 
-    def texts(self) -> list[tuple[np.ndarray, Reading]]:
+    def texts(self) -> list[TextStates]:
         """Tokens and reading of each text, as views of the memory-mapped files."""
-        whole = {}
+        rows, whole = sum(self.lengths), {}
         for name, (path, kind, width) in self._columns.items():
-            rows = sum(self.lengths)
-            whole[name] = np.memmap(path, kind, "r", shape=(rows, width)) if rows else np.zeros((0, width), kind)
+            shape = (rows, width)
+            whole[name] = np.memmap(path, kind, "r", shape=shape) if rows * width else np.zeros(shape, kind)
         ends = np.cumsum(self.lengths)
         spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
         return [

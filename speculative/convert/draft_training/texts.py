@@ -12,13 +12,14 @@ LEAST, LEAST_HELD_OUT = 8, 2  # texts to train on, held-out texts
 class Text(NamedTuple):
     """Token ids of a prompt and of what the main model wrote after it, at `temperature` (0: greedy).
 
-    All texts with the same prompt are `held_out`, or none.
+    All texts with the same prompt are `held_out`, or none. `category` is the prompt's, "" if it has none.
     """
 
     prompt: list[int]
     answer: list[int]
     temperature: float
     held_out: bool
+    category: str = ""
 
     @property
     def tokens(self) -> np.ndarray:

@@ -1,27 +1,24 @@
-"""Trains a head: training-time test, soft cross-entropy against the main model's probabilities, AdamW with cosine."""
+"""Trains a draft of any kind: soft cross-entropy against the main model's probabilities, AdamW with cosine decay."""
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
+from torch import nn
 
-from speculative.convert.draft_training.head import Head
-from speculative.convert.draft_training.main_model import HeadShape, OutputLayer, Reading
+from speculative.convert.draft_training.state_file import TextStates
 
-STEPS = 3  # unrolled draft steps
 STEP_WEIGHT = 0.8  # of each against the one before, as in EAGLE
 RATE, WARM_UP, LEAST_RATE = 1e-3, 30, 0.05
 LEAST_STEPS = 10  # of the optimizer, however short the time
 CLIP = 0.5
 BATCH, POOL = 1024, 256  # tokens of a batch, texts whose lengths are compared
 SAVE_EVERY = 60.0  # seconds
-
-TextStates = tuple[np.ndarray, Reading]
 
 
 class Batch(NamedTuple):
@@ -35,80 +32,67 @@ class Batch(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """For each draft step, on held-out texts: how often the head's most likely token is the main model's, and how
-    likely rejection sampling accepts at temperature 1 (the overlap of the two distributions)."""
+    """For each unrolled draft step, on held-out texts: how often the draft's most likely token is the main model's, and
+    how likely rejection sampling accepts at temperature 1 (the overlap of the two distributions)."""
 
     agreement: list[float]
     overlap: list[float]
 
 
-def choose_vocabulary(counts: np.ndarray, size: int | None, coverage: float, most: int) -> np.ndarray:
-    """The ids, sorted, of the `size` most frequent tokens; by default as many as have a share of `coverage`, a multiple
-    of 64 of at most `most`. `counts` [vocabulary] is each token's frequency."""
-    order = np.argsort(-counts, kind="stable")
-    if not size:
-        needed = int(np.searchsorted(np.cumsum(counts[order]), coverage * counts.sum())) + 1
-        size = min(-(-needed // 64) * 64, most)
-    return np.sort(order[: min(size, len(counts))])
+def load(file: Path, device: str) -> dict | None:
+    """The state of a training; None if there is no such file."""
+    return torch.load(file, map_location=device, weights_only=True) if file.exists() else None
 
 
-class Training:
-    """A head in training; `save` and the constructor keep and continue it."""
+class Training(ABC):
+    """A draft in training. `load` and `save` keep and continue it."""
+
+    unrolled = 1  # draft steps
+    ahead = 0  # tokens between a row of logits of the first of them and what the main model computes for it
 
     def __init__(
-        self,
-        file: Path,
-        shape: HeadShape,
-        states: int,
-        embeddings: np.ndarray,
-        device: str,
-        vocabulary: Callable[[], np.ndarray],
-        output_layer: Callable[[np.ndarray], OutputLayer | None],
+        self, file: Path, kept: dict | None, model: nn.Module, vocabulary: np.ndarray, main_vocabulary: int, device: str
     ):
-        """Continues with the state in `file`, if it exists. Otherwise `vocabulary` gives the draft vocabulary, and
-        `output_layer` the main model's LM head, which the head's starts as."""
-        torch.manual_seed(0)
+        """Continues with the state `kept` of `file`, if there is one. `model` gives logits of `vocabulary`, ids of the
+        main model's `main_vocabulary` tokens."""
         self._file, self._device = file, device
-        kept = torch.load(file, map_location=device, weights_only=True) if file.exists() else None
-        self.vocabulary: np.ndarray = kept["vocabulary"].cpu().numpy() if kept else vocabulary()
-        self.config = LlamaConfig(
-            **shape._asdict(),
-            vocab_size=len(embeddings),
-            num_hidden_layers=1,
-            tie_word_embeddings=False,
-            architectures=["LlamaForCausalLMEagle3"],
-            draft_vocab_size=len(self.vocabulary),
-        )
-        self.head = Head(self.config, states)
-        if not kept and (output := output_layer(self.vocabulary)):
-            with torch.no_grad():
-                self.head.lm_head.weight.copy_(torch.from_numpy(output.rows))
-                self.head.norm.weight.copy_(torch.from_numpy(output.norm))
-        self.head.to(device)
-        self._optimizer = torch.optim.AdamW(self.head.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+        self.model = model.to(device)
+        self.vocabulary = vocabulary
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
         self.steps, self.tokens = 0, 0
         if kept:
-            self.head.load_state_dict(kept["head"])
+            model.load_state_dict(kept["model"])
             self._optimizer.load_state_dict(kept["optimizer"])
             self.steps, self.tokens = kept["steps"], kept["tokens"]
-        self._embeddings = torch.from_numpy(embeddings).to(device)
-        self._place = torch.full((len(embeddings),), -1, device=device)  # in the draft vocabulary
-        self._place[torch.from_numpy(self.vocabulary).to(device)] = torch.arange(len(self.vocabulary), device=device)
+        self._place = torch.full((main_vocabulary,), -1, device=device)  # in the draft's vocabulary
+        self._place[torch.from_numpy(vocabulary).to(device)] = torch.arange(len(vocabulary), device=device)
         self._random = np.random.default_rng(self.steps)
         self._has_bf16 = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
+    @abstractmethod
+    def forward(self, batch: "Batch") -> Iterator[torch.Tensor]:
+        """Logits [batch, rows, draft vocabulary] of each unrolled draft step."""
+
+    @abstractmethod
+    def extra_state(self) -> dict[str, Any]:
+        """What else a saved state holds, for the one who continues it."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.numel() for weight in self.model.parameters())
+
     @property
     def is_enough(self) -> bool:
-        """Whether the head was trained at all."""
+        """Whether the draft was trained at all."""
         return self.steps >= LEAST_STEPS
 
     def save(self) -> None:
         state = {
-            "head": self.head.state_dict(),
+            "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
             "tokens": self.tokens,
-            "vocabulary": torch.from_numpy(self.vocabulary),
+            **self.extra_state(),
         }
         partial = self._file.with_suffix(".new")
         with partial.open("wb") as file:
@@ -153,7 +137,7 @@ class Training:
             loss = loss + STEP_WEIGHT**i * (losses * drafted).sum() / drafted.sum().clamp(min=1)
         self._optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._optimizer.step()
         self.steps += 1
         self.tokens += int(batch.there.sum())
@@ -162,7 +146,7 @@ class Training:
     @torch.no_grad()
     def evaluate(self, texts: list[TextStates]) -> Scores:
         """Scores on held-out texts, of at least 5 tokens each."""
-        hits, overlap, rows = (np.zeros(STEPS) for _ in range(3))
+        hits, overlap, rows = (np.zeros(self.unrolled) for _ in range(3))
         for text in texts:
             batch = self._batch([text])
             for i, logits in enumerate(self._logits(batch)):
@@ -175,16 +159,15 @@ class Training:
 
     def _logits(self, batch: Batch) -> Iterator[torch.Tensor]:
         """Logits float32 [batch, rows, draft vocabulary] of each draft step, for rows that have a target."""
-        embeddings = self._embeddings[batch.tokens[:, 1:]].float()
-        rows = embeddings.shape[1]
+        tokens = batch.tokens.shape[1]
         with torch.autocast(self._device.partition(":")[0], torch.bfloat16, enabled=self._has_bf16):
-            for i, logits in enumerate(self.head.unroll(embeddings, batch.states[:, :-1], STEPS)):
-                yield logits[:, : rows - i].float()
+            for i, logits in enumerate(self.forward(batch)):
+                yield logits[:, : tokens - self.ahead - i].float()
 
     def _targets(self, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The main model's most likely tokens after each row of a draft step, as places in the draft vocabulary (-1:
         outside), and their probabilities, [batch, rows, top]; and whether the row is of a text."""
-        after = slice(step + 1, None)
+        after = slice(step + self.ahead, None)
         return self._place[batch.ids[:, after]], batch.probabilities[:, after], batch.there[:, after]
 
     def _batch(self, texts: list[TextStates]) -> Batch:

@@ -1,4 +1,5 @@
-"""Measures a draft on held-out prompts through this project's engine: acceptance by position, and speed."""
+"""Measures a draft on held-out prompts through this project's engine: acceptance by position, and speed, altogether and
+by category of prompt, beside other drafts."""
 
 import time
 from collections.abc import Callable
@@ -7,15 +8,17 @@ from pathlib import Path
 
 from openvino_genai import GenerationConfig
 
+from speculative.convert.errors import ConvertError
 from speculative.decoder import Decoder, load
+from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.models.spec import ModelSpec
+from speculative.pair.check import check_pair
 from speculative.sequence import metrics
 from speculative.sequence.result import GenerationResult
 
 K = 4  # draft length for acceptance by position
 MODES: dict[str, dict] = {"greedy": {}, "temperature 1": {"do_sample": True, "temperature": 1.0}}
 FIXED = f"fixed draft length {K}"
-NGRAM = 3
 NEW_TOKENS = 128
 
 
@@ -41,53 +44,116 @@ class Run:
         return metrics.position_acceptance(proposed, [n + 1 for result in self.results for n in result.accepted])
 
 
+def require_draft(main: Path, draft: Path) -> None:
+    """Raise ConvertError unless `draft` is IR of a draft for the main model. Takes seconds."""
+    if not (draft / "openvino_model.xml").is_file():
+        raise ConvertError(f"{draft} holds no OpenVINO model; give the folder of an exported draft with --compare", 2)
+    for finding in check_pair(main, draft).findings:
+        if finding.level == "error":
+            raise ConvertError(f"--compare {draft} is no draft of the main model: {finding.message}", 2)
+
+
 def judge(
-    main: ModelSpec, draft: Path, prompts: list[list[int]], longest: int, seconds: float, progress: Callable[[], None]
+    main: ModelSpec,
+    draft: Path,
+    others: list[str],
+    prompts: list[tuple[list[int], str]],
+    longest: int,
+    seconds: float,
+    progress: Callable[[], None],
 ) -> dict:
-    """The verdict, for draft.json. Goes through the prompts, at least one, until they or the time are over; texts get
-    up to `longest` tokens. Calls `progress` after each."""
+    """The verdict, for draft.json: of `draft`, beside the `others`. Goes through the prompts, token ids with a category
+    ("": none), at least one, until they or the time are over; texts get up to `longest` tokens. Calls `progress` after
+    each."""
     end = time.monotonic() + seconds
-    with_draft = load(main, ModelSpec(draft, main.device, main.properties))
-    lookup = load(main, max_ngram_size=NGRAM)
+    ways: dict[str, tuple[Decoder, dict]] = {}
+    for name, folder in {"": draft, **{other: Path(other) for other in others}}.items():
+        decoder = load(main, ModelSpec(folder, main.device, main.properties))
+        ways |= {_fixed(name): (decoder, {"num_assistant_tokens": K}), _adaptive(name): (decoder, {})}
+    lookup = load(main, max_ngram_size=LONGEST_MATCH)
     alone = Decoder(lookup.main, stop_token_ids=lookup.stop_token_ids)
-    ways: dict[str, tuple[Decoder, dict]] = {
-        FIXED: (with_draft, {"num_assistant_tokens": K}),
-        "draft": (with_draft, {}),
-        "prompt lookup": (lookup, {}),
-        "main alone": (alone, {}),
-    }
+    ways |= {"prompt lookup": (lookup, {}), "main alone": (alone, {})}
     runs = {mode: {way: Run() for way in ways} for mode in MODES}
-    done = 0
-    for prompt in prompts:
-        if done and time.monotonic() > end:
+    categories: list[str] = []
+    for prompt, category in prompts:
+        if categories and time.monotonic() > end:
             break
         for mode, options in MODES.items():
             for way, (decoder, length) in ways.items():
                 config = GenerationConfig(max_new_tokens=min(NEW_TOKENS, longest - len(prompt)), **options, **length)
                 runs[mode][way].results.append(decoder.generate(prompt, config))
-        done += 1
+        categories.append(category)
         progress()
-    return {"held_out_prompts": done, **{mode: _figures(runs[mode]) for mode in MODES}}
 
+    def figures(mode: str, chosen: set[str]) -> dict:
+        """Of the prompts of some categories."""
+        return _figures(
+            {
+                way: Run(
+                    [result for result, category in zip(run.results, categories, strict=True) if category in chosen]
+                )
+                for way, run in runs[mode].items()
+            },
+            others,
+        )
 
-def _figures(runs: dict[str, Run]) -> dict:
+    named = dict.fromkeys(filter(None, categories))
     return {
-        "acceptance_by_position": [round(share, 3) for share in runs[FIXED].position_acceptance],
+        "held_out_prompts": len(categories),
+        "compared": others,
+        **{mode: figures(mode, {*categories}) for mode in MODES},
+        "categories": {
+            name: {"held_out_prompts": categories.count(name), **{mode: figures(mode, {name}) for mode in MODES}}
+            for name in named
+        },
+    }
+
+
+def _fixed(other: str) -> str:
+    return f"--compare {other}, {FIXED}" if other else FIXED
+
+
+def _adaptive(other: str) -> str:
+    return f"--compare {other}" if other else "draft"
+
+
+def _figures(runs: dict[str, Run], others: list[str]) -> dict:
+    positions = {
+        other: [round(share, 3) for share in runs[_fixed(other)].position_acceptance] for other in ("", *others)
+    }
+    return {
+        "acceptance_by_position": positions.pop(""),
+        "acceptance_by_position_of_others": positions,
         "tokens_per_main_pass": {way: round(run.tokens_per_pass, 2) for way, run in runs.items()},
         "tokens_per_second": {way: round(run.tokens_per_second, 1) for way, run in runs.items()},
     }
 
 
 def lines(verdict: dict) -> list[str]:
-    """The verdict in words, one line for each way to decode."""
+    """The verdict in words, one line for each way to decode, and one for each category."""
     said = [f"on {verdict['held_out_prompts']} held-out prompts:"]
     for mode in MODES:
         figures = verdict[mode]
-        positions = ", ".join(f"{share:.2f}" for share in figures["acceptance_by_position"])
-        said.append(f"  {mode}: acceptance by position {positions}")
-        alone = figures["tokens_per_second"]["main alone"]
+        said.append(f"  {mode}: acceptance by position {_shares(figures['acceptance_by_position'])}")
+        for other, shares in figures["acceptance_by_position_of_others"].items():
+            said.append(f"    of {other}: {_shares(shares)}")
+        width = max(map(len, figures["tokens_per_second"]))
         for way, speed in figures["tokens_per_second"].items():
             passes = figures["tokens_per_main_pass"][way]
-            times = f", {speed / alone:.2f} times the main model alone" if alone and way != "main alone" else ""
-            said.append(f"    {way:21} {passes:.2f} tokens per main pass, {speed:.0f} tokens/s{times}")
+            times = f", {_times(figures, way)}" if way != "main alone" else ""
+            said.append(f"    {way:{width}} {passes:.2f} tokens per main pass, {speed:.0f} tokens/s{times}")
+        for name, part in verdict["categories"].items():
+            shares = _shares(part[mode]["acceptance_by_position"])
+            count = part["held_out_prompts"]
+            prompts = f"{count} prompt{'s' * (count > 1)}"
+            said.append(f"    {name} ({prompts}): acceptance {shares}; the draft {_times(part[mode], 'draft')}")
     return said
+
+
+def _shares(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _times(figures: dict, way: str) -> str:
+    alone = figures["tokens_per_second"]["main alone"]
+    return f"{figures['tokens_per_second'][way] / alone if alone else 1:.2f} times the main model alone"

@@ -2,7 +2,8 @@
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import openvino_genai
 from openvino_genai import GenerationConfig, GenerationStatus
 
 from speculative.convert.draft_training import beginnings
+from speculative.convert.draft_training.beginnings import Prompt
 from speculative.convert.draft_training.texts import Text, TextFile
 from speculative.convert.errors import ConvertError
 from speculative.decoder import encode
@@ -33,13 +35,14 @@ class Part(NamedTuple):
     suffix: list[int] | None  # None: this is the answer
     temperature: float
     held_out: bool
+    category: str
     tokens: list[int]  # that were written so far
 
 
 class Writer:
     """Writes texts of at most `longest` tokens to a TextFile."""
 
-    def __init__(self, main: ModelSpec, longest: int, vocabulary: int, prompts: list[str], file: TextFile):
+    def __init__(self, main: ModelSpec, longest: int, vocabulary: int, prompts: list[Prompt], file: TextFile):
         """Without `prompts` the model writes its own. Raises ConvertError if too few of them are short enough."""
         scheduler = openvino_genai.SchedulerConfig()
         folder = str(main.folder)
@@ -51,8 +54,11 @@ class Writer:
         self._random = np.random.default_rng(len(file.texts))
         self._file = file
         self._begun = itertools.count()
-        given = [encode(prompt, self._tokenizer).tolist() for prompt in prompts]
-        self._prompts = sorted((ids for ids in given if len(ids) <= longest - SHORTEST), key=_number)
+        given = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
+        self._prompts = _spread((ids, category) for ids, category in given if len(ids) <= longest - SHORTEST)
+        categories = len({category for _, category in self._prompts})
+        self._held_out = min(max(2, categories, len(self._prompts) // HELD_OUT), len(self._prompts) // 3)
+        self._places = self._each_in_turn()
         if prompts and len(self._prompts) < beginnings.LEAST_PROMPTS:
             raise ConvertError(
                 f"only {len(self._prompts)} prompts have at most {longest - SHORTEST} tokens; give shorter ones, or a "
@@ -90,14 +96,19 @@ class Writer:
 
     def _begin(self) -> Part:
         if self._prompts:
-            place = int(self._random.integers(len(self._prompts)))
-            return self._answer(self._prompts[place], held_out=place < max(2, len(self._prompts) // HELD_OUT))
+            place = next(self._places)
+            return self._answer(*self._prompts[place], held_out=place < self._held_out)
         opening = beginnings.opening(self._tokenizer, self._vocabulary, self._random)
         temperature = float(self._random.choice(TURN_TEMPERATURES))
         stop_ids = opening.stop_ids | self._stop_ids
         beginning = opening.lead + opening.prefix
         handle = self._request(beginning, opening.longest, temperature, stop_ids, TURN_TOP_P)
-        return Part(handle, opening.prefix, opening.suffix, temperature, held_out=False, tokens=[])
+        return Part(handle, opening.prefix, opening.suffix, temperature, held_out=False, category="", tokens=[])
+
+    def _each_in_turn(self) -> Iterator[int]:
+        """Places of the prompts, without end: all of them in random order, and again."""
+        while True:
+            yield from self._random.permutation(len(self._prompts)).tolist()
 
     def _advance(self, part: Part) -> Part | None:
         """The part itself while it is being written, then the text's next part; None after the answer."""
@@ -115,12 +126,12 @@ class Writer:
         prompt = [*part.prompt, *part.tokens, *part.suffix]
         if not part.tokens or len(prompt) > self._longest - SHORTEST:
             return None
-        return self._answer(prompt, held_out=_number(prompt) % HELD_OUT == 0)
+        return self._answer(prompt, "", held_out=_number(prompt) % HELD_OUT == 0)
 
-    def _answer(self, prompt: list[int], held_out: bool) -> Part:
+    def _answer(self, prompt: list[int], category: str, held_out: bool) -> Part:
         temperature = float(self._random.choice(TEMPERATURES))
         handle = self._request(prompt, self._longest - len(prompt), temperature, self._stop_ids)
-        return Part(handle, prompt, None, temperature, held_out, tokens=[])
+        return Part(handle, prompt, None, temperature, held_out, category, tokens=[])
 
     def _request(
         self, prompt: list[int], longest: int, temperature: float, stop_ids: set[int], top_p: float = 1.0
@@ -135,7 +146,17 @@ class Writer:
 
     def _keep(self, part: Part) -> None:
         if len(part.tokens) >= SHORTEST:
-            self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out))
+            self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category))
+
+
+def _spread(prompts: Iterable[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
+    """The prompts in an order that is the same in every run: one of each category, a second of each, and so on."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for ids, category in sorted(prompts, key=lambda prompt: _number(prompt[0])):
+        ranked.append((seen[category], ids, category))
+        seen[category] += 1
+    return [(ids, category) for _, ids, category in sorted(ranked, key=lambda prompt: prompt[0])]
 
 
 def _number(prompt: list[int]) -> int:

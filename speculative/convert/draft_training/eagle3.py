@@ -1,0 +1,103 @@
+"""The kind eagle3: a head that drafts from the main model's hidden states, with a vocabulary of its own."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+from speculative.convert.draft_training.kind import Kind
+from speculative.convert.draft_training.main_model import MainModel, Reader
+from speculative.convert.draft_training.state_file import TextStates
+from speculative.convert.errors import ConvertError
+from speculative.models.eagle3_graph import last_dimension, residual_adds
+
+if TYPE_CHECKING:
+    from speculative.convert.draft_training.head import HeadTraining
+
+COVERAGE, MOST_DRAFTED = 0.995, 8192  # of the draft vocabulary, by default
+
+
+class Eagle3(Kind):
+    """A head that reads the hidden states of `layers`."""
+
+    name = "eagle3"
+
+    def __init__(self, main: MainModel, layers: list[int] | None, draft_vocabulary: int | None):
+        """Raises ConvertError if the main model has no such layers."""
+        self.main = main
+        adds = {layer: node for layer, node in residual_adds(main.graph).items() if layer is not None}
+        self.layers = layers or published_layers(len(adds), main.spec.folder)
+        if any(layer not in adds for layer in self.layers) or len(set(self.layers)) != 3:
+            raise ConvertError(
+                f"a head reads three different layers of 0 to {len(adds) - 1}, not {self.layers}; give --layers", 2
+            )
+        self.states = sum(last_dimension(adds[layer]) for layer in self.layers)
+        self._draft_vocabulary = draft_vocabulary
+        self.settings = {"--layers": self.layers, "--draft-vocabulary": draft_vocabulary}
+
+    def check(self) -> None:
+        pass  # done, without computing anything
+
+    def reader(self, top: int) -> Reader:
+        def states(graph: ov.Model) -> ov.Node:
+            adds = residual_adds(graph)
+            return ops.concat([adds[layer] for layer in self.layers], -1)
+
+        return self.main.reader(top, states)
+
+    def training(self, file: Path, texts: list[TextStates], device: str) -> "HeadTraining":
+        from speculative.convert.draft_training.head import HeadTraining
+
+        counts = np.zeros(self.main.vocabulary, np.int64)
+        for tokens, _ in texts:
+            counts += np.bincount(tokens, minlength=len(counts))
+        training = HeadTraining(
+            file,
+            self.main.shape,
+            self.states,
+            self.main.embeddings(),
+            device,
+            lambda: choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED),
+            self.main.output_layer,
+        )
+        known = training.vocabulary
+        self._coverage = float(counts[known].sum() / counts.sum())
+        print(f"draft vocabulary: {len(known):,} of {len(counts):,} tokens, {self._coverage:.1%} of the text")
+        return training
+
+    def save(self, training: "HeadTraining", folder: Path) -> None:
+        from speculative.convert.draft_training import export
+
+        export.save_checkpoint(training, self.main, folder / "checkpoint")
+        export.save_ir(training, self.main, self.layers, folder)
+
+    def record(self, training: "HeadTraining") -> dict[str, Any]:
+        return {
+            "layers": self.layers,
+            "draft_vocabulary": len(training.vocabulary),
+            "vocabulary": self.main.vocabulary,
+            "coverage": round(self._coverage, 4),
+        }
+
+
+def published_layers(count: int, folder: Path) -> list[int]:
+    """The layers of a model with `count` layers that published heads read, by EAGLE's code, SpecForge and AngelSlim."""
+    if count < 3:
+        raise ConvertError(
+            f"{folder} has {count} layers that can be found by name, but an EAGLE-3 draft reads three; export it again "
+            "with optimum-cli, or use --kind pruned",
+            2,
+        )
+    return [1, count // 2 - 1, count - 4] if count >= 10 else [0, count // 2, count - 1]
+
+
+def choose_vocabulary(counts: np.ndarray, size: int | None, coverage: float, most: int) -> np.ndarray:
+    """The ids, sorted, of the `size` most frequent tokens; by default as many as have a share of `coverage`, a multiple
+    of 64 of at most `most`. `counts` [vocabulary] is each token's frequency."""
+    order = np.argsort(-counts, kind="stable")
+    if not size:
+        needed = int(np.searchsorted(np.cumsum(counts[order]), coverage * counts.sum())) + 1
+        size = min(-(-needed // 64) * 64, most)
+    return np.sort(order[: min(size, len(counts))])

@@ -1,0 +1,113 @@
+"""Finds a Llama's layers in a graph by their form, whatever exported it, and reads their weights as float32."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import openvino as ov
+
+from speculative.convert.draft_training.main_model import evaluate, norm_weight
+from speculative.modelgen import llama_ir
+
+
+class Layer(NamedTuple):
+    """A decoder layer: the hidden states that it reads and gives [batch, tokens, hidden], and what holds its weights,
+    under the names of Hugging Face checkpoints."""
+
+    before: ov.Node
+    after: ov.Node
+    matrices: dict[str, ov.Node]  # MatMul
+    norms: dict[str, np.ndarray]  # float32 [hidden]
+    head_dim: int
+
+
+def find_layers(graph: ov.Model) -> list[Layer]:
+    """The layers, in order. Raises ValueError if there are none, or others than a Llama's."""
+    attentions = [node for node in graph.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+    if not attentions:
+        raise ValueError("its graph has no ScaledDotProductAttention")
+    layers = [_layer(attention) for attention in attentions]
+    for one, other in pairwise(layers):
+        if other.before.get_friendly_name() != one.after.get_friendly_name():
+            raise ValueError(f"something is between its layers, {one.after.get_friendly_name()}")
+    return layers
+
+
+def read_layer(layer: Layer) -> dict[str, np.ndarray]:
+    """Its weights by name, matrices [outputs, inputs]."""
+    read = evaluate([node.input_value(1) for node in layer.matrices.values()])
+    matrices = zip(layer.matrices.items(), read, strict=True)
+    return layer.norms | {
+        name: values if node.get_attributes()["transpose_b"] else values.T for (name, node), values in matrices
+    }
+
+
+def _layer(attention: ov.Node) -> Layer:
+    q, k, v = (_projection(attention.input_value(i).get_node()) for i in range(3))
+    o = attention
+    while o.get_type_name() != "MatMul":
+        o = _only(_readers(o), "readers of an attention")
+    attended = _only(
+        (node for node in _readers(o) if node.get_type_name() == "Add"), "residual Adds after an attention"
+    )
+    before = _other(attended, o)
+    after = _only((node for node in _readers(attended) if node.get_type_name() == "Add"), "residual Adds after an MLP")
+    down = _other(after, attended)
+    product = down.input_value(0).get_node()
+    gates = [value.get_node() for value in product.input_values()]
+    swish = _only((node for node in gates if node.get_type_name() == "Swish"), "Swish in an MLP")
+    gate, up = swish.input_value(0).get_node(), _other(product, swish)
+    found = {"q": q, "k": k, "v": v, "o": o, "gate": gate, "up": up, "down": down}
+    matrices = {f"{name}.weight": found[key] for key, name in llama_ir.MATRICES.items()}
+    for name, node in matrices.items():
+        if node.get_type_name() != "MatMul" or not _is_constant(node.input_value(1).get_node()):
+            raise ValueError(f"its {name.removesuffix('.weight')} is no product with a matrix of weights")
+    size = attention.input_value(0).partial_shape[-1]
+    if len({node.get_friendly_name() for node in matrices.values()}) < len(matrices) or size.is_dynamic:
+        raise ValueError("its matrices are fused")
+    norms = {"input_layernorm.weight": norm_weight(q.input_value(0).get_node())}
+    norms["post_attention_layernorm.weight"] = norm_weight(gate.input_value(0).get_node())
+    weighted = {name: weight for name, weight in norms.items() if weight is not None}
+    if len(weighted) < len(norms):
+        raise ValueError("it has no norm with a weight before each part of a layer")
+    return Layer(before, after, matrices, weighted, size.get_length())
+
+
+def _projection(node: ov.Node) -> ov.Node:
+    """The nearest product with a constant matrix before `node`."""
+    waiting, seen = deque([node]), {node.get_friendly_name()}
+    while waiting:
+        node = waiting.popleft()
+        if node.get_type_name() == "MatMul" and _is_constant(node.input_value(1).get_node()):
+            return node
+        for value in node.input_values():
+            if (name := value.get_node().get_friendly_name()) not in seen:
+                seen.add(name)
+                waiting.append(value.get_node())
+    raise ValueError("its attention has no matrices of weights")
+
+
+def _is_constant(node: ov.Node) -> bool:
+    """Whether `node` depends on no input and no state."""
+    if node.get_type_name() in ("Parameter", "ReadValue", "ShapeOf"):
+        return False
+    return all(_is_constant(value.get_node()) for value in node.input_values())
+
+
+def _readers(node: ov.Node) -> list[ov.Node]:
+    return [reader.get_node() for reader in node.output(0).get_target_inputs()]
+
+
+def _other(node: ov.Node, one: ov.Node) -> ov.Node:
+    """The input of `node` beside `one`."""
+    inputs = (value.get_node() for value in node.input_values())
+    return _only((i for i in inputs if i.get_friendly_name() != one.get_friendly_name()), "second summands or factors")
+
+
+def _only(nodes: Iterator[ov.Node] | list[ov.Node], what: str) -> ov.Node:
+    found = list(nodes)
+    if len(found) != 1:
+        raise ValueError(f"its graph has {len(found)} {what}, where a Llama's has one")
+    return found[0]

@@ -1,0 +1,124 @@
+"""A pruned draft in torch: transformers' Llama with weights of the main model's IR, its training, checkpoint and IR."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculative.convert.draft_training import llama_weights, training
+from speculative.convert.draft_training.pruned import Choice, Pruned
+from speculative.convert.draft_training.training import Batch, Training
+from speculative.modelgen import llama_ir
+from speculative.modelgen.llama_ir import in_int8
+
+CHECKED = 24  # tokens by which the weights that were read are checked
+TOLERANCE = 0.02  # of the size of what a layer adds, and of the logits
+
+
+def build(pruned: Pruned, layers: list[int]) -> LlamaForCausalLM:
+    """The main model with some of its layers."""
+    main = pruned.main
+    output = main.output_layer(np.arange(main.vocabulary))
+    if output is None:
+        raise ValueError("its graph ends in another way")
+    embeddings = main.embeddings()
+    is_tied = np.array_equal(output.rows.astype(np.float16), embeddings)
+    weights = {"model.embed_tokens.weight": output.rows if is_tied else embeddings.astype(np.float32)}
+    weights |= {"lm_head.weight": output.rows, "model.norm.weight": output.norm}
+    for place, layer in enumerate(layers):
+        read = llama_weights.read_layer(pruned.layers[layer])
+        weights |= {f"model.layers.{place}.{name}": values for name, values in read.items()}
+    model = _empty(pruned, len(layers), is_tied)
+    model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
+    return model
+
+
+def _empty(pruned: Pruned, layers: int, is_tied: bool) -> LlamaForCausalLM:
+    config = LlamaConfig(**pruned.config(), num_hidden_layers=layers, tie_word_embeddings=is_tied)
+    return LlamaForCausalLM(config).float()
+
+
+@torch.no_grad()
+def difference(pruned: Pruned) -> str:
+    """What the main model computes otherwise than a Llama with its weights, in its first or last layer or after it; ""
+    if all is the same."""
+    last = len(pruned.layers) - 1
+    try:
+        model = build(pruned, [0, last])
+    except (ValueError, RuntimeError):
+        return "its matrices have other sizes"
+    tokens = np.linspace(0, pruned.main.vocabulary - 1, CHECKED).astype(np.int64)
+    compute = pruned.hidden_states(EXECUTION_MODE_HINT="ACCURACY")
+    *states, logits = (torch.from_numpy(found)[None].float() for found in compute(tokens))
+    angles = model.model.rotary_emb(states[0], torch.arange(CHECKED)[None])
+    pairs = {"logits": (model.lm_head(model.model.norm(states[-1])), logits)}
+    for place, layer in enumerate((0, last)):
+        found = model.model.layers[place](states[layer], position_embeddings=angles)
+        pairs[f"layer {layer}"] = (found - states[layer], states[layer + 1] - states[layer])
+    wrong = [name for name, (found, given) in pairs.items() if (found - given).norm() > TOLERANCE * given.norm()]
+    return f"it computes other {wrong[0]}" if wrong else ""
+
+
+class PrunedTraining(Training):
+    """A pruned model in training."""
+
+    def __init__(self, file: Path, pruned: Pruned, choose: Callable[[], Choice], device: str):
+        """Continues with the state in `file`, if it exists. Otherwise `choose` gives the layers to keep."""
+        torch.manual_seed(0)
+        if kept := training.load(file, device):
+            self.choice = Choice(kept["layers"], kept["distance"])
+            model = _empty(pruned, len(self.choice.layers), kept["is_tied"])
+        else:
+            self.choice = choose()
+            model = build(pruned, self.choice.layers)
+        vocabulary = pruned.main.vocabulary
+        super().__init__(file, kept, model, np.arange(vocabulary), vocabulary, device)
+        self.llama = model
+
+    def extra_state(self) -> dict[str, Any]:
+        is_tied = self.llama.config.tie_word_embeddings
+        return {"layers": self.choice.layers, "distance": self.choice.distance, "is_tied": is_tied}
+
+    def forward(self, batch: Batch) -> Iterator[torch.Tensor]:
+        yield self.llama(batch.tokens, use_cache=False).logits  # padding comes last, and nothing attends to it
+
+
+def save(training: PrunedTraining, folder: Path, tokenizer_files: list[Path]) -> None:
+    """Write the IR with int8 weights, and the checkpoint, each with its `tokenizer_files`."""
+    checkpoint = folder / "checkpoint"
+    training.llama.save_pretrained(checkpoint)
+    ov.save_model(llama_ir.build(in_numbers(training.llama)), folder / "openvino_model.xml", compress_to_fp16=False)
+    shutil.copyfile(checkpoint / "config.json", folder / "config.json")
+    for file in tokenizer_files:
+        shutil.copyfile(file, folder / file.name)
+        if not file.name.startswith("openvino_"):
+            shutil.copyfile(file, checkpoint / file.name)
+
+
+def in_numbers(model: LlamaForCausalLM) -> llama_ir.Llama:
+    """The same model with int8 weights, for an IR."""
+    config = model.config
+    weights = {name: weight.detach().float().cpu().numpy() for name, weight in model.state_dict().items()}
+    return llama_ir.Llama(
+        embedding=in_int8(weights["model.embed_tokens.weight"]),
+        layers=[
+            llama_ir.Layer(
+                attention_norm=weights[f"model.layers.{i}.input_layernorm.weight"],
+                feed_forward_norm=weights[f"model.layers.{i}.post_attention_layernorm.weight"],
+                **{key: in_int8(weights[f"model.layers.{i}.{name}.weight"]) for key, name in llama_ir.MATRICES.items()},
+            )
+            for i in range(config.num_hidden_layers)
+        ],
+        norm=weights["model.norm.weight"],
+        head=None if config.tie_word_embeddings else in_int8(weights["lm_head.weight"]),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        frequencies=model.model.rotary_emb.inv_freq.float().cpu().numpy(),
+        attention_scale=config.head_dim**-0.5,
+        epsilon=config.rms_norm_eps,
+    )

@@ -1,0 +1,47 @@
+"""The frame of the conversion programs: one sentence for an error, an exit status, and no stack trace."""
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from speculative.convert.errors import ConvertError
+from speculative.error_text import engine_lines
+
+
+def run(program: str, job: Callable[[], None], out: Path, debug: bool, interrupted: str) -> int:
+    """Run `job`, which writes to `out`; return the exit status: 0 done, 1 failed, 2 bad usage, 130 interrupted.
+
+    Errors are printed as one line that starts with `program`, after a stack trace with `debug`; `interrupted` is what
+    Ctrl-C prints.
+    """
+    try:
+        job()
+        return 0
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {interrupted}", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"{program}: {_sentence(error, out)}", file=sys.stderr)
+        return error.status if isinstance(error, ConvertError) else 1
+
+
+def run_child(job: Callable[[], None]) -> int:
+    """Run `job` in a child process of a program, which shows the last line of an error; return the exit status."""
+    try:
+        job()
+        return 0
+    except (ConvertError, ValueError, RuntimeError, OSError) as error:
+        print(engine_lines(error)[-1], file=sys.stderr)
+        return 1
+
+
+def _sentence(error: Exception, out: Path) -> str:
+    if isinstance(error, ConvertError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk of {out} is full; free space and run the same command again"
+    return f"{type(error).__name__}: {engine_lines(error)[0]}; --debug shows where"
