@@ -1,7 +1,8 @@
 """Rejection sampling for speculative decoding, as functions on arrays.
 
 Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1, and Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, which was
-found independently.
+found independently: `verify_tokens`. Sun et al. 2024 (arXiv 2403.10444), Algorithm 2, which accepts more tokens of the
+same draft: `verify_block`. The engine calls `verify`.
 
 Notation of the papers: p is the main model's next-token distribution, q the draft's, K the draft length; V is the
 vocabulary size. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 within its
@@ -87,7 +88,7 @@ def residual(p: np.ndarray | OneHot, q: np.ndarray | OneHot) -> np.ndarray | One
     return excess / total if total > 0 else p
 
 
-def verify(
+def verify_tokens(
     drafted: Sequence[int],
     q: Sequence[np.ndarray | OneHot],
     p: Callable[[int], np.ndarray | OneHot],
@@ -112,6 +113,76 @@ def verify(
     return Acceptance(len(drafted), draw(p(len(drafted)), random))
 
 
+def verify_block(
+    drafted: Sequence[int],
+    q: Sequence[np.ndarray | OneHot],
+    p: Callable[[int], np.ndarray | OneHot],
+    random: np.random.Generator,
+) -> Acceptance:
+    """As `verify_tokens`, but decide on the draft tokens together: the same distribution of the output, from as many
+    draft tokens or more.
+
+    Sun et al. 2024, Algorithm 2. `verify_tokens` accepts the first i tokens with the probability w(i) = w(i - 1)
+    min(1, p / q); here it is min(1, w(i - 1) p / q), so a token that the main model prefers makes up for one that it
+    does not. That holds for drafts of any length that depends on their tokens, too (by induction from the last token).
+
+    `p` is called in order, for all draft tokens unless the main model excludes one: its weight, and those after it, are
+    0. Raises ValueError if a draft token has probability 0 in the draft's distribution.
+    """
+    rows: list[np.ndarray | OneHot] = []
+    weights = [1.0]
+    for i, (x, q_i) in enumerate(zip(drafted, q, strict=True)):
+        q_x = float(q_i[x])
+        if not q_x > 0:
+            raise ValueError(f"draft token {x} at index {i} has probability {q_x} in the draft's distribution")
+        rows.append(p(i))
+        weights.append(min(1.0, weights[i] * float(rows[i][x]) / q_x))
+        if not weights[-1]:
+            break
+    n = len(drafted)
+    if len(weights) > n and (weights[n] == 1 or random.random() < weights[n]):
+        return Acceptance(n, draw(p(n), random))
+    i = len(rows) - 1
+    while weights[i] < 1:  # the longest first; weights[0] is 1
+        number = random.random()
+        if number < weights[i]:  # otherwise rejected, whatever the sum is
+            excess = np.asarray(rows[i]) * weights[i]
+            excess -= np.asarray(q[i])
+            np.maximum(excess, 0, out=excess)
+            total = float(excess.sum())
+            if number * (total + 1 - weights[i]) < total:
+                return Acceptance(i, draw(excess, random))
+        i -= 1
+    return Acceptance(i, draw(residual(rows[i], q[i]), random))
+
+
+def verify_match(
+    drafted: Sequence[int], p: Callable[[int], np.ndarray | OneHot], random: np.random.Generator
+) -> Acceptance:
+    """As `verify_tokens` for draft tokens that are not random: sample from the main model as long as that gives them.
+
+    The text is that of plain decoding with the same random numbers, and each token is accepted with the same
+    probability p(x) as by rejection sampling.
+    """
+    for i, x in enumerate(drafted):
+        token = draw(p(i), random)
+        if token != x:
+            return Acceptance(i, token)
+    return Acceptance(len(drafted), draw(p(len(drafted)), random))
+
+
+def verify(
+    drafted: Sequence[int],
+    q: Sequence[np.ndarray | OneHot],
+    p: Callable[[int], np.ndarray | OneHot],
+    random: np.random.Generator,
+) -> Acceptance:
+    """Verify by `verify_match` if no draft token is random, else by `verify_block`; arguments as in `verify_tokens`."""
+    if all(isinstance(q_i, OneHot) for q_i in q):
+        return verify_match(drafted, p, random)
+    return verify_block(drafted, q, p, random)
+
+
 def speculative_decoding(
     main: Callable[[list[int]], np.ndarray],
     draft: Callable[[list[int]], np.ndarray],
@@ -133,7 +204,7 @@ def speculative_decoding(
             q.append(draft(tokens + drafted))
             drafted.append(draw(q[-1], random))
 
-        accepted, token = verify(drafted, q, lambda i: main(tokens + drafted[:i]), random)  # noqa: B023
+        accepted, token = verify_tokens(drafted, q, lambda i: main(tokens + drafted[:i]), random)  # noqa: B023
         gained = [*drafted[:accepted], token]
         tokens += gained
         yield gained, accepted

@@ -24,7 +24,8 @@ from openvino_genai import GenerationConfig
 from speculative.decoder import Decoder
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.suffix import SuffixProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model, eagle3_head
@@ -48,7 +49,7 @@ LENGTH = 3  # tokens compared
 PROMPT = np.array([1, 5, 2, 6, 3, 0])
 OTHER_PROMPT = np.array([1, 5, 2, 4, 6, 3])  # between draws now and then: another text, the same beginning
 WRONG = 6  # the token that the wrong draft is certain of
-ONE_LAYER = (0, 0, 0)  # of the main model, which the EAGLE-3 head reads three times
+ONE_LAYER = [0, 0, 0]  # of the main model, which the EAGLE-3 head reads three times
 ONE_THREAD = {"INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 EXACT = {**ONE_THREAD, "EXECUTION_MODE_HINT": "ACCURACY"}
 CACHES = {
@@ -144,7 +145,9 @@ def folders(tmp_path_factory):
         "wrong": save_tiny_llama(folder / "wrong", seed=3, bias=certain),
         "narrow": save_resized(folder / "narrow", [*range(VOCABULARY - 1)]),
         "wide": save_resized(folder / "wide", [*range(VOCABULARY), 0, 1]),
-        "eagle3": save_head(folder / "eagle3", fitted(tiny_head(seed=5), tiny_llama(seed=1), ONE_LAYER), ONE_LAYER),
+        "eagle3": save_head(
+            folder / "eagle3", fitted(dataclasses.replace(tiny_head(seed=5), layers=ONE_LAYER), tiny_llama(seed=1))
+        ),
     }
 
 
@@ -216,7 +219,7 @@ def load(folders):
         if draft == "eagle3":
             return decoder_with_head()
         keep = ComputedOnce if once else lambda model: model
-        main, source = keep(model("main", backend)), NgramProposer(VOCABULARY)
+        main, source = keep(model("main", backend)), SuffixProposer(VOCABULARY)
         if draft != "lookup":
             source = DraftModelProposer(keep(model(draft, backend)), VOCABULARY)
         return Decoder(main, source)

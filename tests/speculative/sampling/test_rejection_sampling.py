@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.sampling import rejection_sampling
-from speculative.sampling.rejection_sampling import Acceptance, OneHot, draw, residual, speculative_decoding, verify
+from speculative.sampling.rejection_sampling import (
+    Acceptance,
+    OneHot,
+    draw,
+    residual,
+    speculative_decoding,
+    verify_match,
+)
+from speculative.sampling.rejection_sampling import verify_tokens as verify
 
 UNITS = 6
 POINTS = sorted({Fraction(a, b) for b in range(1, UNITS + 1) for a in range(b + 1)})
@@ -130,7 +138,7 @@ def verdicts(pair, token, drafted, verify=verify):
     return outcomes(iteration)
 
 
-def speculative_text(pair, length, K, verify=verify, **rule):
+def speculative_text(pair, length, K, verify=verify, verdicts=verdicts, **rule):
     """Return {tokens: exact probability} of `length` tokens drafted and verified as speculative decoding does it."""
 
     @lru_cache(None)
@@ -260,18 +268,31 @@ def test_a_planted_bug_is_found(bug):
     assert speculative_text(GOOD, 3, 2, verify=BUGS[bug]) != GOOD.text(3)
 
 
-def match(drafted, q, p, random):
-    """Sample from the main model and accept if it is the draft token: also exact, but accepts less."""
-    for i, x in enumerate(drafted):
-        token = draw(p(i), random)
-        if token != x:
-            return Acceptance(i, token)
-    return Acceptance(len(drafted), draw(p(len(drafted)), random))
-
-
 def test_what_is_no_bug_is_not_found():
     assert speculative_text(GOOD, 3, 2, verify=accepting(right)) == GOOD.text(3)
-    assert speculative_text(GOOD, 3, 2, verify=match) == GOOD.text(3)
+
+
+def match(drafted, q, p, random):
+    return verify_match(drafted, p, random)
+
+
+@exactly
+@given(pairs(), st.integers(0, 2))
+def test_matching_is_exact_whatever_is_drafted(pair, K):
+    assert speculative_text(pair, K + 1, K, verify=match) == pair.text(K + 1)
+
+
+@exactly
+@given(pairs(), st.integers(0, 3))
+def test_a_draft_that_is_not_random_is_accepted_as_often_by_matching(pair, token):
+    vocabulary = len(pair.main)
+    certain = [UNITS * (x == token % vocabulary) for x in range(vocabulary)]
+    pair = Pair(pair.main, [certain] * vocabulary)
+    accepted = [
+        sum(share for verdict, share in verdicts(pair, 0, (token % vocabulary,), rule).items() if verdict.accepted)
+        for rule in (verify, match)
+    ]
+    assert accepted[0] == accepted[1]
 
 
 # What an iteration asks for, and what it refuses.
