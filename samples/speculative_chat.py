@@ -1,9 +1,9 @@
 """Chat with speculative decoding, with accepted draft tokens in colour.
 
     python samples/speculative_chat.py models/embedded/main models/embedded/draft
-    python samples/speculative_chat.py models/smollm2-135m/main
+    python samples/speculative_chat.py models/smollm2-135m/main models/smollm2-135m/draft
 
-Without a draft model, prompt lookup drafts: it copies tokens from the conversation so far.
+Without a draft model, suffix decoding drafts: it copies tokens from the conversation so far.
 Greedy, or sampled if --temperature is set, and lossless either way. Both use `speculative/decoder.py`, because GenAI's
 pipeline samples from a wrong distribution with a draft model, and one engine for both keeps each model in memory once.
 Each answer computes only the new tokens of the conversation.
@@ -21,6 +21,7 @@ import openvino_genai
 
 from speculative import ModelSpec, load
 from speculative.drafting.policy import ConfidenceDraftLength, FixedDraftLength
+from speculative.drafting.suffix import LONGEST_MATCH
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401
@@ -35,7 +36,6 @@ COMMANDS = """\
 /reset                  clear the conversation
 /help                   show this list
 /quit                   end the chat"""
-NGRAM = 3  # longest n-gram that prompt lookup looks up
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
@@ -161,7 +161,7 @@ def main():
     if "draft" in args:
         engine = load(main_model, ModelSpec(args.draft, args.draft_device, args.draft_property))
     else:
-        engine = load(main_model, max_ngram_size=NGRAM)
+        engine = load(main_model, max_ngram_size=LONGEST_MATCH)
     if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: use an instruct model.")
 

@@ -13,8 +13,8 @@ import openvino_genai
 
 def main():
     args = console.parse_arguments(
-        __doc__, "main", "draft", "prompt", "--device", "--draft-device", "--num-assistant-tokens", "--max-new-tokens",
-        "--property", "--draft-property", "--scheduler", "--recommended",
+        __doc__, "main", "draft", "prompt", "--device", "--draft-device", "--num-assistant-tokens", "--tree-depth",
+        "--branching-factor", "--max-new-tokens", "--property", "--draft-property", "--scheduler", "--recommended",
     )  # fmt: skip
 
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **args.draft_property)
@@ -23,6 +23,8 @@ def main():
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
     config.num_assistant_tokens = args.num_assistant_tokens
+    if args.tree_depth:
+        config.tree_depth, config.branching_factor = args.tree_depth, args.branching_factor
 
     streamer = console.Streamer(args.main, pipe.get_tokenizer())
     # A list, not a str: generate("text") returns a plain str, without metrics.

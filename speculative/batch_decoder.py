@@ -27,22 +27,23 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Prompt, encode
+from speculative.decoder import Prompt, check_sources, encode
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
-from speculative.models import cached_model, eagle3_head, huge_pages
+from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.suffix import PastAnswers, SuffixProposer
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
-from speculative.models.cached_model import CAPACITY, CachedModel
+from speculative.models.cached_model import CAPACITY
 from speculative.models.eagle3_batch import BatchHead
-from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
+from speculative.models.loading import load_models
 from speculative.models.spec import ModelSpec
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
+from speculative.sampling.proposal import Proposal
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
@@ -66,6 +67,7 @@ class Request:
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
         self.confidence: Confidence | None = None  # in the last draft token
+        self.foreseen: Proposal | None = None  # the next draft token, which may be declined as it is not random
         self.idle = False  # has finished drafting in this iteration
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
@@ -102,7 +104,7 @@ class BatchDecoder:
     def __init__(
         self,
         main: BatchModel,
-        draft: BatchModel | NgramProposer | None,
+        draft: BatchModel | SuffixProposer | None,
         draft_length: BatchDraftLength,
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
@@ -149,9 +151,9 @@ class BatchDecoder:
         salt: bytes = b"",
     ) -> Request:
         """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
-        As the same seed must give the same text, a seeded sampled request ignores `draft_length` and drafts
-        `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs carry the text piece by
-        piece. The request shares cached blocks only with requests that have the same `salt`.
+        As the same seed must give the same text, a seeded sampled request ignores `draft_length` and has the draft
+        model propose `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs carry the text
+        piece by piece. The request shares cached blocks and past answers only with requests that have the same `salt`.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.
@@ -164,8 +166,8 @@ class BatchDecoder:
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
-        if isinstance(self.draft, NgramProposer):
-            request.proposer = self.draft
+        if isinstance(self.draft, SuffixProposer):
+            request.proposer = self.draft.of_request(salt)
         with self._lock:
             request.slot = self.main.slot(text.max_length, salt)
             if isinstance(self.draft, BatchModel):
@@ -223,7 +225,10 @@ class BatchDecoder:
             self._share(request)
         for request in running:
             if isinstance(request.policy, AcceptanceEstimate) and request in steps:
-                request.policy.update(steps[request].proposed, steps[request].accepted)
+                step = steps[request]
+                if request.foreseen and step.accepted == step.proposed:
+                    request.policy.learn_declined(step.tokens[-1] == request.foreseen.token)
+                request.policy.update(step.proposed, step.accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
 
@@ -246,13 +251,20 @@ class BatchDecoder:
         pass also includes `read` prompt tokens."""
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
-            request.confidence, request.idle = None, False
+            request.confidence, request.foreseen, request.idle = None, None, False
             if isinstance(request.policy, AcceptanceEstimate):
                 request.policy.begin()
         drafting = [request.policy for request in running if request.sequence.can_draft]
         self.draft_length.begin([policy for policy in drafting if isinstance(policy, AcceptanceEstimate)], len(running))
-        while chosen := self._choose(running, read):
+        while True:
             begin = time.perf_counter()
+            if isinstance(self.draft, SuffixProposer):
+                for request in running:
+                    self._try(request, self._foresee, request)
+            looked_up = time.perf_counter() - begin
+            if not (chosen := self._choose(running, read)):
+                break
+            begin = time.perf_counter() - looked_up
             computed = self._read(self.draft, chosen) if isinstance(self.draft, BatchModel) else 0
             for request in chosen:
                 if not request.idle:
@@ -301,13 +313,29 @@ class BatchDecoder:
             request.idle = request not in parts or not parts[request].last
         return computed
 
+    @staticmethod
+    def _foresee(request: Request) -> None:
+        """Look for the next draft token of a request that follows the batch's policy, so that it can decide by it."""
+        text = request.sequence
+        if not isinstance(request.policy, AcceptanceEstimate) or request.idle or request.foreseen or not text.can_draft:
+            return
+        assert request.proposer
+        request.foreseen = request.proposer.propose(text.token_ids, text.distribution, text.random)
+        if request.foreseen:
+            request.policy.foresee(request.foreseen.confidence())
+        else:
+            request.idle = True
+
     def _propose(self, request: Request) -> None:
         text = request.sequence
         source = request.proposer
-        proposal = source.propose(text.token_ids, text.distribution, text.random) if source else None
+        proposal = request.foreseen
+        if source and not proposal:
+            proposal = source.propose(text.token_ids, text.distribution, text.random)
         if proposal is None:
             request.idle = True
             return
+        request.foreseen = None
         text.draft(proposal)
         request.confidence = proposal.confidence
         if isinstance(request.policy, AcceptanceEstimate):
@@ -336,6 +364,10 @@ class BatchDecoder:
             request.result.draft_length = "no draft"
         rest = request.output.end()
         request.finished = True
+        if isinstance(request.proposer, SuffixProposer) and not (request.cancelled or request.error):
+            text = request.sequence
+            end = text.num_prompt_tokens + len(request.result.tokens)
+            request.proposer.remember(text.token_ids[:end], text.num_prompt_tokens)
         return rest
 
     def _finalize(self) -> list[RequestOutput]:
@@ -357,7 +389,8 @@ class BatchDecoder:
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy | AcceptanceEstimate:
         if policy := policy_from_params(params):
             return policy
-        repeatable = params.do_sample and params.seed is not None
+        is_random = not isinstance(self.draft, SuffixProposer)  # otherwise the text does not depend on its draft length
+        repeatable = is_random and params.do_sample and params.seed is not None
         return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.estimate()
 
     @staticmethod
@@ -389,6 +422,7 @@ def load(
     draft: ModelSpec | str | Path | None = None,
     *,
     max_ngram_size: int | None = None,
+    past_answers: int = 0,
     cache_tokens: int = CAPACITY,
     use_huge_pages: bool = False,
     prefix_cache: bool = True,
@@ -396,26 +430,27 @@ def load(
 ) -> BatchDecoder:
     """Load the main model, and a draft if given, into a batch decoder; see `decoder.load` for the common arguments.
 
-    `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts included;
-    `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks. `subtract_penalties` is
-    passed to `BatchDecoder`. Costs are measured at load and updated while decoding. Raises ValueError for a model or
-    device without paged attention.
+    `past_answers` is how many tokens of the latest answers are kept, for suffix decoding to copy from them, too; those
+    of another salt are never used. `cache_tokens` is the KV-cache capacity in tokens for all requests together, prompts
+    included; `BatchDecoder.cache_bytes` gives its size. Without `prefix_cache`, requests share no blocks.
+    `subtract_penalties` is passed to `BatchDecoder`. Costs are measured at load and updated while decoding. Raises
+    ValueError for a model or device without paged attention.
     """
-    before = huge_pages.allocated() if use_huge_pages else []
+    check_sources(draft, max_ngram_size)
+    if past_answers < 0:
+        raise ValueError(f"past_answers is {past_answers}, but must be at least 0 tokens")
+    if past_answers and not max_ngram_size:
+        raise ValueError("past_answers are for suffix decoding: pass max_ngram_size, too")
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    draft_model: CachedModel | EagleHead | None
-    if draft and is_head(draft.folder):
-        main_model, draft_model = eagle3_head.load(main, draft, capacity=cache_tokens, head_capacity=cache_tokens)
-    else:
-        main_model = cached_model.load(main, capacity=cache_tokens)
-        draft_model = cached_model.load(draft, capacity=cache_tokens) if draft else None
-    if use_huge_pages:
-        huge_pages.move(before)
+    main_model, draft_model = load_models(
+        main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
+    )
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
-    source: BatchModel | NgramProposer | None = None
+    source: BatchModel | SuffixProposer | None = None
     if max_ngram_size:
-        source = NgramProposer(batch.vocab_size, max_ngram_size)
+        past = PastAnswers(past_answers) if past_answers else None
+        source = SuffixProposer(batch.vocab_size, max_ngram_size, past)
     if draft and draft_model:
         context = config_facts(draft.folder).context_length
         if isinstance(draft_model, EagleHead):

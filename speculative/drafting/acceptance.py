@@ -44,6 +44,7 @@ class AcceptanceEstimate:
     def begin(self) -> None:
         """Start an iteration."""
         self._bins: list[int] = []  # confidence bins of this iteration's draft tokens
+        self._next: int | None = None  # that of the next draft token, if it is known
         self.survival = 1.0  # probability that all of them are accepted
 
     @property
@@ -53,13 +54,24 @@ class AcceptanceEstimate:
 
     @property
     def is_due(self) -> bool:
-        """Whether a probe is due: there was no draft token for long."""
-        return self.plain >= self._probe_every
+        """Whether a probe is due: there was no draft token for long, and none was seen."""
+        return self._next is None and self.plain >= self._probe_every
+
+    def foresee(self, confidence: float) -> None:
+        """Record the draft's `confidence` in the next draft token, which is not random and may be declined."""
+        self._next = self._bin(confidence)
 
     def draft(self, confidence: float) -> None:
         """Record a draft token and the draft's `confidence` in it, from 0 to 1."""
-        self._bins.append(min(int(confidence * self.BINS), self.BINS - 1))
+        self._bins.append(self._bin(confidence))
+        self._next = None
         self.survival *= self._of_bin(self._bins[-1])
+
+    def learn_declined(self, was_right: bool) -> None:
+        """Record whether the foreseen token, which was not drafted, was the next one after the accepted ones."""
+        assert self._next is not None
+        for estimate in (self, self._pool) if self._pool else (self,):
+            estimate._count(self._next, was_right)
 
     def update(self, drafted: int, accepted: int) -> None:
         """Record an iteration's outcome: of `drafted` draft tokens, the first `accepted` ones were accepted."""
@@ -89,12 +101,24 @@ class AcceptanceEstimate:
         prior = self._pool.mean() if self._pool else self._prior
         return (self._all_accepted + self._kept * prior) / (self._all_judged + self._kept)
 
+    def next(self) -> float:
+        """The probability that the next draft token is accepted: by its confidence, if that is known."""
+        return self.mean() if self._next is None else self._of_bin(self._next)
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * self.BINS), self.BINS - 1)
+
     def _of_bin(self, bin_: int) -> float:
         prior = self._pool._of_bin(bin_) if self._pool else self.mean()
         return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
 
     def describe(self) -> str:
         """The measured acceptance, in a few words."""
-        if not self.judged:
-            return "no draft token verified yet"
-        return f"per-token acceptance {self.accepted / self.judged:.2f} over {self.judged} draft tokens"
+        return describe_acceptance(self.judged, self.accepted)
+
+
+def describe_acceptance(judged: int, accepted: int) -> str:
+    """The acceptance of `judged` draft tokens, in a few words."""
+    if not judged:
+        return "no draft token verified yet"
+    return f"per-token acceptance {accepted / judged:.2f} over {judged} draft tokens"

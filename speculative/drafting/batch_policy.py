@@ -89,7 +89,7 @@ class BatchDraftLength:
 
     def _wanted(self, estimates: Sequence[AcceptanceEstimate], tokens: int, anyway: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])
-        acceptance = np.array([estimate.mean() for estimate in estimates])
+        acceptance = np.array([estimate.next() for estimate in estimates])
         chosen = self._worth(survival, acceptance, tokens, anyway)
         first = not any(estimate.drafted for estimate in estimates)
         due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]

@@ -4,7 +4,7 @@ import numpy as np
 
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.policy import LONGEST, Confidence, Costs, describe_outcome
-from speculative.drafting.proposers import MATCH_ACCEPTANCE
+from speculative.drafting.suffix import DIVIDED_ACCEPTANCE, MATCH_ACCEPTANCE
 
 
 class LookupDraftLength:
@@ -20,15 +20,15 @@ class LookupDraftLength:
         survival x (p1 + p1 p2 + ...)  >  MARGIN x recent tokens per second x additional seconds to verify them
 
     OpenVINO prepares a forward pass again if its number of tokens differs from the one before, which takes up to half
-    of a plain one's time. So the first draft after plain decoding pays for the way back, too, and the first plain
-    forward pass after a draft is no measure of plain decoding.
+    of a plain one's time. So the first draft after plain decoding is charged with the way back, too, and the first
+    plain forward pass after a draft is no measure of plain decoding.
 
     The balance is what drafts have saved or lost lately. While it is negative, nothing is drafted, and the drafts that
     would have been made are followed in the text: once they would have saved time, drafting resumes. So a text that
     repeats nothing is decoded plainly, almost from its start, however wrong the estimates are.
     """
 
-    LEVELS = np.unique(MATCH_ACCEPTANCE)  # the bins of the confidence: their lower ends, which are also their priors
+    LEVELS = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])  # bins of the confidence: lower ends, also the priors
     PRIOR = 8.0  # weight of a prior, in draft tokens
     FADE = 0.99  # decay of recent tokens and seconds per iteration, and of the statistics per judged token
     MARGIN = 1.3  # expectations must exceed costs by this factor

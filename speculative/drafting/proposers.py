@@ -1,4 +1,4 @@
-"""Proposers of draft tokens: a draft model, or n-gram matches in the text (prompt lookup)."""
+"""Proposers of draft tokens: their protocol, and the draft model. `suffix.py` proposes tokens without a model."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -57,46 +57,3 @@ class DraftModelProposer:
 def softmax_at(logits: np.ndarray, token: int) -> float:
     """The probability of `token` at temperature 1."""
     return float(1 / np.exp(logits - logits[token]).sum())
-
-
-MATCH_ACCEPTANCE = (0.3, 0.45, 0.55, 0.7, *[0.85] * 7, 0.97)
-"""Acceptance of a token copied after a match of 1, 2, ..., 12 or more tokens: typical of SmolLM2-135M's answers."""
-
-
-def match_acceptance(tokens: np.ndarray, end: int) -> float:
-    """The `MATCH_ACCEPTANCE` of the match between the end of `tokens` (int64 [n]) and the tokens up to index `end`."""
-    length = 1
-    while length < min(len(MATCH_ACCEPTANCE), end + 1) and tokens[end - length] == tokens[-1 - length]:
-        length += 1
-    return MATCH_ACCEPTANCE[length - 1]
-
-
-class NgramProposer:
-    """Copies draft tokens from the text: the token after the last earlier occurrence of the current n-gram.
-
-    Saxena 2023, "Prompt Lookup Decoding". The proposal is one-hot; rejection sampling keeps it lossless. The confidence
-    is the `MATCH_ACCEPTANCE` of the whole match, which may be longer than the n-gram.
-    """
-
-    def __init__(self, vocab_size: int, max_ngram_size: int = 3):
-        """`max_ngram_size` is the longest n-gram to look for; if it has no earlier occurrence, shorter ones are."""
-        self._vocab_size = vocab_size
-        self._max_ngram_size = max_ngram_size
-
-    def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
-        last = len(tokens) - 1
-        ends = np.flatnonzero(tokens[:last] == tokens[last])  # where matches end
-        if not len(ends):
-            return None
-        for back in range(1, self._max_ngram_size):
-            longer = ends[ends >= back]
-            longer = longer[tokens[longer - back] == tokens[last - back]]
-            if not len(longer):
-                break
-            ends = longer
-        end = int(ends[-1])
-        token = int(tokens[end + 1])
-        return Proposal(token, OneHot(token, self._vocab_size), lambda: match_acceptance(tokens, end))
-
-    def reset(self) -> None:
-        """Nothing to reset: it keeps no state."""

@@ -19,6 +19,7 @@ from speculative.cli.pipeline_arguments import (
 )
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
+from speculative.pair.head_limits import native_limit
 from speculative.serving import resources
 from speculative.serving.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
@@ -35,6 +36,10 @@ def parse(description: str) -> Settings:
         draft_length = args.num_assistant_tokens
         args = take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
         args.num_assistant_tokens = draft_length
+    if args.suffix_decoding and "draft" in args:
+        console.fail(f"--suffix-decoding replaces a draft, but {args.draft} is given: leave out one of them.")
+    if args.past_answers and not args.suffix_decoding:
+        console.fail("--past-answers is for suffix decoding: add --suffix-decoding.")
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
     args.property = dict(args.property)
@@ -67,6 +72,15 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         parser.add_argument(*flags, **ARGUMENTS[name])
     draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
+    parser.add_argument(
+        "--suffix-decoding", action="store_true",
+        help="copy draft tokens from the prompt and the answer so far, instead of a draft",
+    )  # fmt: skip
+    parser.add_argument(
+        "--past-answers", type=whole_number(1, LARGEST), default=Pair.past_answers, metavar="TOKENS",
+        help="with --suffix-decoding: copy also from the latest answers to the same API key and prompt_cache_key, of "
+        "which so many tokens are kept (default: none)",
+    )  # fmt: skip
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_limits(parser.add_argument_group("limits per replica"))
     _add_ray_arguments(parser.add_argument_group("Ray"))
@@ -168,6 +182,8 @@ def _check_models(args: argparse.Namespace) -> None:
     if args.draft:
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
     check_models(models)
+    if args.draft and (limit := native_limit(args.draft, args.device, args.draft_device)):
+        console.fail(limit)
 
 
 def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> None:
@@ -189,6 +205,8 @@ def _pair(args: argparse.Namespace) -> Pair:
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,
+        suffix_decoding=args.suffix_decoding,
+        past_answers=args.past_answers,
     )
 
 

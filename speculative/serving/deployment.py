@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from speculative import batch_decoder
+from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
 from speculative.serving.metrics import Metrics
@@ -21,7 +22,8 @@ class Replica:
         """`keys`: digests of the API keys (`middleware.digest`), or None."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,
-            prefix_cache=pair.prefix_cache, subtract_penalties=True,
+            prefix_cache=pair.prefix_cache, subtract_penalties=True, past_answers=pair.past_answers,
+            max_ngram_size=LONGEST_MATCH if pair.suffix_decoding else None,
         )  # fmt: skip
         self._engine = Engine(decoder, limits.max_num_seqs, limits.max_queue)
         metrics = Metrics(self._engine, pair.name)

@@ -25,12 +25,13 @@ SAMPLES = {
     "speculative_greedy_lm.py": [SMALL, DRAFT],
     "speculative_sampling_lm.py": [SMALL, DRAFT],
     "prompt_lookup_decoding_lm.py": [SMALL],
+    "suffix_decoding_lm.py": [SMALL],
     "speculative_chat.py": [SMALL, DRAFT],
 }
 ONE_SHOT = [name for name in SAMPLES if name != "speculative_chat.py"]
 WITH_CONSOLE = [name for name in ONE_SHOT if name != STAND_ALONE]
-GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0, "-k", 3]}  # the others know nothing else, and draft
-OUR_ENGINE = ("speculative_sampling_lm.py", "speculative_chat.py")
+GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0, "-k", 3], "suffix_decoding_lm.py": ["-k", 3]}
+OUR_ENGINE = ("speculative_sampling_lm.py", "suffix_decoding_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 NPU_ON_CPU = ("--property", "NPUW_DEVICES=CPU", *EXACT)
@@ -80,7 +81,8 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy
     assert re.fullmatch(r"\d+ of the main model after the prompt", shown["forward passes"])
     assert re.fullmatch(r"[\d.]+ tokens per forward pass", shown["block efficiency"])
     assert shown["main"] == f"{SMALL} on CPU, int8 weights, inference in f32"
-    assert ("acceptance rate" in shown) == ("draft" in shown) == name.startswith("speculative")
+    assert ("draft" in shown) == name.startswith("speculative")
+    assert ("acceptance rate" in shown) == name.startswith(("speculative", "suffix"))
 
 
 def test_the_sample_that_stands_alone_prints_the_main_models_text(run):
@@ -376,7 +378,8 @@ def test_samples_import_the_engine_and_their_console_module_only(name):
     tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    engine = {"speculative", "speculative.drafting.policy"} if name in OUR_ENGINE else set()
+    drafting = {"speculative.drafting.policy", "speculative.drafting.suffix"}
+    engine = {"speculative", *drafting} if name in OUR_ENGINE else set()
     expected = {"openvino_genai"} if name == STAND_ALONE else {"console", "openvino_genai"}
     assert expected <= imports - sys.stdlib_module_names - {"readline"} - engine
     assert imports - sys.stdlib_module_names - {"readline"} <= expected | engine

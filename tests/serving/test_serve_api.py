@@ -785,17 +785,51 @@ def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monk
     assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
 
 
-@pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
-def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
-    """The option reaches the engine of the replica that Ray creates."""
-    pair = parsed_arguments(monkeypatch, *given).pair
+def decoder_of_a_replica(pair):
+    """The decoder that a replica created by Ray would have."""
 
-    async def decoder_of_a_replica():
+    async def decoder():
         replica = object.__new__(application.Replica.func_or_class.__bases__[0])  # without what Ray wraps around it
         await replica.__init__(pair, Limits(100, 100, 1, 1, 60.0), None)
         replica._engine.close()
         return replica._engine.decoder
 
-    with Api(asyncio.run(decoder_of_a_replica())) as api:
+    return asyncio.run(decoder())
+
+
+@pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
+def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
+    """The option reaches the engine of the replica that Ray creates."""
+    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair)) as api:
         cached(api, LONG_PROMPT)
         assert (cached(api, LONG_PROMPT) > 0) is prefix_cache
+
+
+def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeypatch):
+    given = ("--suffix-decoding", "--past-answers", 300, "--property", "EXECUTION_MODE_HINT=ACCURACY")
+    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair)) as api:
+
+        def answered(key):
+            body = {**ONE, "prompt": LONG_PROMPT, "max_tokens": 48, "ignore_eos": True, "prompt_cache_key": key}
+            answer = post(api, body).json()
+            return answer["choices"][0]["text"], answer["usage"]["completion_tokens_details"]
+
+        first, again, another = answered("mine"), answered("mine"), answered("another's")
+        assert first[0] == again[0] == another[0]
+        copied, *others = (details["accepted_prediction_tokens"] for _, details in (again, first, another))
+        assert copied > 24 > max(others)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ((DRAFT, "--suffix-decoding"), "--suffix-decoding replaces a draft"),
+        (("--past-answers", 100), "add --suffix-decoding"),
+        (("--suffix-decoding", "--past-answers", 0), "'0' is not a whole number from 1"),
+    ],
+)
+def test_suffix_decoding_that_cannot_be_is_refused_in_one_sentence(monkeypatch, capsys, given, word):
+    with pytest.raises(SystemExit) as end:
+        parsed_arguments(monkeypatch, *given)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and word in said and "Traceback" not in said

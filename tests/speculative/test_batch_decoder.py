@@ -21,7 +21,8 @@ from speculative.decoder import Decoder
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import FixedDraftLength
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.suffix import PastAnswers, SuffixProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
@@ -29,15 +30,17 @@ from speculative.models.batch_model import BatchModel, Slot
 from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.spec import ModelSpec
+from speculative.sampling import rejection_sampling
 from speculative.sampling.lossless_check import compare, exact_joint, main_alone
 from speculative.sampling.params import SamplingParams
+from speculative.sampling.rejection_sampling import Acceptance, draw
 from speculative.sequence import sequence
 from tests.support import pooled_draws
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.pooled_draws import distance, pooled, times_found
 from tests.support.steps import finish
-from tests.support.tiny_llama import save_tiny_llama, tiny_llama
+from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 TINY = {**EXACT, "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
@@ -77,7 +80,8 @@ def make(models, tokenizer):
     def make(source="model", context=None):
         chosen = {
             "model": lambda: BatchModel(draft, context),
-            "lookup": lambda: NgramProposer(main.vocab_size),
+            "lookup": lambda: SuffixProposer(main.vocab_size),
+            "past answers": lambda: SuffixProposer(main.vocab_size, past=PastAnswers(500)),
             None: lambda: None,
         }
         return BatchDecoder(BatchModel(main, context), chosen[source](), costs(), tokenizer, frozenset({0}))
@@ -111,7 +115,7 @@ def blocks_are_back(decoder):
     return all(pool.free == pool.blocks and pool.reserved == 0 for pool in pools)
 
 
-@pytest.mark.parametrize("source", ["model", "lookup", None])
+@pytest.mark.parametrize("source", ["model", "lookup", "past answers", None])
 def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
     """Requests with different lengths and policies join when there is room, and some are cancelled."""
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)  # so that prompts come in pieces
@@ -216,6 +220,42 @@ def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alo
     assert running.result.tokens[:60] == alone(PROMPTS[0], 60)
 
 
+def test_an_answer_that_was_given_before_is_copied_from_the_past(make, alone):
+    """Whole, from its first tokens on, if the requests have the same salt."""
+    decoder, passes = make("past answers"), []
+    for salt in (b"mine", b"mine", b"another's"):
+        request = decoder.add_request(PROMPTS[0], greedy(60, num_assistant_tokens=7), salt=salt)
+        passes.append(len(finish(decoder)))
+        assert request.result.tokens == alone(PROMPTS[0], 60)
+    first, again, another = passes
+    assert again <= 10 < first == another
+
+
+@pytest.mark.parametrize("ended", ["cancelled", "failed"])
+def test_what_has_not_ended_well_is_no_past_answer(ended, make):
+    decoder = make("past answers")
+    request = decoder.add_request(PROMPTS[0], greedy(60))
+    for _ in range(5):
+        decoder.step()
+    if ended == "cancelled":
+        decoder.cancel(request)
+    else:
+        request.error = RuntimeError()
+    finish(decoder)
+    assert request.result.tokens and not len(decoder.draft.past.of(b"").tokens)
+
+
+def test_a_seeded_request_follows_the_batch_as_its_text_does_not_depend_on_drafts(make):
+    texts = []
+    for source in ("lookup", None):
+        decoder = make(source)
+        request = decoder.add_request(PROMPTS[0], greedy(60, do_sample=True), seed=3)
+        assert request.follows_batch == (source == "lookup")
+        finish(decoder)
+        texts.append(request.result.tokens)
+    assert texts[0] == texts[1]
+
+
 def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(make):
     config = greedy(40, do_sample=True, temperature=1.1, num_assistant_tokens=3)
     decoder = make()
@@ -317,6 +357,20 @@ def test_load_measures_and_serves(noisy_draft):
     assert "adaptive draft length for the batch" in requests[0].result.draft_length and blocks_are_back(decoder)
 
 
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (dict(draft=DRAFT, max_ngram_size=16), "exclude each other"),
+        (dict(max_ngram_size=0), "max_ngram_size is 0"),
+        (dict(past_answers=100), "pass max_ngram_size, too"),
+        (dict(max_ngram_size=16, past_answers=-1), "past_answers is -1"),
+    ],
+)
+def test_draft_sources_that_cannot_be(options, word):
+    with pytest.raises(ValueError, match=word):
+        batch_decoder.load(MAIN, **options)
+
+
 def test_blocks_are_taken_as_texts_grow_and_never_twice():
     pool, random = BlockPool(50, 4), np.random.default_rng(0)
     leases = {}
@@ -389,13 +443,14 @@ def exact_cells(main, prompt, options, later=None):
     )
 
 
-def crowd(tiny, requests):
-    """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave.
+def crowd(tiny, requests, source=None):
+    """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave. `source`
+    proposes draft tokens, by default the draft model.
 
     A failed request has none: with a planted bug, the model may read cache entries that were never written.
     """
     random = np.random.default_rng(0)
-    decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), costs())
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), source or BatchModel(tiny[1], 64), costs())
     waiting, going, most = list(reversed(requests)), 0, 0
     added = []
     while waiting or decoder.has_unfinished_requests:
@@ -410,7 +465,7 @@ def crowd(tiny, requests):
     return [None if request.error else request.result for request in added]
 
 
-def texts_drawn(tiny, rule, draws, seed=0):
+def texts_drawn(tiny, rule, draws, seed=0, source=None):
     """The first tokens of many concurrent requests, `draws` for each prompt; None if a request failed."""
     random = np.random.default_rng(seed)
     prompts = [prompt for prompt in TEXTS for _ in range(draws)]
@@ -422,7 +477,7 @@ def texts_drawn(tiny, rule, draws, seed=0):
         config = GenerationConfig(do_sample=True, max_new_tokens=length, **options)
         requests.append((prompt, config, int(random.integers(2**60))))
     drawn = {prompt: [] for prompt in TEXTS}
-    for (prompt, *_), generation in zip(requests, crowd(tiny, requests), strict=True):
+    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, source), strict=True):
         if generation is None:
             return None
         drawn[prompt].append(generation.tokens[:LENGTH])
@@ -444,6 +499,54 @@ def drawn(tiny):
 def test_concurrent_draws_have_the_exact_joint_distribution(rule, drawn, cells):
     found = p_values(drawn(rule), cells)
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
+def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution(rule, tiny, cells):
+    """The drafts come from the text and from the answers before, which are samples of the same few texts."""
+    source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
+    found = p_values(texts_drawn(tiny, rule, DRAWS, seed=9, source=source), cells)
+    assert len(source.past.of(b"").tokens) > 250
+    assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
+
+
+def accept_all(patch):
+    patch.setattr(
+        rejection_sampling,
+        "verify_match",
+        lambda drafted, p, random: Acceptance(len(drafted), draw(p(len(drafted)), random)),
+    )
+
+
+def accept_the_likeliest(patch):
+    match = rejection_sampling.verify_match
+
+    def wrong(drafted, p, random):
+        likely = drafted and all(x == np.asarray(p(i)).argmax() for i, x in enumerate(drafted))
+        return Acceptance(len(drafted), draw(p(len(drafted)), random)) if likely else match(drafted, p, random)
+
+    patch.setattr(rejection_sampling, "verify_match", wrong)
+
+
+def a_second_draw_where_the_first_is_not_the_draft(patch):
+    match = rejection_sampling.verify_match
+
+    def wrong(drafted, p, random):
+        accepted, token = match(drafted, p, random)
+        return Acceptance(accepted, draw(p(accepted), random) if accepted < len(drafted) else token)
+
+    patch.setattr(rejection_sampling, "verify_match", wrong)
+
+
+@pytest.mark.parametrize(
+    ("bug", "draws"),
+    [(accept_all, DRAWS), (accept_the_likeliest, DRAWS), (a_second_draw_where_the_first_is_not_the_draft, 3 * DRAWS)],
+)
+def test_draws_with_suffix_decoding_show_a_planted_bug(bug, draws, tiny, cells, monkeypatch):
+    bug(monkeypatch)
+    source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
+    drawn = texts_drawn(tiny, {"num_assistant_tokens": 3}, draws, source=source)
+    assert min(p_values(drawn, cells)) < FALSE_ALARM
 
 
 def test_all_concurrent_draws_together_have_the_exact_joint_distribution(drawn, cells):

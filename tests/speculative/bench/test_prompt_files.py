@@ -50,6 +50,12 @@ def test_long_prompts_are_long_and_no_loops():
         assert repetition(prompt.text.split()) < 0.35, prompt.id
 
 
+def test_prompts_that_answers_repeat_are_many_of_every_category_and_no_loops():
+    prompts = BUNDLED["repeats.jsonl"]
+    assert len(prompts) >= 60 and min(Counter(prompt.category for prompt in prompts).values()) >= 12
+    assert max(repetition(prompt.text.split()) for prompt in prompts) < 0.35
+
+
 def test_text_files_have_a_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffdef größe(x):\r\n\r\n  class A:\u2028 pass\n".encode())

@@ -72,3 +72,32 @@ def test_a_probe_is_due_after_long_without_a_draft():
         gaps.append(plain())
         estimate.update(1, accepted)
     assert gaps == [8, 16, 32, 64, 64, 64, 0, 16]
+
+
+def test_the_next_token_counts_by_its_confidence_if_that_is_known_before_it_is_drafted():
+    estimate = AcceptanceEstimate()
+    for _ in range(50):
+        judge(estimate, 0.2, 0, 1)
+        judge(estimate, 0.97, 1, 1)
+    estimate.begin()
+    assert estimate.next() == estimate.mean()
+    for confidence in (0.97, 0.2):
+        estimate.foresee(confidence)
+        assert estimate.next() == survival(estimate, confidence)
+    estimate.foresee(0.97)
+    estimate.draft(0.97)
+    assert estimate.next() == estimate.mean()  # that of the token after it is not known yet
+
+
+def test_acceptance_is_learned_from_foreseen_tokens_that_were_declined():
+    pool = AcceptanceEstimate()
+    estimate = AcceptanceEstimate(pool=pool)
+    for _ in range(100):
+        estimate.begin()
+        estimate.foresee(0.2)
+        assert not estimate.is_due  # nothing has to be drafted to find out
+        estimate.learn_declined(True)
+        estimate.update(0, 0)
+    for one in (estimate, pool, AcceptanceEstimate(pool=pool)):
+        assert survival(one, 0.2) > 0.9
+    assert estimate.judged == 0  # draft tokens only

@@ -228,3 +228,19 @@ def test_the_first_step_behind_the_main_model_may_cost_more(texts, chance, mista
     wrong = {"dear": rate(deaf(rule_of(first))), "cheap": rate(deaf(rule_of(small)))}
     assert right > 0.95 * best_alike([chance], texts, draft=first, further=small)
     assert right > 0.98 * max(wrong.values()) and right > 1.05 * wrong[mistaken]
+
+
+def test_texts_whose_next_token_looks_right_are_drafted_for_and_others_are_not():
+    nothing = LatencyCurve({1: 0.0})
+    rule = BatchDraftLength(LatencyCurve({1: 15.0, 101: 515.0}), nothing, nothing)
+    right, wrong = rule.estimate(), rule.estimate()
+    for estimate, confidence, accepted in ((right, 0.97, 1), (wrong, 0.2, 0)) * 50:
+        estimate.begin()
+        estimate.draft(confidence)
+        estimate.update(1, accepted)
+    for first, second, chosen in ((0.97, 0.2, [0]), (0.2, 0.97, [1]), (0.2, 0.2, []), (0.97, 0.97, [0, 1])):
+        both = [rule.estimate(), rule.estimate()]
+        rule.begin(both, 2)
+        for estimate, confidence in zip(both, (first, second), strict=True):
+            estimate.foresee(confidence)
+        assert sorted(rule.choose(both, tokens=2, anyway=0)) == chosen

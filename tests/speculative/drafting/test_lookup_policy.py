@@ -8,7 +8,8 @@ import pytest
 from speculative.decoder import Decoder
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, Costs, FixedDraftLength
-from speculative.drafting.proposers import MATCH_ACCEPTANCE, DraftModelProposer, NgramProposer
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.suffix import SuffixProposer
 
 # ms, measured: each size of forward pass after one of the same size, and what another size takes longer
 EMBEDDED = Costs(draft=0.0, main={1: 2.7, 3: 4.4, 9: 5.3, 17: 6.5}), 1.3
@@ -35,7 +36,7 @@ def text(random, copied, n=600, vocabulary=300):
 def decode(policy, tokens, costs, switch, random, noise=0.05):
     """Decode `tokens` after the first 50, and return the speedup over plain decoding and the draft tokens."""
     verify = costs.verify()
-    proposer = NgramProposer(vocab_size=1000)
+    proposer = SuffixProposer(vocab_size=1000)
     begin = n = 50
     seconds, before, drafts = 0.0, 0, 0
     while n < len(tokens) - LONGEST - 1:
@@ -128,7 +129,7 @@ def test_the_balance_has_bounds():
 def test_acceptance_is_learned_from_proposals_that_were_declined():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 40.0}))  # never worth it
     for _ in range(100):
-        assert not policy.should_draft(0, lambda: MATCH_ACCEPTANCE[0])
+        assert not policy.should_draft(0, lambda: policy.LEVELS[0])
         policy.learn_declined(True)
         policy.update(0, 0, 0.0, 1.0)
     acceptance = policy._accepted / policy._judged
@@ -137,8 +138,8 @@ def test_acceptance_is_learned_from_proposals_that_were_declined():
 
 def test_what_follows_a_rejected_token_is_not_learned():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
-    for drafted, length in enumerate((3, 4, 5, 12)):
-        assert policy.should_draft(drafted, lambda: MATCH_ACCEPTANCE[length - 1])  # noqa: B023
+    for drafted, level in enumerate(policy.LEVELS[2:]):
+        assert policy.should_draft(drafted, lambda: level)  # noqa: B023
     policy.update(4, 1, 0.0, 1.1)
     moved = policy._accepted / policy._judged - policy.LEVELS
     assert moved[2] > 0 > moved[3] and not moved[[0, 1, 4, 5]].any()
@@ -149,7 +150,7 @@ def test_a_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
     for n in range(drafted + 1):
         policy.should_draft(n, lambda: 0.97)
-    policy.should_draft(0, lambda: MATCH_ACCEPTANCE[0])  # another request
+    policy.should_draft(0, lambda: policy.LEVELS[0])  # another request
     policy.update(1, 1, 0.0, 1.0)
     moved = policy._accepted / policy._judged - policy.LEVELS
     assert moved[0] > 0 and not moved[1:].any()
@@ -196,25 +197,6 @@ def test_the_description_says_what_was_measured():
         policy.should_draft(n, lambda: 0.97)
     policy.update(3, 3, 0.0, 21.0)
     assert re.search(r"acceptance 1.00 over 3 draft tokens, 4.00 tokens per forward pass, speedup", policy.describe())
-
-
-def test_the_confidence_is_by_the_length_of_the_match():
-    proposer = NgramProposer(vocab_size=100, max_ngram_size=3)
-
-    def proposal(*tokens):
-        return proposer.propose(np.array(tokens), None, None)
-
-    assert proposal(1, 2, 3) is None
-    for length in range(1, 16):
-        run = list(range(10, 10 + length))
-        found = proposal(1, *run, 7, 2, *run)
-        assert found.token == 7 and found.confidence() == MATCH_ACCEPTANCE[min(length, len(MATCH_ACCEPTANCE)) - 1]
-        at_begin = proposal(*run, 7, 2, *run)
-        assert at_begin.token == 7 and at_begin.confidence() == found.confidence()
-    assert proposal(5, 5, 5).token == 5  # a match may overlap its own copy
-    assert proposal(1, 2, 3, 8, 9, 3, 4, 1, 2, 3).token == 8  # the longer n-gram, although the shorter one is later
-    assert proposal(3, 4, 0, 3, 5, 9, 3).token == 5  # of equal ones the last
-    assert proposal(0, 1, 2, 3, 4, 9, 1, 2, 3, 5, 0, 1, 2, 3).token == 5  # which may have a shorter whole match
 
 
 def test_random_proposals_must_not_be_declined():

@@ -1,0 +1,160 @@
+"""Suffix decoding: draft tokens copied from earlier matches with the end of the text, without a draft model.
+
+Oliaro et al. 2025, "SuffixDecoding" (arXiv 2411.04975), which generalises prompt lookup (Saxena 2023): the longest
+match decides, and of the tokens that followed such matches, the most frequent one is drafted. Matches are searched in
+the text itself (prompt and output so far) and, if there are any, in past answers.
+
+The search is a handful of numpy comparisons of the whole text, which takes less time than keeping a suffix tree in
+Python, and leaves no state that rejected draft tokens or an edited chat could invalidate.
+"""
+
+from collections import Counter, deque
+
+import numpy as np
+
+from speculative.drafting.proposers import Transform
+from speculative.sampling.proposal import Proposal
+from speculative.sampling.rejection_sampling import OneHot
+
+LONGEST_MATCH = 16  # tokens of a match that are compared
+MATCH_ACCEPTANCE = (0.36, 0.57, 0.74, *[0.85] * 12, 0.97)
+"""Acceptance of a token copied after a match of 1, 2, ..., 16 or more tokens, which are all followed by this token;
+measured on SmolLM2-135M's answers to scripts/prompts/repeats.jsonl."""
+DIVIDED_ACCEPTANCE = 0.2  # the same, if the matches are followed by different tokens, whatever their length
+SHORT_MATCH, MOST_MATCHES = 3, 64  # of the matches longer than this, so many are compared further: the latest
+END = -1  # after each past answer: no token
+
+
+class SuffixProposer:
+    """Copies draft tokens: the most frequent token after the longest earlier match with the end of the text.
+
+    The proposal is one-hot and depends on the past only; rejection sampling keeps it lossless. The confidence is the
+    `MATCH_ACCEPTANCE` of the match's length, or `DIVIDED_ACCEPTANCE`.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_ngram_size: int = LONGEST_MATCH, past: "PastAnswers | None" = None, salt: bytes = b""
+    ):
+        """`max_ngram_size` is the longest match in tokens, longer ones are not told apart. With `past`, matches are
+        also searched in the past answers with this `salt`."""
+        self._vocab_size = vocab_size
+        self._max_ngram_size = max_ngram_size
+        self.past = past
+        self._salt = salt
+
+    def of_request(self, salt: bytes) -> "SuffixProposer":
+        """The same for a request with this `salt`."""
+        return SuffixProposer(self._vocab_size, self._max_ngram_size, self.past, salt)
+
+    def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
+        suffix = tokens[: -self._max_ngram_size - 1 : -1].tolist()  # the last token first
+        length, following = longest_match(tokens, np.flatnonzero(tokens[:-1] == suffix[0]), suffix)
+        if self.past is not None and length < len(suffix):
+            answers = self.past.of(self._salt)
+            past_length, past_following = longest_match(answers.tokens, answers.ends(suffix[0]), suffix)
+            if past_length >= length:
+                following = past_following + (following if past_length == length else [])
+                length = past_length
+        if not length:
+            return None
+        [(token, count)] = Counter(reversed(following)).most_common(1)  # of equally frequent ones the latest
+        by_length = MATCH_ACCEPTANCE[min(length, len(MATCH_ACCEPTANCE)) - 1]
+        confidence = by_length if count == len(following) else DIVIDED_ACCEPTANCE
+        return Proposal(token, OneHot(token, self._vocab_size), lambda: confidence)
+
+    def remember(self, tokens: np.ndarray, num_prompt_tokens: int) -> None:
+        """Add the answer in `tokens` (int64 [n], prompt and answer) to the past answers, if there are any, with the end
+        of the prompt, by which the answer's beginning is found."""
+        if self.past is not None:
+            self.past.add(self._salt, tokens[max(num_prompt_tokens - LONGEST_MATCH, 0) :])
+
+    def reset(self) -> None:
+        """Forget the past answers."""
+        if self.past is not None:
+            self.past.clear()
+
+
+def longest_match(text: np.ndarray, ends: np.ndarray, suffix: list[int]) -> tuple[int, list[int]]:
+    """The longest matches of `suffix` (its last token first) in `text` (int [m]), of those that end at the indices
+    `ends` (int64 [n], ascending), where the last token matches.
+
+    Returns their length and the tokens that follow them: 0 and none if there are no `ends`.
+    """
+    length = 0
+    for length in range(1, len(suffix)):
+        same = text[ends - length] == suffix[length]
+        if len(ends) and ends[0] < length:
+            same &= ends >= length
+        longer = ends[same]
+        if not len(longer):
+            break
+        ends = longer[-MOST_MATCHES:] if length >= SHORT_MATCH else longer
+    else:
+        length = len(suffix)
+    return (length if len(ends) else 0), text[ends[-MOST_MATCHES:] + 1].tolist()
+
+
+class Answers:
+    """Past answers, with an index of their tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = np.empty(0, np.int32)  # [m]: answers, each followed by END
+        self._order = np.empty(0, np.int64)  # indices of tokens that another one follows, by token, then ascending
+        self._sorted = np.empty(0, np.int32)  # the tokens at those indices
+
+    def ends(self, token: int) -> np.ndarray:
+        """The indices of `token` in `tokens`, int64 [n], ascending, where another token follows."""
+        first, last = np.searchsorted(self._sorted, (token, token + 1))
+        return self._order[first:last]
+
+    def add(self, answer: np.ndarray) -> None:
+        """Add an answer, token ids int64 [n]."""
+        order = np.argsort(answer[:-1], kind="stable")
+        places = np.searchsorted(self._sorted, answer[order], side="right")
+        self._order = np.insert(self._order, places, order + len(self.tokens))
+        self._sorted = np.insert(self._sorted, places, answer[order])
+        self.tokens = np.concatenate([self.tokens, answer, [END]]).astype(np.int32)
+
+    def remove(self, length: int) -> None:
+        """Remove the oldest answers, which have `length` tokens with their END."""
+        self.tokens = self.tokens[length:].copy()
+        kept = self._order >= length
+        self._order, self._sorted = self._order[kept] - length, self._sorted[kept]
+
+
+class PastAnswers:
+    """The latest answers, of at most `capacity` tokens in all; answers with different salts never meet."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._of: dict[bytes, Answers] = {}
+        self._lengths: deque[tuple[bytes, int]] = deque()  # salt and tokens of each answer, END included; oldest first
+        self._size = 0
+
+    def of(self, salt: bytes) -> Answers:
+        """The answers with this `salt`."""
+        return self._of.get(salt, NONE)
+
+    def add(self, salt: bytes, answer: np.ndarray) -> None:
+        """Add an answer, token ids int64 [n], of which the last `capacity` - 1 are kept; the oldest answers leave."""
+        answer = answer[max(len(answer) - self.capacity + 1, 0) :]
+        if not len(answer):
+            return
+        self._of.setdefault(salt, Answers()).add(answer)
+        self._lengths.append((salt, len(answer) + 1))
+        self._size += len(answer) + 1
+        while self._size > self.capacity:
+            oldest, length = self._lengths.popleft()
+            self._size -= length
+            self._of[oldest].remove(length)
+            if not len(self._of[oldest].tokens):
+                del self._of[oldest]
+
+    def clear(self) -> None:
+        """Remove all answers."""
+        self._of.clear()
+        self._lengths.clear()
+        self._size = 0
+
+
+NONE = Answers()
