@@ -28,11 +28,13 @@ from speculative.drafting.policy import (
     FixedDraftLength,
     policy_from_params,
 )
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer, Proposer
-from speculative.models import cached_model, eagle3_head, huge_pages
+from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models.cached_model import CachedModel
-from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
+from speculative.models.loading import load_models
+from speculative.models.paged_model import PagedModel
+from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
@@ -215,6 +217,14 @@ def encode(
     return ids.astype(np.int64)
 
 
+def check_sources(draft: ModelSpec | str | Path | None, max_ngram_size: int | None) -> None:
+    """Raise ValueError unless there is at most one source of draft tokens."""
+    if draft and max_ngram_size:
+        raise ValueError("draft and max_ngram_size (suffix decoding) exclude each other: pass only one")
+    if max_ngram_size is not None and max_ngram_size < 1:
+        raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 ({LONGEST_MATCH} is typical)")
+
+
 def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
     """What loading found out about the models' caches; "" if nothing."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
@@ -233,35 +243,26 @@ def load(
 
     Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
     CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
-    ModelSpec only its own. A draft may be an EAGLE-3 head. `max_ngram_size` selects prompt lookup instead of a draft
-    model. `capacity` is the main model's longest sequence in tokens, by default its context length, at most 16,384. The
-    draft length is adaptive; its cost model is measured on the first load and cached (in CACHE_DIR if the main model's
-    properties set one, else in the user's cache folder). `use_huge_pages` (Linux) suits long-running processes: loading
-    takes seconds longer per gigabyte of weights, decoding is faster.
+    ModelSpec only its own. A draft may be an EAGLE-3 head. `max_ngram_size` selects suffix decoding instead of a draft
+    model, with matches of at most so many tokens. `capacity` is the main model's longest sequence in tokens, by default
+    its context length, at most 16,384. The draft length is adaptive; its cost model is measured on the first load and
+    cached (in CACHE_DIR if the main model's properties set one, else in the user's cache folder). `use_huge_pages`
+    (Linux) suits long-running processes: loading takes seconds longer per gigabyte of weights, decoding is faster.
     """
-    if draft and max_ngram_size:
-        raise ValueError("draft and max_ngram_size (prompt lookup) exclude each other: pass only one")
-    if max_ngram_size is not None and max_ngram_size < 1:
-        raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 (3 is typical)")
-    before = huge_pages.allocated() if use_huge_pages else []
+    check_sources(draft, max_ngram_size)
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    draft_model: CachedModel | EagleHead | None
-    if draft and is_head(draft.folder):
-        main_model, draft_model = eagle3_head.load(main, draft, capacity=capacity)
-    else:
-        main_model = cached_model.load(main, capacity=capacity)
-        draft_model = cached_model.load(draft) if draft else None
-    if use_huge_pages:
-        huge_pages.move(before)
+    main_model, draft_model = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
     source: Proposer | None = None
     policy: DraftLengthPolicy | None = None
     if draft_model or max_ngram_size:
         key = cost_model.key(main, draft)
         measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
         if draft_model:
+            if isinstance(main_model.backend, PagedModel):  # others would have to remove the padding
+                main_model.pass_width = PassWidth(measured.verify(), measured.main_change)
             source, policy = DraftModelProposer(draft_model, main_model.vocab_size), AdaptiveDraftLength(measured)
         elif max_ngram_size:
-            source, policy = NgramProposer(main_model.vocab_size, max_ngram_size), LookupDraftLength(measured)
+            source, policy = SuffixProposer(main_model.vocab_size, max_ngram_size), LookupDraftLength(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

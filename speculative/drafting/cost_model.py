@@ -26,7 +26,7 @@ from speculative.models.spec import ModelSpec
 
 MEASURED = (1, 2, 3, 4, 5, 6, 8, 11, LONGEST + 1)  # tokens in one forward pass, for one request
 MEASURED_BATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # for batches
-FORMAT = 3  # of the cached file; format 1 may hold costs measured under load, format 2 includes changes of size
+FORMAT = 4  # of the cached file; others may hold costs measured under load, or lack those of changes of size
 CONTEXT = 64  # tokens in the KV cache while measuring, if they fit
 TIMES, LEAST_SECONDS = 3, 0.5  # least repetitions, and least seconds: small models are timed more often
 ENOUGH_SECONDS = 2.0  # of measuring for batches at every start: then two repetitions do
@@ -36,11 +36,12 @@ DISORDER = 1.2  # a forward pass this many times slower than one over more token
 
 class Seconds(NamedTuple):
     """Seconds of a forward pass by its number of tokens: of the main model, of the draft after the main model, and of
-    the draft after itself, when its weights are in the CPU caches."""
+    the draft after itself, when its weights are in the CPU caches; and of the main model after another number."""
 
     main: dict[int, float]
     draft: dict[int, float]
     draft_further: dict[int, float]
+    main_changed: dict[int, float]
 
 
 def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
@@ -56,7 +57,8 @@ def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
         seconds = Seconds(
             *({n: min(of_n, new[n]) for n, of_n in old.items()} for old, new in zip(seconds, again, strict=True))
         )
-    return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0))
+    change = float(np.median([seconds.main_changed[n] - seconds.main[n] for n in seconds.main]))
+    return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0), max(change, 0.0))
 
 
 def _in_disorder(seconds: dict[int, float]) -> bool:
@@ -68,7 +70,7 @@ def _in_disorder(seconds: dict[int, float]) -> bool:
 def measure_batched(main: CachedModel, draft: CachedModel | EagleHead | None) -> list[LatencyCurve]:
     """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
     seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
-    return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds]
+    return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds[:3]]
 
 
 def _clock(
@@ -83,8 +85,8 @@ def _clock(
     tokens = (np.arange(context + most, dtype=np.int64) * 7919 + 1) % min(model.vocab_size for model in models)
     for model in models:
         model.logits(tokens[:context])
-    times: list[dict[int, list[float]]] = [{}, {}, {}]
-    times_main, times_draft, times_further = times
+    times: list[dict[int, list[float]]] = [{}, {}, {}, {}]
+    times_main, times_draft, times_further, times_changed = times
 
     def time_one(model: CachedModel | EagleHead, n: int, of_model: dict[int, list[float]] | None = None) -> None:
         if context + n <= model.capacity:
@@ -96,7 +98,7 @@ def _clock(
     started, rounds, elapsed = time.perf_counter(), 0, 0.0
     while rounds < 2 or (rounds <= TIMES and elapsed < enough) or elapsed < LEAST_SECONDS:
         for n, n_draft in counts:
-            time_one(main, n)
+            time_one(main, n, times_changed)
             if draft:
                 time_one(draft, n_draft)
             time_one(main, n, times_main)
@@ -158,6 +160,6 @@ def _kept(file: Path) -> Costs | None:
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         main = {int(n): seconds for n, seconds in kept["main"].items()}
-        return Costs(kept["draft"], main, kept["draft_further"])
+        return Costs(kept["draft"], main, kept["draft_further"], kept["main_change"])
     except (OSError, ValueError, KeyError):
         return None  # missing or truncated

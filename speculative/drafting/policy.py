@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.acceptance import AcceptanceEstimate, describe_acceptance
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess, monotone
 from speculative.sampling.params import SamplingParams
@@ -74,12 +74,14 @@ class ConfidenceDraftLength:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of an iteration's first draft step, of a main forward pass over n tokens by n (1 included), and
-    of a further draft step, with the draft's weights in the CPU caches (default: the same as the first)."""
+    """Measured seconds: of an iteration's first draft step, of a main forward pass over n tokens by n (1 included), of
+    a further draft step, with the draft's weights in the CPU caches (default: the same as the first), and the
+    additional ones of a main forward pass with another number of tokens than the last."""
 
     draft: float
     main: dict[int, float]
     draft_further: float | None = None
+    main_change: float = 0.0
 
     def drafting(self) -> np.ndarray:
         """Seconds of 0, 1, ..., LONGEST draft steps."""
@@ -124,16 +126,10 @@ class AdaptiveDraftLength:
     SURE = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
-    def __init__(
-        self,
-        costs: Costs,
-        prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE,
-        budget: float = DraftBudget.START,
-    ):
-        """`prior_acceptance` is the prior of the acceptance rate; `budget` is the initial `DraftBudget`."""
+    def __init__(self, costs: Costs, prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE):
+        """`prior_acceptance` is the prior of the acceptance rate."""
         self.costs = costs
         self._prior_acceptance = prior_acceptance
-        self._initial_budget = budget
         self.reset()
 
     def reset(self, repeatable: bool = False) -> None:
@@ -143,7 +139,7 @@ class AdaptiveDraftLength:
         self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
-        self._budget = DraftBudget(self._initial_budget)
+        self._budget = DraftBudget()
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
@@ -242,10 +238,9 @@ def describe_outcome(judged: int, accepted: int, iterations: int, seconds: float
     `judged` are the draft tokens up to the first rejected one of each iteration, `accepted` the accepted ones. All
     iterations took `seconds`, a plain one takes `plain_seconds`.
     """
+    acceptance = describe_acceptance(judged, accepted)
     if not judged:
-        return "no draft token verified yet"
+        return acceptance
     tokens = iterations + accepted
-    return (
-        f"per-token acceptance {accepted / judged:.2f} over {judged} draft tokens, {tokens / iterations:.2f} tokens "
-        f"per forward pass, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"
-    )
+    each, speedup = tokens / iterations, tokens * plain_seconds / seconds
+    return f"{acceptance}, {each:.2f} tokens per forward pass, speedup {speedup:.2f}x over plain decoding"

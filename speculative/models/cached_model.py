@@ -20,6 +20,7 @@ from speculative.models import kv_cache
 from speculative.models.config import context_length, read_config, sliding_window, text_config
 from speculative.models.npu_model import NpuModel
 from speculative.models.paged_model import PagedModel
+from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 
@@ -68,6 +69,7 @@ class CachedModel:
         the finding of an earlier rollback check; if given, the check is skipped."""
         self.backend = backend
         self.capacity = backend.capacity
+        self.pass_width: PassWidth | None = None  # if set, pads the passes that give logits after each token
         self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
         self._length = 0
         self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
@@ -105,14 +107,31 @@ class CachedModel:
     def reset(self) -> None:
         """Clear the cache."""
         self._length = 0
+        if self.pass_width:
+            self.pass_width.reset()
 
     def _run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        logits = self.backend.run(start, tokens, last)
-        self._length = start + len(tokens)
+        n = len(tokens)
+        padding = self._padding(start, n, last)
+        padded = np.append(tokens, np.full(padding, tokens[-1])) if padding else tokens
+        logits = self.backend.run(start, padded, last + padding)[:last]
+        self._length = start + n
         self._held[start : self._length] = tokens
         if self.hidden_states is not None:
-            self.hidden_states[start : self._length] = self.backend.hidden_states
+            states = self.backend.hidden_states
+            assert states is not None
+            self.hidden_states[start : self._length] = states[:n]
         return logits
+
+    def _padding(self, start: int, n: int, last: int) -> int:
+        """The number of tokens to add to a pass over n tokens: later passes overwrite them. None for prompts."""
+        if not self.pass_width:
+            return 0
+        if n != last:
+            self.pass_width.reset()
+            return 0
+        width = self.pass_width.of(n)
+        return width - n if start + width <= self.capacity else 0
 
     def _check_rollback(self, text: np.ndarray | None) -> None:
         """Compare steps after a rollback with the same steps on a fresh cache. Raises CannotRollBack if they differ.

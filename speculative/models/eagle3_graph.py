@@ -65,9 +65,9 @@ class HeadGraph:
         taps = self._taps(main)
         source = self.model.clone()  # its nodes move to `main`
         fc = self._fc(source)
-        embedding, own_embedding = _embedding(main), _embedding(self.model)
-        sizes = [_last_dimension(tap) for tap in taps]
-        wanted, vocabulary = _last_dimension(fc.input_value(1).get_node()), main.output("logits").partial_shape[-1]
+        embedding, own_embedding = find_embedding(main), find_embedding(self.model)
+        sizes = [last_dimension(tap) for tap in taps]
+        wanted, vocabulary = last_dimension(fc.input_value(1).get_node()), main.output("logits").partial_shape[-1]
         if sum(sizes) != wanted:
             raise ValueError(
                 f"{self.folder} reads hidden states of size {wanted // 3} from each layer, but the main model's have "
@@ -75,8 +75,8 @@ class HeadGraph:
             )
         if embedding.output(0).partial_shape[-1] != own_embedding.output(0).partial_shape[-1]:
             raise ValueError(
-                f"{self.folder} has embeddings of size {_last_dimension(own_embedding)}, but the main model's have "
-                f"size {_last_dimension(embedding)}: it is the head of another model"
+                f"{self.folder} has embeddings of size {last_dimension(own_embedding)}, but the main model's have "
+                f"size {last_dimension(embedding)}: it is the head of another model"
             )
         if vocabulary.is_static and self.targets.max() >= vocabulary.get_length():
             raise ValueError(
@@ -86,7 +86,7 @@ class HeadGraph:
         fc.input(0).replace_source_output(opset13.concat(taps, -1).output(0))
         _add_output(main, fc)
         self._connect()
-        _share_weights(_embedding(main.clone()), own_embedding)  # the clone's constants share main's memory
+        _share_weights(find_embedding(main.clone()), own_embedding)  # the clone's constants share main's memory
         self.model.validate_nodes_and_infer_types()
 
     def _connect(self) -> None:
@@ -96,14 +96,14 @@ class HeadGraph:
         hidden.set_partial_shape(fc.output(0).partial_shape)
         for reader in fc.output(0).get_target_inputs():
             reader.replace_source_output(hidden.output(0))
-        _add_output(self.model, _residual_adds(self.model)[None])
+        _add_output(self.model, residual_adds(self.model)[None])
         self.model.remove_result(self.model.output("d2t").get_node())
 
     def _fc(self, model: ov.Model) -> ov.Node:
         """The projection of the main model's hidden states, directly behind the input `hidden_states`."""
         readers = self._input(model).get_target_inputs()
         nodes = [reader.get_node() for reader in readers]
-        if [node.get_type_name() for node in nodes] != ["MatMul"] or None not in _residual_adds(model):
+        if [node.get_type_name() for node in nodes] != ["MatMul"] or None not in residual_adds(model):
             raise ValueError(f"{self.folder} has no layer of an EAGLE-3 head: export it again with optimum-cli")
         return nodes[0]
 
@@ -122,7 +122,7 @@ class HeadGraph:
             raise ValueError(f"{self.folder} has no table d2t of token ids: export it again with optimum-cli")
         offsets = np.array(tables[0].data, np.int64)
         targets = offsets + np.arange(len(offsets))
-        vocabulary = read_config(self.folder).get("vocab_size") or _vocabulary(_embedding(self.model))
+        vocabulary = read_config(self.folder).get("vocab_size") or _vocabulary(find_embedding(self.model))
         if not offsets.any() and len(offsets) < vocabulary:
             raise ValueError(
                 f"{self.folder} has a table d2t of zeros, for {len(offsets)} of {vocabulary} tokens: its checkpoint "
@@ -144,7 +144,7 @@ class HeadGraph:
 
     def _taps(self, main: ov.Model) -> list[ov.Node]:
         """The outputs of the three layers of `main` whose hidden states the head reads."""
-        found = {layer: node for layer, node in _residual_adds(main).items() if layer is not None}
+        found = {layer: node for layer, node in residual_adds(main).items() if layer is not None}
         n = len(found)
         layers = self.layers or [2, n // 2, n - 3]  # GenAI's default
         if not n:
@@ -162,7 +162,7 @@ class HeadGraph:
         return [found[layer] for layer in layers]
 
 
-def _residual_adds(model: ov.Model) -> dict[int | None, ov.Node]:
+def residual_adds(model: ov.Model) -> dict[int | None, ov.Node]:
     """The last residual Add of each layer, whose output is that of the layer; of an EAGLE-3 head's layer under None."""
     adds = {}
     for node in model.get_ordered_ops():
@@ -171,7 +171,7 @@ def _residual_adds(model: ov.Model) -> dict[int | None, ov.Node]:
     return adds
 
 
-def _embedding(model: ov.Model) -> ov.Node:
+def find_embedding(model: ov.Model) -> ov.Node:
     """The Gather that looks up the embeddings of `input_ids`. Raises ValueError if there is none."""
     readers = model.input("input_ids").get_node().output(0).get_target_inputs()
     nodes = [reader.get_node() for reader in readers]
@@ -195,7 +195,7 @@ def _add_output(model: ov.Model, node: ov.Node) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def _last_dimension(node: ov.Node) -> int:
+def last_dimension(node: ov.Node) -> int:
     return node.output(0).partial_shape[-1].get_length()
 
 

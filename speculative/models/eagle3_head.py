@@ -114,6 +114,11 @@ class EagleHead:
         self._entries.commit(tokens, start, end, own[-1:], verified=end <= known)
 
 
+def has_paged_attention(device: str) -> bool:
+    """Whether models on this device have paged attention by default."""
+    return device.partition(".")[0] in ("CPU", "GPU")
+
+
 def load(
     main: ModelSpec, head: ModelSpec, *, capacity: int | None = None, head_capacity: int | None = None
 ) -> tuple[CachedModel, EagleHead]:
@@ -121,8 +126,8 @@ def load(
 
     Raises ValueError if the head does not fit the main model, before anything is compiled, or without paged attention.
     """
-    if on_npu := [spec for spec in (main, head) if spec.device.startswith("NPU")]:
-        raise ValueError(f"{on_npu[0].folder}: {NEEDS_PAGED}, not on {on_npu[0].device}")
+    if without := [spec for spec in (main, head) if not has_paged_attention(spec.device)]:
+        raise ValueError(f"{without[0].folder}: {NEEDS_PAGED}, not on {without[0].device}")
     graph = HeadGraph(head.folder)
     model = cached_model.load(main, capacity=capacity, prepare=graph.attach)
     return model, EagleHead(cached_model.compile_graph(graph.model, head, capacity=head_capacity), model, graph.targets)

@@ -21,7 +21,8 @@ from speculative.bench import genai
 from speculative.decoder import Decoder
 from speculative.drafting import cost_model
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.suffix import SuffixProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from tests.support.noisy_draft import save_noisy_draft
@@ -65,7 +66,7 @@ def maker_of(main, draft, tokenizer):
     def make(rule=None, source="model"):
         draft_source = {
             "model": lambda: DraftModelProposer(draft, main.vocab_size),
-            "lookup": lambda: NgramProposer(main.vocab_size),
+            "lookup": lambda: SuffixProposer(main.vocab_size),
             None: lambda: None,
         }[source]()
         return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
@@ -283,6 +284,17 @@ def test_the_same_seed_gives_the_same_text(make):
     assert one.generate(PROMPTS[0], config).tokens == first.tokens
 
 
+def test_seeded_text_with_prompt_lookup_is_that_of_the_main_model_alone(make):
+    """Draft tokens that are not random need no random number of their own."""
+    config = GenerationConfig(max_new_tokens=60, do_sample=True, temperature=0.7, top_k=20, ignore_eos=True)
+    config.num_assistant_tokens, accepted = 5, 0
+    for prompt in PROMPTS[:4]:
+        alone, looked_up = (make(source=source).generate(prompt, config, seed=3) for source in (None, "lookup"))
+        assert looked_up.tokens == alone.tokens
+        accepted += sum(looked_up.accepted)
+    assert accepted > 20
+
+
 def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
     one = make(FixedDraftLength(3))
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=True, temperature=1.2)
@@ -409,11 +421,13 @@ def test_costs_of_a_busy_moment_are_measured_again(monkeypatch):
 
     def clock(main, draft, counts):
         times.append(next(measured))
-        return cost_model.Seconds(times[-1], {1: 0.001 / len(times)}, {1: 0.0005})
+        changed = {n: seconds + 0.002 for n, seconds in times[-1].items()}
+        return cost_model.Seconds(times[-1], {1: 0.001 / len(times)}, {1: 0.0005}, changed)
 
     monkeypatch.setattr(cost_model, "_clock", clock)
     costs = cost_model.measure(None, None)
     assert len(times) == 2 and costs.main == quiet and costs.draft == 0.0005
+    assert costs.main_change == pytest.approx(0.002)
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core, or a system that does not tell")

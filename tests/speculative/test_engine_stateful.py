@@ -11,6 +11,7 @@ import openvino
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from openvino_genai import GenerationConfig
 
@@ -351,5 +352,6 @@ def test_a_planted_bug_is_found(bug, engine, monkeypatch):
     """By the machine of the part that has it."""
     of_engine = bug in (failed_requests_keep_their_blocks, blocks_in_the_wrong_order)
     bug(monkeypatch)
-    with pytest.raises((AssertionError, IndexError, ValueError, KeyError, StopIteration)):
+    found = (AssertionError, IndexError, ValueError, KeyError, StopIteration, Flaky)  # Flaky: it makes runs differ
+    with pytest.raises(found):
         run(engine if of_engine else Pool, False, 150 if not of_engine else 30, 40, phases=(Phase.generate,))

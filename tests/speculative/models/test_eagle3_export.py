@@ -67,8 +67,8 @@ def test_a_draft_distribution_is_that_of_the_exported_head(folders, engine):
     for layer in LAYERS:
         main.add_outputs((f"__module.model.layers.{layer}/aten::add/Add_1", 0))
     head = ov.Core().read_model(folders[1] / "openvino_model.xml")
-    embedding = eagle3_graph._embedding(main.clone())
-    eagle3_graph._embedding(head).input(0).replace_source_output(embedding.input_value(0))
+    embedding = eagle3_graph.find_embedding(main.clone())
+    eagle3_graph.find_embedding(head).input(0).replace_source_output(embedding.input_value(0))
     tokens = engine.encode(PROMPT)
     _, *states = _infer(main, tokens).values()
     states = np.concatenate(states, -1)

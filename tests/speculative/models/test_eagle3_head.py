@@ -4,6 +4,7 @@ Sampling is lossless whatever a head drafts (tests/speculative/sampling/test_los
 state causes no error and costs acceptance only. So each draft distribution is compared, and planted bugs must show.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Drafts(NamedTuple):
 
 def compare_drafts(decoder, head, monkeypatch):
     """Decode 40 tokens and compare every draft distribution with one that is computed from scratch."""
-    hidden_states, errors, verified = HiddenStates(MAIN), [], [len(PROMPT)]
+    hidden_states, errors, verified = HiddenStates(MAIN, head.layers), [], [len(PROMPT)]
     propose = DraftModelProposer.propose
 
     def compared(self, tokens, transform, random):
@@ -155,7 +156,7 @@ def compare_batched_drafts(folders, head, monkeypatch, prefix_cache=True):
     batch = BatchModel(model, 256, prefix_cache)
     costs = LatencyCurve({1: 1.0, 17: 2.0}), LatencyCurve({1: 0.1}), LatencyCurve({1: 0.1})
     decoder = BatchDecoder(batch, BatchHead(head_model, batch, 256), BatchDraftLength(*costs))
-    hidden_states, errors = HiddenStates(MAIN), []
+    hidden_states, errors = HiddenStates(MAIN, head.layers), []
     propose = DraftModelProposer.propose
 
     def compared(self, tokens, transform, random):
@@ -230,21 +231,21 @@ def without_taps(model, named="layers."):
         ),
         (
             lambda: llama_ir.build(tiny_llama(1, layers=2)),
-            None,
+            [],
             "reads the hidden states of layers 2, 1, -1, but the main",
         ),
-        (lambda: llama_ir.build(tiny_llama(1, layers=4)), (0, 1), "'0 1', which must be three layer numbers"),
+        (lambda: llama_ir.build(tiny_llama(1, layers=4)), [0, 1], "'0 1', which must be three layer numbers"),
         (lambda: without_taps(llama_ir.build(tiny_llama(1, layers=4))), TAPS, "layers are not found in its graph"),
     ],
 )
 def test_a_main_model_without_these_layers_is_refused(main, layers, message, head, tmp_path):
-    folder = save_head(tmp_path / "head", head, layers)
+    folder = save_head(tmp_path / "head", replace(head, layers=layers))
     with pytest.raises(ValueError, match=message):
         HeadGraph(folder).attach(main())
 
 
 def test_genais_layers_are_the_default(tmp_path, head):
-    folder = save_head(tmp_path / "head", head, layers=None)
+    folder = save_head(tmp_path / "head", replace(head, layers=[]))
     names = [node.get_friendly_name() for node in HeadGraph(folder)._taps(llama_ir.build(tiny_llama(1, layers=10)))]
     assert names == [f"__module.model.layers.{layer}/aten::add/Add_1" for layer in (2, 5, 7)]
 
@@ -255,12 +256,12 @@ def test_genais_layers_are_the_default(tmp_path, head):
         (lambda head: {"targets": np.arange(len(KNOWN))}, "d2t of zeros, for 6 of 8 tokens"),
         (lambda head: {"targets": KNOWN[[0, 1, 1, 2, 3, 4]]}, "not distinct"),
         (lambda head: {"targets": KNOWN + 3}, "token ids up to 9, but the main model has 8"),
-        (lambda head: {"fc": tiny_eagle3.in_int8(np.random.normal(size=(HIDDEN, 90)))}, "size 30 from each layer"),
+        (lambda head: {"fc": llama_ir.in_int8(np.random.normal(size=(HIDDEN, 90)))}, "size 30 from each layer"),
     ],
     ids=["no d2t", "damaged d2t", "d2t beyond the vocabulary", "hidden size"],
 )
 def test_a_head_that_does_not_fit_is_refused(damage, message, head, tmp_path):
-    folder = save_head(tmp_path / "head", type(head)(**{**vars(head), **damage(head)}))
+    folder = save_head(tmp_path / "head", replace(head, **damage(head)))
     with pytest.raises(ValueError, match=message):
         HeadGraph(folder).attach(llama_ir.build(MAIN))
 

@@ -1,0 +1,109 @@
+"""Padded forward passes: what they cost is bounded, and they compute what passes without padding compute."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative import decoder
+from speculative.models import cached_model, eagle3_head
+from speculative.models.pass_width import PADDED, PassWidth
+from speculative.models.spec import ModelSpec
+from tests.support.paths import DRAFT, MAIN, ROOT
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "KV_CACHE_PRECISION": "f32"}
+SECONDS = np.cumsum([0.0, 10, *[1.0] * 16])  # 1 to 17 tokens
+NEVER_CHANGED = 1e9
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=60), st.floats(0, 20))
+def test_padding_costs_at_most_half_a_change_before_the_size_changes(needed, change):
+    width = PassWidth(SECONDS, change)
+    last, spent = 0, 0.0
+    for n in needed:
+        size = width.of(n)
+        assert size == n or size == last > n
+        if size > n:
+            spent += SECONDS[size] - SECONDS[n]
+        else:
+            spent = 0.0
+        assert spent <= PADDED * change
+        last = size if size < len(SECONDS) else 0
+
+
+def test_where_more_tokens_cost_nothing_the_size_only_grows():
+    flat = PassWidth(np.ones(18), 0.5)
+    assert [flat.of(n) for n in (1, 4, 1, 2, 5, 1)] == [1, 4, 4, 4, 5, 5]
+    flat.reset()
+    assert flat.of(2) == 2
+
+
+def test_where_a_change_costs_nothing_nothing_is_padded():
+    width = PassWidth(SECONDS, 0.0)
+    assert [width.of(n) for n in (5, 3, 1)] == [5, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def padded():
+    model = cached_model.load(ModelSpec(DRAFT, properties=EXACT), capacity=96)
+    model.pass_width = PassWidth(np.ones(18), NEVER_CHANGED)
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return cached_model.load(ModelSpec(DRAFT, properties=EXACT), capacity=96)
+
+
+@pytest.fixture
+def sizes(padded, monkeypatch):
+    """(start, tokens) of each pass of `padded`."""
+    found, run = [], padded.backend.run
+    monkeypatch.setattr(
+        padded.backend,
+        "run",
+        lambda start, tokens, last: found.append((start, len(tokens))) or run(start, tokens, last),
+    )
+    return found
+
+
+def test_logits_are_those_of_passes_without_padding(padded, plain, sizes):
+    """Over rejected tokens and up to the end of the cache, where no padding fits."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, padded.vocab_size, 20)
+    for model in (padded, plain):
+        model.logits(tokens)
+    while len(tokens) < 90:
+        n = int(random.integers(1, 7))
+        tokens = np.append(tokens, random.integers(0, padded.vocab_size, n))
+        np.testing.assert_allclose(padded.logits(tokens, last=n), plain.logits(tokens, last=n), atol=1e-4)
+        tokens = tokens[: len(tokens) - int(random.integers(0, n))]  # the last ones are rejected
+    assert {n for start, n in sizes if 60 < start < 80} == {6}
+    assert all(start + n <= 96 for start, n in sizes)
+
+
+def test_after_a_prompt_nothing_is_padded(padded, sizes):
+    """The last pass had the prompt's size: padding to an earlier one would save nothing."""
+    for end, last in ((10, 1), (14, 4), (15, 1), (40, 1), (41, 1)):
+        padded.logits(np.arange(end), last=last)
+    assert [n for _, n in sizes[1:]] == [4, 4, 25, 1]
+
+
+def test_hidden_states_are_those_of_the_tokens():
+    """A head reads them for the tokens in the cache, of which padding is none."""
+    head = ModelSpec(ROOT / "models/embedded/eagle3", properties=EXACT)
+    models = [eagle3_head.load(ModelSpec(MAIN, properties=EXACT), head, capacity=64)[0] for _ in range(2)]
+    models[1].pass_width = PassWidth(np.ones(18), NEVER_CHANGED)
+    tokens = np.arange(100, 130)
+    for model in models:
+        for end, last in ((10, 1), (14, 4), (15, 1), (17, 2), (18, 1)):
+            model.logits(tokens[:end], last=last)
+    states = [model.hidden_states[:18] for model in models]
+    np.testing.assert_allclose(*states, atol=1e-4)
+
+
+def test_engines_with_a_draft_pad_and_others_do_not():
+    assert decoder.load(MAIN, DRAFT).main.pass_width is not None
+    assert decoder.load(MAIN).main.pass_width is None
+    assert decoder.load(MAIN, max_ngram_size=3).main.pass_width is None
