@@ -3,11 +3,16 @@
     python scripts/benchmark.py models/embedded/main models/embedded/draft
 
 The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
-the draft, greedy, for each K; `lookup`, prompt lookup without a draft model, in GenAI and in our engine, there also
-adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at `--temperature`, lossless.
-GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run
-in their own process, each with its own copy of the main model: choose fewer paths if memory is short. As the memory a
-model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes three times.
+the draft, greedy, for each K; `lookup`, draft tokens copied from the text, by GenAI's prompt lookup and our suffix
+decoding, which is also adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at
+`--temperature`, lossless. GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each
+GenAI path and our engine run in their own process, each with its own copy of the main model: choose fewer paths if
+memory is short. As the memory a model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes
+three times.
+
+With an EAGLE-3 draft, the `draft` path is left out, as it cannot decode alone, and our engine decodes without a draft
+in a process of its own, whose main model computes no hidden states for the draft. `--tree-depth` adds GenAI's trees to
+the `genai` path; their acceptance rate counts all tokens of a tree.
 
 All methods get the same token ids and generate the same number of new tokens (`ignore_eos`). In every round, each
 prompt runs with every method, one after another and in varying order, so that background load affects all of them
@@ -25,6 +30,7 @@ from speculative.cli.program import exit_on, prepare_output
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +48,7 @@ from speculative.bench.harness import (
     row,
     write_outputs,
 )
-from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP, TREE
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
@@ -55,12 +61,15 @@ from speculative.cli.arguments import (
     add_run_arguments,
     add_starts_argument,
     lengths,
+    limit_in_genai,
     model_specs,
-    refuse_missing_devices,
-    refuse_unsound,
+    refuse,
+    refuse_unusable,
     whole,
 )
+from speculative.models.eagle3_graph import is_head
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.head_limits import alone_limit, genai_tree_limit, native_limit
 from speculative.sequence import metrics
 
 OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
@@ -74,6 +83,12 @@ def parse_arguments() -> argparse.Namespace:
     add_run_arguments(parser, max_prompts=20)
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
+    )
+    parser.add_argument(
+        "--tree-depth", type=whole, metavar="D", help="also GenAI's trees of this depth with K tokens (EAGLE-3 drafts)"
+    )
+    parser.add_argument(
+        "--branching-factor", type=whole, default=4, metavar="B", help="of GenAI's trees (default: %(default)s)"
     )
     add_paths_argument(parser, PATHS)
     parser.add_argument(
@@ -90,6 +105,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-starts", action="store_true", help="skip measuring load time and peak memory")
     add_output_arguments(parser)
     return parser.parse_args()
+
+
+def leave_out_paths(arguments: argparse.Namespace) -> list[str]:
+    """Remove the paths that the draft or the devices do not allow, and return why, in sentences.
+
+    Exits with status 2 if no path is left, or GenAI cannot draft the trees asked for.
+    """
+    draft = arguments.draft
+    native = native_limit(draft, arguments.device, arguments.draft_device)
+    limits = {"draft": alone_limit(draft), "genai": limit_in_genai(arguments), "engine": native, "sampled": native}
+    left_out = [path for path in arguments.paths if limits.get(path)]
+    arguments.paths = [path for path in arguments.paths if path not in left_out]
+    refuse("" if arguments.paths else limits[left_out[0]])
+    if arguments.tree_depth:
+        refuse(genai_tree_limit(draft))
+        if not trees(arguments):
+            refuse(f"--tree-depth {arguments.tree_depth} needs the path genai and a -k that is not less")
+    return [f"Path {path} is left out: {limits[path]}." for path in left_out]
+
+
+def trees(arguments: argparse.Namespace) -> list[tuple[str, str, float]]:
+    """(name, draft length, temperature) of each method with GenAI's trees."""
+    depth, branching_factor = arguments.tree_depth, arguments.branching_factor
+    ks = [k for k in arguments.num_assistant_tokens if depth and k >= depth and "genai" in arguments.paths]
+    return [
+        (f"GenAI, K = {k}, tree {depth} x {branching_factor}", TREE.format(depth, branching_factor, k), 0.0) for k in ks
+    ]
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -125,12 +167,19 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
         name = "GenAI, draft alone"
         found.append(replace(alone, name=name, main=draft, methods=((name, 0, 0.0),)))
     if "genai" in paths:
-        found.append(replace(pair, methods=tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)))
+        chains = tuple((f"GenAI, K = {k}", k, 0.0) for k in ks)
+        found.append(replace(pair, methods=(*chains, *trees(arguments))))
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
         found.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
-    if ours := tuple(our_methods(ks, paths, arguments.temperature)):
-        found.append(replace(pair, name="ours with the draft", engine=NATIVE, methods=ours))
+    ours = list(our_methods(ks, paths, arguments.temperature))
+    drafted = [one for one in ours if one[1] in (*ks, "adaptive")]
+    if ours and (not drafted or is_head(draft.folder)):
+        others = tuple(one for one in ours if one not in drafted)
+        found.append(replace(alone, name="ours, main alone", engine=NATIVE, methods=others))
+        ours = drafted
+    if ours:
+        found.append(replace(pair, name="ours with the draft", engine=NATIVE, methods=tuple(ours)))
     return found
 
 
@@ -146,8 +195,8 @@ def our_methods(ks: list[int], paths: list[str], temperature: float):
                 yield f"{kind}, K = {k}", k, t
             yield f"{kind}, adaptive", "adaptive", t
         if path == "engine" and "lookup" in paths:
-            yield "ours, prompt lookup", f"lookup {LOOKUP}", 0.0
-            yield "ours, prompt lookup, adaptive", ADAPTIVE_LOOKUP, 0.0
+            yield "ours, suffix decoding", f"lookup {LOOKUP}", 0.0
+            yield "ours, suffix decoding, adaptive", ADAPTIVE_LOOKUP, 0.0
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -238,7 +287,7 @@ def compare(methods: list[Method]) -> list[Ratio]:
             facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
         if ADAPTIVE_LOOKUP in table:
-            facts.append(ratio("prompt lookup, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
+            facts.append(ratio("suffix decoding, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
     return facts
 
 
@@ -254,8 +303,10 @@ def summary(
     costs: list[StartCost],
     load: BackgroundLoad,
     asked_rounds: int,
+    left_out: Sequence[str] = (),
 ) -> list[str]:
-    """The result in sentences; `compared` holds those that say which engine is faster."""
+    """The result in sentences; `compared` holds those that say which engine is faster, `left_out` those that say what
+    was not measured."""
     greedy, sampled, n = fastest(rows, False), fastest(rows, True), len(rows[0]["throughputs"])
     lines = [*gain_sentences(greedy, "greedy"), *gain_sentences(sampled, "sampled"), *compared]
     if greedy:
@@ -270,6 +321,7 @@ def summary(
     ]
     if n < asked_rounds:
         lines.append(f"Interrupted: {n} of {asked_rounds} rounds completed; only these are shown.")
+    lines += left_out
     return [*lines, load.sentence] if load.sentence else lines
 
 
@@ -446,7 +498,9 @@ def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
     return Measured(methods, rows, complete, load, costs, begun, view)
 
 
-def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
+def result_of(
+    arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured, left_out: Sequence[str] = ()
+) -> dict:
     """The program's result, as written in JSON."""
     methods, rows = measured.methods, measured.rows
     facts = {
@@ -463,7 +517,7 @@ def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Me
     words, asked = verdict(comparisons, arguments.starts), arguments.rounds * arguments.starts
     return {
         "program": "benchmark",
-        "summary": summary(rows, categories, words, measured.costs, measured.load, asked),
+        "summary": summary(rows, categories, words, measured.costs, measured.load, asked, left_out),
         "environment": facts,
         "rows": rows,
         "categories": categories,
@@ -478,15 +532,15 @@ def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Me
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments)
+    left_out = leave_out_paths(arguments)
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         room = arguments.max_new_tokens + (arguments.context or 0)
         ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
     with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
         measured = run(arguments, ids)
-    result = result_of(arguments, prompts, measured)
+    result = result_of(arguments, prompts, measured, left_out)
     write_outputs(arguments, result, table(result))
     return 0 if measured.complete else 130
 

@@ -36,8 +36,8 @@ from speculative.cli.arguments import (
     add_pair_arguments,
     add_starts_argument,
     lengths,
-    refuse_missing_devices,
-    refuse_unsound,
+    limit_in_genai,
+    refuse_unusable,
     whole,
 )
 from speculative.cli.processes import ctrl_c_raises
@@ -84,9 +84,10 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         "texts": max(arguments.max_concurrency),
     }
     draft = {"draft": str(arguments.draft)}
+    of_genai = [{**shared, "name": "GenAI, draft", "engine": GENAI, **draft}]
     return [
         {**shared, "name": "GenAI, main alone", "engine": GENAI},
-        {**shared, "name": "GenAI, draft", "engine": GENAI, **draft},
+        *([] if limit_in_genai(arguments) else of_genai),
         {**shared, "name": "ours, main alone", "engine": NATIVE},
         {**shared, "name": "ours, draft", "engine": NATIVE, **draft},
     ]
@@ -176,7 +177,7 @@ def summary(
         ]
     for compared in filter(None, (alone, over_best)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
-    ours = [row for row in rows if row["way"] == "ours, adaptive draft"]
+    ours = [row for row in rows if row["method"] == "ours, adaptive draft"]
     lines += break_even(ours)
     lines += [
         f"{one['name']}, {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB peak memory of its "
@@ -208,6 +209,9 @@ def result_of(
     alone = {"GenAI": methods[0], "ours": next(method for method in methods if method.name == "ours, main alone")}
     rows = [row(method, n, alone[method.name.partition(",")[0]], "text") for method in methods for n in clients]
     comparisons, done = compare(methods, clients), len(methods[0].rounds[clients[0]])
+    sentences = summary(rows, comparisons, memory, done, arguments.rounds * arguments.starts, other)
+    if limit := limit_in_genai(arguments):
+        sentences.append(f"GenAI with the draft is left out: {limit}.")
     facts = {
         **environment(arguments, other),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
@@ -220,7 +224,7 @@ def result_of(
     }
     return {
         "program": "benchmark_batching",
-        "summary": summary(rows, comparisons, memory, done, arguments.rounds * arguments.starts, other),
+        "summary": sentences,
         "environment": facts,
         "rows": rows,
         "comparisons": comparisons,
@@ -231,8 +235,7 @@ def result_of(
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments, NATIVE)
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)

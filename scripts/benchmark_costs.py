@@ -27,7 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import openvino as ov
 import openvino_genai
 from openvino_genai import GenerationConfig
 
@@ -38,8 +37,7 @@ from speculative.cli.arguments import (
     add_huge_pages_argument,
     add_pair_arguments,
     model_specs,
-    refuse_missing_devices,
-    refuse_unsound,
+    refuse_unusable,
     whole,
 )
 from speculative.cli.progress import tqdm
@@ -196,11 +194,8 @@ class ReadBandwidth:
 
 def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit:
     """The engine's throughput as a fraction of the limit set by reading the weights, with and without the draft."""
-    folders = {"main": arguments.main, "draft": arguments.draft}
-    bytes_ = {
-        name: weights.read(ov.Core().read_model(folder / "openvino_model.xml")).bytes_per_step
-        for name, folder in folders.items()
-    }
+    main, draft = weights.read_pair(arguments.main, arguments.draft)
+    bytes_ = {"main": main.bytes_per_step, "draft": draft.bytes_per_step}
     text = openvino_genai.Tokenizer(str(arguments.main)).encode(TEXT.read_text(encoding="utf-8")).input_ids.data[0]
     config = GenerationConfig(
         max_new_tokens=arguments.max_new_tokens, ignore_eos=True, num_assistant_tokens=arguments.num_assistant_tokens
@@ -219,7 +214,7 @@ def limit(arguments: argparse.Namespace, one: decoder.Decoder) -> BandwidthLimit
             reached[name].append(read / result.decode_seconds / per_second)
             facts["runs"].append(
                 {
-                    "way": name,
+                    "method": name,
                     "seconds": result.decode_seconds,
                     "tokens": len(result.tokens) - 1,
                     "bandwidth": per_second,
@@ -270,8 +265,7 @@ def table(
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments, NATIVE)
     properties = dict(arguments.property)
     with exit_on(RuntimeError, ValueError):
         started = starts(arguments)

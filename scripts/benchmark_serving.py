@@ -31,7 +31,7 @@ from speculative.bench.load.metrics import Load, break_even, counted, losses, ro
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
-from speculative.cli.arguments import refuse_unsound
+from speculative.cli.arguments import refuse_in_native, refuse_unsound
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
 
@@ -112,9 +112,9 @@ def load(name: str, server: Target, prompts: list[str], settings: dict) -> Load:
 
 def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
-    lines = break_even([one for one in rows if one["way"] == DRAFT])
-    for method in dict.fromkeys(one["way"] for one in rows):
-        best = max((one for one in rows if one["way"] == method), key=lambda one: one["throughput"])
+    lines = break_even([one for one in rows if one["method"] == DRAFT])
+    for method in dict.fromkeys(one["method"] for one in rows):
+        best = max((one for one in rows if one["method"] == method), key=lambda one: one["throughput"])
         lines.append(f"Peak throughput {method}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
     lines.append(losses(rows))
     if done < asked:
@@ -174,6 +174,7 @@ def main() -> int:
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         if arguments.main:
             refuse_unsound(arguments.main, arguments.draft)
+            refuse_in_native(arguments)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
         methods, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])

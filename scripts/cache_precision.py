@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import openvino_genai
 
+from speculative.cli.arguments import refuse
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
+from speculative.pair.head_limits import alone_limit
 from speculative.pair.model_info import require_runnable
 
 CACHES = {
@@ -76,6 +78,8 @@ def main() -> None:
     arguments = parse_arguments()
     with exit_on(OSError, ValueError, status=2):
         require_runnable(arguments.model, writes_text=False)
+        if limit := alone_limit(arguments.model):
+            refuse(f"{limit}; give its main model")
         words = arguments.text.read_text(encoding="utf-8")
     result = {}
     with exit_on(RuntimeError, ValueError):

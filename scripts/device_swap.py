@@ -53,13 +53,14 @@ from speculative.bench.devices.results import ResultsFile
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
-from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse_unsound
+from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse, refuse_unsound
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.cli.ray_cluster import ray_address
 from speculative.models import npu_model
 from speculative.pair.engines import GENAI, NATIVE, engine_id
+from speculative.pair.head_limits import genai_limit, native_limit
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600
@@ -198,6 +199,8 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
             missing = [device for device in cell.devices if device.missing]
             if missing:
                 cell.status, cell.reason = "absent", missing[0].missing
+            elif draft and (limit := limit_of(arguments, main.name, draft.name)):
+                cell.status, cell.reason = "absent", limit
             elif not any(place.has(cell) for place in places):
                 cell.status = "absent"
                 cell.reason = f"no machine of the cluster has both {main.name} and {draft.name}"
@@ -214,6 +217,13 @@ def plan(arguments: argparse.Namespace, places: list[Place], prompts: list[list[
             }
             cells.append(cell)
     return sorted(cells, key=lambda cell: (cell.main.name, cell.draft) != ("CPU", None))
+
+
+def limit_of(arguments: argparse.Namespace, *devices: str) -> str:
+    """Why the engine cannot run the draft on these devices; "" if it can."""
+    if arguments.engine == NATIVE:
+        return native_limit(arguments.draft, *devices)
+    return genai_limit(arguments.main, arguments.draft, *devices)
 
 
 def names(device: Device) -> tuple[str, ...]:
@@ -383,6 +393,7 @@ def main() -> int:
     prepare_output()
     arguments = parse_arguments()
     refuse_unsound(arguments.main, arguments.draft)
+    refuse(genai_limit(arguments.main, arguments.draft) if arguments.engine == GENAI else "")
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = [one.tolist() for one in token_ids(prompts, arguments.main, arguments.max_new_tokens)]

@@ -39,11 +39,13 @@ LEFT_OUT = ("token_view",)  # not saved: only for the HTML report
 EMBEDDED = "models/embedded/main models/embedded/draft"
 LARGE = "build/tinyllama/main build/tinyllama/draft"
 FAST = "--huge-pages --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128"
-PAIRS = {  # generated when needed; the second one needs the first
+CHAT = "models/smollm2-135m/main models/smollm2-135m/draft"
+PAIRS = {  # made when needed; the second one needs the first
     "build/tinyllama": "scripts/make_benchmark_pair.py build/tinyllama --shape TinyLlama-1.1B --acceptance 0.75",
     "build/tinyllama-useless": (
         "scripts/make_benchmark_pair.py build/tinyllama-useless --main-of build/tinyllama --acceptance 0"
     ),
+    "models/smollm2-135m": "convert/export_pair.py --pair smollm2-135m",
 }
 
 
@@ -57,6 +59,16 @@ class Figure(NamedTuple):
 FIGURES = {
     "embedded": Figure(
         f"scripts/benchmark.py {EMBEDDED} -k 2,4,8 --max-prompts 8 --starts 3 --rounds 1 --huge-pages", 6
+    ),
+    "eagle3-embedded": Figure(
+        "scripts/benchmark.py models/embedded/main models/embedded/eagle3 --paths genai,engine,sampled -k 2,3,4 "
+        "--max-prompts 8 --starts 3 --rounds 1 --huge-pages --no-starts",
+        5,
+    ),
+    "eagle3-smollm2": Figure(
+        f"scripts/benchmark.py {CHAT} --paths genai,engine,sampled -k 3 --prompts scripts/prompts/instructions.jsonl "
+        "--max-prompts 8 --starts 2 --rounds 1 --huge-pages --no-starts",
+        9,
     ),
     "benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
@@ -204,7 +216,7 @@ def machine() -> Machine:
 def pairs_for(command: str) -> list[str]:
     """The commands that generate the missing pairs of a command."""
     needed = [pair for pair in PAIRS if f"{pair}/" in command]
-    if needed and needed[0] != "build/tinyllama":
+    if needed == ["build/tinyllama-useless"]:
         needed.insert(0, "build/tinyllama")
     return [PAIRS[pair] for pair in needed if not (ROOT / pair / "pair.json").exists()]
 

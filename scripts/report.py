@@ -18,6 +18,8 @@ from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
 from speculative.cli.processes import prepare_output
 
+FORMER = {"way": "method"}  # keys of rows in results of earlier versions
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -36,11 +38,19 @@ def read_result(text: str) -> Result:
         except ValueError:
             continue
         if isinstance(result, dict) and {"program", "summary"} <= set(result):
-            return result
+            return with_present_keys(result)
     raise argparse.ArgumentTypeError(
         f"{text!r} is not a result of these scripts: give a file written by --json, or an output whose last line is "
         "the JSON"
     )
+
+
+def with_present_keys(result: dict) -> dict:
+    """The result, of which earlier versions may have written the rows."""
+    rows = result.get("rows")
+    if isinstance(rows, list):
+        result["rows"] = [{FORMER.get(k, k): row[k] for k in row} if isinstance(row, dict) else row for row in rows]
+    return result
 
 
 def output_file(text: str) -> Path:

@@ -22,8 +22,13 @@ import openvino_genai
 from speculative import decoder
 from speculative.bench import genai
 from speculative.bench.result import EngineCheck, SmokeResult
-from speculative.cli.arguments import model_specs, refuse_missing_devices, refuse_unsound, whole
+from speculative.cli.arguments import (
+    model_specs,
+    refuse_unusable,
+    whole,
+)
 from speculative.error_text import one_line
+from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,8 +178,7 @@ def stream_difference(engine: str, prompt: str, pieces: list[str], text: str) ->
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments, NATIVE, GENAI)
     try:
         result = smoke(arguments)
     except (RuntimeError, ValueError) as error:  # from loading: a broken file, a missing device

@@ -43,7 +43,7 @@ from speculative.bench.harness import (
     time_in,
     write_outputs,
 )
-from speculative.bench.methods import our_method
+from speculative.bench.methods import engine_alone, our_method
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import MethodRow, SweepPoint
 from speculative.cli import former_options
@@ -52,8 +52,7 @@ from speculative.cli.arguments import (
     add_run_arguments,
     lengths,
     model_specs,
-    refuse_missing_devices,
-    refuse_unsound,
+    refuse_unusable,
 )
 from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
@@ -182,12 +181,15 @@ def load(arguments: argparse.Namespace, processes: list[DecodingProcess]) -> tup
             processes.append(DecodingProcess(job))
             processes[-1].start()
         return [method for process in processes for method in process.methods], ours
+    alone = engine_alone(ours, main, draft)
     seconds = [time_in(model) for model in (ours.main, ours.draft.model)]
+    seconds_alone = [time_in(alone.main)] if alone is not ours else seconds
     methods = []
     for t in arguments.temperature:
         kind = f"ours, temperature {t:g}" if t else "ours"
         for k in (0, *arguments.num_assistant_tokens):
-            methods.append(our_method(f"{kind}, {f'K = {k}' if k else 'main alone'}", ours, seconds, k, t, n))
+            name, engine, timed = (f"K = {k}", ours, seconds) if k else ("main alone", alone, seconds_alone)
+            methods.append(our_method(f"{kind}, {name}", engine, timed, k, t, n))
     return methods, ours
 
 
@@ -389,8 +391,7 @@ def write_plot(file: Path, points: list[dict]) -> bool:
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments, NATIVE, arguments.engine)
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)

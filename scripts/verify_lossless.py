@@ -3,7 +3,7 @@
     python scripts/verify_lossless.py models/embedded/main models/embedded/draft
 
 The main model alone always runs, in both engines. `--paths` adds: `engine`, this project's engine with the draft;
-`genai`, GenAI's pipeline with the draft; `lookup`, both engines with prompt lookup.
+`genai`, GenAI's pipeline with the draft; `lookup`, GenAI's prompt lookup and our suffix decoding.
 
 Greedy: every path's tokens are compared with those of the main model alone in GenAI (or, if that fails, in this
 project's engine) for each prompt. The first difference is shown with its logit margin: a near-tie, decided by rounding,
@@ -43,13 +43,15 @@ from speculative.cli.arguments import (
     above_zero,
     add_paths_argument,
     lengths,
+    limit_in_genai,
     model_specs,
-    refuse_missing_devices,
-    refuse_unsound,
+    refuse,
+    refuse_unusable,
     whole,
 )
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
+from speculative.pair.engines import NATIVE
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return",
@@ -136,11 +138,21 @@ def environment(arguments: argparse.Namespace, requests: Requests, properties: d
     }
 
 
+def leave_out(arguments: argparse.Namespace) -> list[str]:
+    """Remove GenAI's path if its pipeline cannot run the pair; say why, in a sentence."""
+    limit = limit_in_genai(arguments)
+    if "genai" not in arguments.paths or not limit:
+        return []
+    arguments.paths.remove("genai")
+    refuse("" if arguments.paths else limit)
+    return [f"Path genai is left out: {limit}."]
+
+
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    refuse_unsound(arguments.main, arguments.draft)
-    refuse_missing_devices(arguments)
+    refuse_unusable(arguments, *([NATIVE] if "engine" in arguments.paths else []))
+    left_out = leave_out(arguments)
     with exit_on(ValueError, status=2):
         texts = [prompt.text for prompt in read_prompts(arguments.prompts)] if arguments.prompts else PROMPTS
     properties = dict(arguments.property) if arguments.property else EXACT
@@ -157,6 +169,8 @@ def main() -> int:
         run(methods, requests)
     found = judge(methods, engine.main, requests.prompts, cells)
     print(tables(found, methods[0], arguments.max_new_tokens, arguments.tokens, len(cells)))
+    for sentence in left_out:
+        print(sentence)
     document = {
         "ok": found.hold(arguments.strict),
         "reference": found.reference and found.reference.name,

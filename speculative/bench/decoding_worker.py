@@ -13,6 +13,7 @@ from speculative.bench.methods import genai_method, genai_pipeline, our_method
 from speculative.bench.result import Loading, TokenView
 from speculative.bench.token_view import token_view
 from speculative.decoder import GenerationResult
+from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.models import huge_pages
 from speculative.pair.engines import NATIVE
 
@@ -51,7 +52,8 @@ class WorkerPipeline:
 
     def _ours(self) -> list[Method]:
         job = self.job
-        ours = decoder.load(job.main, job.draft)
+        looks_up = any(str(draft_length).startswith("lookup") for _, draft_length, _ in job.methods)
+        ours = decoder.load(job.main, job.draft, max_ngram_size=LONGEST_MATCH if looks_up and not job.draft else None)
         self.engine = ours
         seconds = [time_in(model) for model in ours.models]
         return [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import openvino
@@ -10,6 +11,13 @@ import openvino_genai
 from speculative.models.spec import ModelSpec
 
 NO_TOKEN = 2**31 - 1  # used as EOS: pairs with an NPU, and drafts, stop at EOS in spite of ignore_eos
+
+
+class Tree(NamedTuple):
+    """GenAI's settings of a tree of draft tokens, which EAGLE-3 drafts can propose."""
+
+    depth: int  # levels
+    branching_factor: int  # tokens drafted after each token, and kept per level
 
 
 @dataclass(frozen=True)
@@ -60,16 +68,20 @@ def generate(
     max_new_tokens: int,
     draft_length: int | None = None,
     streamer: Callable[[str], None] | None = None,
+    tree: Tree | None = None,
 ) -> Run:
     """Generate max_new_tokens greedily, ignoring EOS.
 
-    `draft_length` is K for a pipeline with a draft, None for one without. `streamer` receives the text piece by piece.
+    `draft_length` is K for a pipeline with a draft, None for one without; of a `tree`, the number of its tokens.
+    `streamer` receives the text piece by piece.
 
     A pair with an NPU varies K: then `proposed` assumes the given K and is not the number of tokens drafted.
     """
     config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, eos_token_id=NO_TOKEN)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
+    if tree:
+        config.tree_depth, config.branching_factor = tree
     result = pipe.generate(inputs, config, streamer)
     metrics, drafting = result.perf_metrics, result.extended_perf_metrics
     # m_batch_sizes has the tokens gained per main-model forward pass; get_num_accepted_tokens() omits the last one.

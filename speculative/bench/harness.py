@@ -57,7 +57,7 @@ class Method:
 
     name: str  # "GenAI, K = 4"
     engine: str  # genai or native
-    draft_length: int | str  # 0: none; a number; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"
+    draft_length: int | str  # 0: none; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"; "tree ..."
     temperature: float  # 0: greedy
     decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
     seconds: list[list[float]] = field(default_factory=list)  # per forward pass of main and draft, if timed
@@ -168,6 +168,7 @@ def row(method: Method, baseline: Method) -> MethodRow:
     # with the prompts' forward passes, which give one token each
     forward_speedup = metrics.block_efficiency([*gained, *[1] * len(runs)])
     assert forward_speedup is not None  # there is a run
+    is_tree = str(method.draft_length).startswith("tree")  # which has several tokens at a position
     return {
         "name": method.name,
         "engine": method.engine,
@@ -181,7 +182,7 @@ def row(method: Method, baseline: Method) -> MethodRow:
         "gain_percent": 100 * (speedup - 1),
         "forward_speedup": forward_speedup,
         "acceptance_rate": metrics.acceptance_rate(proposed, gained),
-        "position_acceptance": metrics.position_acceptance(proposed, gained),
+        "position_acceptance": [] if is_tree else metrics.position_acceptance(proposed, gained),
         "block_efficiency": metrics.block_efficiency(gained),
         "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
         "ttft": statistics.median(run.ttft for run in runs),

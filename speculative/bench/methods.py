@@ -5,24 +5,29 @@ that of a single token. GenAI's prefix cache is off, and our engine clears its c
 `keep_caches` both keep theirs, for long contexts.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig, SchedulerConfig
 
+from speculative import decoder
 from speculative.bench import genai
-from speculative.bench.genai import Run
+from speculative.bench.genai import Run, Tree
 from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength
-from speculative.drafting.proposers import NgramProposer, Proposer
+from speculative.drafting.proposers import Proposer
+from speculative.drafting.suffix import SuffixProposer
+from speculative.models.eagle3_graph import is_head
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
 
-LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and maximum n-gram length
+LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and GenAI's maximum n-gram length
 ADAPTIVE_LOOKUP = "lookup adaptive"
+TREE = "tree {} x {}, K = {}"  # the draft length of GenAI's trees: depth, branching factor, tokens
 
 
 def genai_pipeline(
@@ -43,13 +48,16 @@ def genai_pipeline(
 def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
         return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
-    k = draft_length or None if isinstance(draft_length, int) else None
+    k, tree = draft_length or None if isinstance(draft_length, int) else None, None
+    if str(draft_length).startswith("tree"):
+        depth, branching_factor, k = map(int, re.findall(r"\d+", str(draft_length)))
+        tree = Tree(depth, branching_factor)
     return Method(
         name,
         GENAI,
         draft_length,
         0.0,
-        lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k),
+        lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k, tree=tree),
     )
 
 
@@ -62,6 +70,12 @@ def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, max_new_tokens
     return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
 
 
+def engine_alone(engine: Decoder, main: ModelSpec, draft: ModelSpec | None) -> Decoder:
+    """The engine for decoding without the draft of `engine`: another one if that is an EAGLE-3 head, as its main model
+    also computes the hidden states that the head reads."""
+    return decoder.load(main) if draft and is_head(draft.folder) else engine
+
+
 def our_method(
     name: str,
     engine: Decoder,
@@ -71,27 +85,27 @@ def our_method(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Method:
-    """A method of `engine`, which has a draft unless `draft_length` is 0; `seconds` are those of its models' forward
-    passes. Each method adapts its draft length independently."""
+    """A method of `engine`, which has a draft if `draft_length` says so, and a draft or prompt lookup for lookups;
+    `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source: Proposer | None = engine.draft if draft_length else None
     policy = engine.draft_length
-    if isinstance(policy, AdaptiveDraftLength):
+    if isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
         lookup = str(draft_length).startswith("lookup")
-        source = NgramProposer(engine.main.vocab_size, NGRAM) if lookup else source
+        source = SuffixProposer(engine.main.vocab_size) if lookup else source
         policy = (LookupDraftLength if lookup else AdaptiveDraftLength)(policy.costs)
     if draft_length == f"lookup {LOOKUP}":
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    decoder = Decoder(engine.main, source, policy)
+    ours = Decoder(engine.main, source, policy)
 
     def decode(ids: np.ndarray) -> GenerationResult:
         if not keep_caches:
-            decoder.main.reset()
+            ours.main.reset()
             if source:
                 source.reset()
-        return decoder.generate(ids, config)
+        return ours.generate(ids, config)
 
     return Method(name, NATIVE, draft_length, temperature, decode, seconds)

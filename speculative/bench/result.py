@@ -144,7 +144,7 @@ class MethodRow(TypedDict):
     engine: str  # id of the engine: GenAI's pipeline or the project's
     sampled: bool  # whether the temperature is above 0
     temperature: float  # 0: greedy
-    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"
+    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"; "tree ..."
     throughput: float  # tokens/s, prompts excluded
     throughputs: list[float]  # tokens/s, by round
     speedup: float  # over the main model alone
@@ -198,7 +198,7 @@ class LoadRow(Outcomes, Drafting):
     """A method under load with a number of clients, relative to the main model alone in the same rounds."""
 
     name: str  # method and number of clients
-    way: str  # the method
+    method: str  # name of the method
     clients: int  # that request at the same time; in process, texts decoded at once
     counted: str  # what `clients` counts: "client" or "text"
     throughput: float  # tokens/s of all clients together, prompts and queueing included
@@ -391,7 +391,7 @@ class WeightBytes(TypedDict):
 class LimitRun(TypedDict):
     """One text."""
 
-    way: str  # "alone" or "draft"
+    method: str  # "alone" or "draft"
     seconds: float  # after the first token
     tokens: int  # after the first
     bandwidth: float  # memory read bandwidth before or after the text, the higher one, in bytes/s

@@ -9,13 +9,15 @@ from speculative.cli.properties import PROPERTY
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.check import check_pair
+from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.head_limits import genai_limit, native_limit
 
 PROMPTS = Path(__file__).resolve().parents[2] / "scripts/prompts/embedded_code.jsonl"
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft: a model or an EAGLE-3 head (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
@@ -128,8 +130,36 @@ def refuse_unsound(main: Path, draft: Path) -> None:
     """Exit with status 2 and the first reason if the two folders are not a sound pair."""
     for finding in check_pair(main, draft).findings:
         if finding.level == "error":
-            print(f"error: {finding.what}: {finding.message}", file=sys.stderr)
-            sys.exit(2)
+            refuse(f"{finding.what}: {finding.message}")
+
+
+def refuse_unusable(arguments: argparse.Namespace, *engines: str) -> None:
+    """Exit with status 2 if main model and draft are not a sound pair, OpenVINO does not find a requested device, or
+    one of `engines` cannot run the draft on the devices."""
+    refuse_unsound(arguments.main, arguments.draft)
+    refuse_missing_devices(arguments)
+    if NATIVE in engines:
+        refuse_in_native(arguments)
+    if GENAI in engines:
+        refuse(limit_in_genai(arguments))
+
+
+def refuse(reason: str) -> None:
+    """Exit with status 2 and `reason`, unless it is ""."""
+    if reason:
+        print(f"error: {reason}", file=sys.stderr)
+        sys.exit(2)
+
+
+def refuse_in_native(arguments: argparse.Namespace) -> None:
+    """Exit with status 2 if this project's engine cannot run the draft on the devices."""
+    refuse(native_limit(arguments.draft, arguments.device, arguments.draft_device or arguments.device))
+
+
+def limit_in_genai(arguments: argparse.Namespace) -> str:
+    """Why GenAI's pipeline cannot run the draft on the devices; "" if it can."""
+    devices = (arguments.device, arguments.draft_device or arguments.device)
+    return genai_limit(arguments.main, arguments.draft, *devices)
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:
@@ -139,5 +169,4 @@ def refuse_missing_devices(arguments: argparse.Namespace) -> None:
         try:
             devices.require(device, properties)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            refuse(str(error))

@@ -182,7 +182,8 @@ def draft_tokens(
 
     GenAI does not count the last iteration of a text, except with an NPU. If the text ended at its maximum length, the
     iteration is added: its draft length was K or what the remaining tokens allowed. If it ended at a stop token, the
-    draft stopped there too, GenAI does not report its length, and the last iteration stays excluded.
+    draft stopped there too, GenAI does not report its length, and the last iteration stays excluded; so it does with
+    trees.
     """
     drafting, gained = result.extended_perf_metrics, streamer.gained
     if not drafting:  # no draft model
@@ -190,7 +191,7 @@ def draft_tokens(
     proposed, accepted = drafting.get_num_draft_tokens(), sum(gained[1:]) - len(gained[1:])
     if "NPU" in (args.device, args.draft_device) or len(gained) < 2:
         return proposed, accepted
-    if streamer.at_end:
+    if streamer.at_end or getattr(args, "tree_depth", None):
         return proposed, accepted - (gained[-1] - 1)
     wanted = config.max_new_tokens - sum(gained[:-1])
     return proposed + min(config.num_assistant_tokens, wanted - 1), accepted

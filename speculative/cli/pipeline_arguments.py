@@ -22,6 +22,7 @@ from speculative.models.eagle3_graph import check_head, is_head
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.head_limits import genai_limit, genai_tree_limit, native_limit
 from speculative.pair.model_info import DamagedFolder, require_runnable
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
@@ -64,6 +65,8 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
         args.draft_property = dict(args.draft_property)
         models["draft"] = (Path(args.draft), args.draft_device, args.draft_property)
     check_models(models)
+    if "draft" in names:
+        check_limits(args, NATIVE if "-k" in names else GENAI)
     if getattr(args, "scheduler", None):
         args.property["scheduler_config"] = scheduler_config(args.scheduler)
     if "draft" in names:
@@ -149,11 +152,14 @@ DEVICE = {"default": "CPU", "help": "CPU, GPU, GPU.1, NPU, AUTO:GPU,CPU, HETERO:
 DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our engine, with auto; and for GenAI
 ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
-    "draft": {"help": "folder of the draft model (OpenVINO IR), smaller and with the same tokenizer"},
+    "draft": {
+        "help": "folder of the draft (OpenVINO IR): a smaller model with the same tokenizer, or an EAGLE-3 head of the "
+        "main model"
+    },
     "[draft]": {
         "nargs": "?",
-        "help": "folder of the draft model (OpenVINO IR); without one, prompt lookup drafts: it copies tokens from the "
-        "text so far",
+        "help": "folder of the draft (OpenVINO IR), a model or an EAGLE-3 head; without one, suffix decoding drafts: "
+        "it copies tokens from the text so far",
     },
     "prompt": {"help": "prompt text; - reads it from standard input (one trailing newline is removed)"},
     "--device": DEVICE,
@@ -170,6 +176,18 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "metavar": "K",
         "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH}; auto: adaptive; a threshold like 0.4: until the "
         "draft's confidence in a token is lower (default: auto)",
+    },
+    "--tree-depth": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "metavar": "D",
+        "help": "with an EAGLE-3 draft: draft a tree of D levels instead of a chain, and verify its K most probable "
+        "tokens; greedy",
+    },
+    "--branching-factor": {
+        "type": whole_number(1, MAX_DRAFT_LENGTH),
+        "default": 4,
+        "metavar": "B",
+        "help": "tokens drafted after each token of the tree, and kept per level (default: %(default)s)",
     },
     "--temperature": {
         "type": temperature,
@@ -199,7 +217,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "type": whole_number(1, MAX_DRAFT_LENGTH),
         "default": 3,
         "metavar": "N",
-        "help": "longest n-gram to look up in the text so far (default: %(default)s)",
+        "help": "longest match to look for in the text so far, in tokens (default: %(default)s)",
     },
     "--max-new-tokens": {
         "type": whole_number(1, MAX_NEW_TOKENS),
@@ -309,6 +327,18 @@ def check_pair(main: Path, draft: Path) -> None:
             fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")
         if finding.level == "warning":
             say(f"warning: {draft} as a draft of {main}: {finding.message}")
+
+
+def check_limits(args: argparse.Namespace, engine: str) -> None:
+    """Reject an EAGLE-3 draft that the engine cannot run, and a tree that GenAI cannot draft."""
+    main, draft = Path(args.main), Path(args.draft)
+    depth = getattr(args, "tree_depth", None)
+    devices = (args.device, args.draft_device)
+    limit = native_limit(draft, *devices) if engine == NATIVE else genai_limit(main, draft, *devices)
+    if limit := limit or (genai_tree_limit(draft) if depth else ""):
+        fail(limit)
+    if depth and depth > args.num_assistant_tokens:
+        fail(f"-k {args.num_assistant_tokens} is less than --tree-depth {depth}: a tree has a token in each level.")
 
 
 def read_prompt(prompt: str) -> str:

@@ -6,6 +6,7 @@
 Like the pair check, which the pair must have passed, it takes seconds and compiles nothing.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from speculative.pair import devices as device_facts
 from speculative.pair import weights
 from speculative.pair.check import Finding
 from speculative.pair.devices import MAIN_MEMORY, DeviceFacts, Memory
+from speculative.pair.head_limits import genai_limit, native_limit
 from speculative.pair.model_info import ModelFacts, config_facts, require_ir
 from speculative.pair.weights import Weights
 from speculative.sequence import metrics
@@ -61,8 +63,14 @@ def check_fit(main: Path, draft: Path, device: str, draft_device: str) -> list[F
     core = ov.Core()
     named = (("main", Path(main), device), ("draft", Path(draft), draft_device))
     halves = [_read(role, folder, name, core) for role, folder, name in named]
+    engines: list[Finding] = []
+    with contextlib.suppress(ValueError):  # a head that does not fit, as the pair check says
+        for half, read in zip(halves, weights.read_pair(Path(main), Path(draft)), strict=True):
+            half.weights = read
+        engines += _judge_engines(*halves)
     return [
         *_judge_devices(halves),
+        *engines,
         *_judge_npu(halves),
         *_judge_weights(halves),
         *_judge_caches(halves, core),
@@ -111,6 +119,17 @@ def _judge_devices(halves: list[PairMember]) -> Iterator[Finding]:
         if half.devices and not missing:
             shown = " and ".join(f"{device.name} ({device.full_name})" for device in half.devices)
             yield Finding("ok", "device", f"{half.role} on {shown}")
+
+
+def _judge_engines(main: PairMember, draft: PairMember) -> Iterator[Finding]:
+    """Which engine cannot run an EAGLE-3 draft here."""
+    limits = {
+        "this project's engine": native_limit(draft.facts.folder, main.device, draft.device),
+        "GenAI's pipeline": genai_limit(main.facts.folder, draft.facts.folder, main.device, draft.device),
+    }
+    for engine, limit in limits.items():
+        if limit:
+            yield Finding("error" if all(limits.values()) else "warning", "engine", f"not in {engine}: {limit}")
 
 
 def _judge_npu(halves: list[PairMember]) -> Iterator[Finding]:

@@ -2,9 +2,12 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import openvino as ov
+
+from speculative.models.eagle3_graph import HeadGraph, is_head
 
 FORMATS = {"u4": "int4", "i4": "int4", "u8": "int8", "i8": "int8", "f16": "fp16", "bf16": "bf16", "f32": "fp32"}
 UNPACKING = {"Convert", "Subtract", "Multiply", "Reshape"}  # between a packed constant and its use
@@ -45,6 +48,18 @@ def read(model: ov.Model) -> Weights:
         parameters=parameters,
         bytes_per_step=bytes_per_step,
     )
+
+
+def read_pair(main: Path, draft: Path) -> tuple[Weights, Weights]:
+    """Summaries of two IR folders, as both run together: the layer `fc` of an EAGLE-3 draft counts as the main model's,
+    whose forward passes include it."""
+    core = ov.Core()
+    graph = core.read_model(main / "openvino_model.xml")
+    if not is_head(draft):
+        return read(graph), read(core.read_model(draft / "openvino_model.xml"))
+    head = HeadGraph(draft)
+    head.attach(graph)
+    return read(graph), read(head.model)
 
 
 def _uses(node: ov.Node) -> set[str]:

@@ -452,6 +452,15 @@ def test_the_last_line_of_a_saved_output_counts(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output.txt", "page.html", "rows.csv", "speedup.png"]
 
 
+def test_load_results_of_earlier_versions_are_read(run_here, tmp_path):
+    recorded = json.loads((ROOT / "docs/figures/server-embedded.json").read_text(encoding="utf-8"))["result"]
+    for name, key in (("present", "method"), ("former", "way")):
+        content = json.dumps(recorded).replace('"method"', f'"{key}"')
+        (tmp_path / f"{name}.json").write_text(content, encoding="utf-8")
+        assert run_here("scripts/report.py", tmp_path / f"{name}.json", tmp_path / f"{name}.csv").returncode == 0
+    assert (tmp_path / "former.csv").read_bytes() == (tmp_path / "present.csv").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("content", "file", "status", "word"),
     [

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -247,10 +248,16 @@ def test_no_prompt_is_answered_from_a_cache():
         read.clear()
         one.decode(ids)
         assert read[0] == expected
-    seconds = {}
-    for keep in (False, True):  # no other sign of it from outside: 300 tokens take 20 times as long as one
+    ids, seconds = (
+        np.arange(1500) * 7919 % 4000,
+        {},
+    )  # of the processor: no other sign of it from outside, and a busy machine does not change them
+    for keep in (False, True):
         one = genai_method("GenAI", genai_pipeline(ModelSpec(MAIN), ModelSpec(DRAFT), keep_caches=keep), 4, 2)
-        seconds[keep] = min([one.decode(ids).ttft for _ in range(4)][1:])
+        one.decode(ids)
+        begin = time.process_time()
+        one.decode(ids)
+        seconds[keep] = time.process_time() - begin
     assert seconds[False] > 3 * seconds[True]
 
 

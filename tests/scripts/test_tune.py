@@ -221,7 +221,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
 
 
 def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
-    arguments = SimpleNamespace(drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False)
+    arguments = SimpleNamespace(main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[])
+    arguments.allow_quality_loss = False
     here = Place({}, None, [], machine=Machine("here", [], None))
     tuning = Tuning(arguments, [], [here])
     threads, group = (("INFERENCE_NUM_THREADS", 1),), (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 128),)
@@ -328,6 +329,17 @@ def test_a_draft_without_accepted_tokens_gains_no_time_whatever_the_clock_says()
     figures = {ALONE: [20, 20], OURS: [30, 30]}
     verdict = tune_verdict.judge(made_up(figures, figures, gained=1))
     assert not verdict.as_dict()["use_draft"] and "hardly any of its tokens are accepted" in verdict.reason
+
+
+def test_a_draft_that_was_hardly_used_is_not_said_to_be_rejected():
+    """As by the adaptive draft length, where a draft step costs as much as one of the main model."""
+    tuning = made_up({ALONE: [20, 20], OURS: [20, 20]}, gained=1)
+    method = next(one for setting, one in tuning.choosing.methods.items() if setting.draft)
+    for (run,) in method.rounds:
+        run.proposed[1:] = [0] * (len(run.proposed) - 1)
+    reason = tune_verdict.judge(tuning).reason
+    assert "hardly any" not in reason and "drafts only 0.07 tokens per main-model forward pass" in reason
+    assert "accepted with probability 0.80" in reason and "break-even" in reason
 
 
 def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does():

@@ -19,7 +19,8 @@ from speculative.bench.lossless.methods import PATHS
 from speculative.bench.lossless.verdicts import ALPHA
 from speculative.bench.result import LosslessResult
 from speculative.decoder import Decoder
-from speculative.drafting.proposers import DraftModelProposer, NgramProposer
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.suffix import SuffixProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
@@ -211,7 +212,7 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run, tiny, pair, d
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
     assert document["ok"] and document["environment"]["paths"] == list(PATHS)
-    for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2"):
+    for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2", "lookup, adaptive"):
         assert greedy[f"engine {method}"]["verdict"] == "equal" and greedy[f"engine {method}"]["same"] == 3
         assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == draws
     for method in ("draft, K = 2", "draft, by confidence"):
@@ -269,10 +270,10 @@ def without_reference(monkeypatch):
 
 def test_only_the_chosen_paths_run(run_tiny):
     document, greedy, sampled = by_path(run_tiny("lookup"))
-    both = ["engine lookup, K = 2", "GenAI lookup, K = 2"]
+    methods = ["engine lookup, K = 2", "engine lookup, adaptive", "GenAI lookup, K = 2"]
     assert document["environment"]["paths"] == ["lookup"] and document["ok"]
-    assert list(greedy) == ["GenAI main alone", "engine main alone", *both]
-    assert list(sampled) == ["GenAI main alone", *both]
+    assert list(greedy) == ["GenAI main alone", "engine main alone", *methods]
+    assert list(sampled) == ["GenAI main alone", *methods]
 
 
 def test_an_engine_that_accepts_everything_fails(run_tiny, monkeypatch):
@@ -306,7 +307,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     next_token = lossless_check.main_alone(main, prompt, SamplingParams.resolve(config))
     cells, first = exact_joint(next_token, 2), next_token(())
     stated = lossless_check.detectable_total_variation(cells, draws, alpha)
-    decoder = Decoder(main, NgramProposer(main.vocab_size, 3))
+    decoder = Decoder(main, SuffixProposer(main.vocab_size))
     assert compare(draws_of(decoder, prompt, config, draws, 1), cells).p_value > alpha
 
     often = int(np.flatnonzero(first == first[first <= 0.5].max())[0])

@@ -19,7 +19,7 @@ import openvino_genai
 
 from speculative import decoder
 from speculative.bench.harness import BackgroundLoad, Method, interleave, precision, row
-from speculative.bench.methods import genai_method, genai_pipeline, our_method
+from speculative.bench.methods import engine_alone, genai_method, genai_pipeline, our_method
 from speculative.bench.result import CellAnswer
 from speculative.cli.processes import utf8_output
 from speculative.error_text import engine_lines, is_out_of_memory
@@ -103,8 +103,9 @@ def _genai_methods(job: dict) -> list[Method]:
 def _native_methods(job: dict) -> list[Method]:
     draft = _spec(job, "draft") if job["draft_device"] else None
     engine = decoder.load(_spec(job, "main"), draft)
+    alone = engine_alone(engine, _spec(job, "main"), draft)
     return [
-        our_method(f"K = {k}" if k else "alone", engine, [], k, 0.0, job["max_new_tokens"])
+        our_method(f"K = {k}" if k else "alone", engine if k else alone, [], k, 0.0, job["max_new_tokens"])
         for k in [0, *(job["draft_lengths"] if draft else [])]
     ]
 

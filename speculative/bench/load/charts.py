@@ -41,7 +41,7 @@ def _chart(key: str, rows: list[Drawn]) -> Markup | None:
     if not known:
         return None
     clients = sorted({row["clients"] for row in rows})
-    methods = list(dict.fromkeys(row["way"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
     x = Axis(
         f"{rows[0]['counted']}s at once", -0.4, len(clients) - 0.6, list(range(len(clients))), list(map(str, clients))
     )
@@ -51,7 +51,7 @@ def _chart(key: str, rows: list[Drawn]) -> Markup | None:
     entries = []
     for i, method in enumerate(methods):
         aside = 0.1 * (i - (len(methods) - 1) / 2)  # keeps the ranges of two methods apart
-        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["way"] == method]
+        line = [(clients.index(row["clients"]) + aside, row) for row in known if row["method"] == method]
         if not line:
             continue
         plot.line([(place, unit * row[key]) for place, row in line], colour(i))

@@ -148,7 +148,7 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
     tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
     return {
         "name": f"{method.name}, {counted(clients, counts)}",
-        "way": method.name,
+        "method": method.name,
         "clients": clients,
         "counted": counts,
         "throughput": statistics.median(throughputs),
@@ -261,7 +261,7 @@ def losses(rows: list[LoadRow]) -> str:
 def table(rows: list[LoadRow]) -> str:
     """The table of the rows."""
     columns: dict[str, list[str]] = {
-        "method": [one["way"] for one in rows],
+        "method": [one["method"] for one in rows],
         f"{rows[0]['counted']}s": [str(one["clients"]) for one in rows],
         "tokens/s": [f"{one['throughput']:.1f}" for one in rows],
         "speedup (range)": [_speedup(one) for one in rows],

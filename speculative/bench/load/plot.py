@@ -28,11 +28,11 @@ def png(rows: Sequence[Drawn]) -> bytes:
 
     figure = Figure(figsize=SIZE, dpi=DOTS)
     panels = figure.subplots(2, 2)
-    methods = list(dict.fromkeys(row["way"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
     clients = sorted({row["clients"] for row in rows})
     for panel, (key, spread, title, unit) in zip(panels.flat, PANELS, strict=True):
         for i, method in enumerate(methods):
-            line = [row for row in rows if row["way"] == method and row[key] is not None]
+            line = [row for row in rows if row["method"] == method and row[key] is not None]
             if line:
                 _draw(panel, method, line, i, key, spread, unit)
         panel.set_xscale("log", base=2)

@@ -12,8 +12,9 @@ from openvino_genai import GenerationConfig
 from speculative.bench import genai
 from speculative.cli.progress import tqdm
 from speculative.decoder import Decoder
-from speculative.drafting.policy import LONGEST
-from speculative.drafting.proposers import NgramProposer
+from speculative.drafting.lookup_policy import LookupDraftLength
+from speculative.drafting.policy import LONGEST, Costs
+from speculative.drafting.suffix import SuffixProposer
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
 from speculative.sampling import lossless_check
@@ -21,7 +22,8 @@ from speculative.sampling.params import SamplingParams
 
 PATHS = ("engine", "genai", "lookup")
 GREEDY_K, SAMPLED_K = [1, 4, 8], [2]  # default draft lengths
-NGRAM = 3  # maximum n-gram length of prompt lookup
+NGRAM = 3  # maximum n-gram length of GenAI's prompt lookup
+WORTH_IT = Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0})  # costs at which most matches are worth verifying
 CONFIDENCE = 0.4  # draft confidence threshold of the method that uses one
 FINEST = 0.002  # minimum probability of a sequence to be counted separately
 MOST_CRASHES = 5  # per method
@@ -163,8 +165,11 @@ def checked_methods(
         methods.append(CheckedMethod("engine draft, by confidence", True, pair, by_confidence))
         methods.append(CheckedMethod("engine draft, adaptive", True, pair))
     if "lookup" in paths:
-        lookup = NativeRunner(Decoder(engine.main, NgramProposer(engine.main.vocab_size, NGRAM)), seed)
+        suffix = SuffixProposer(engine.main.vocab_size)
+        lookup = NativeRunner(Decoder(engine.main, suffix), seed)
+        adaptive = NativeRunner(Decoder(engine.main, suffix, LookupDraftLength(WORTH_IT)), seed)
         methods += for_each_k("engine lookup", True, lookup, ks)
+        methods.append(CheckedMethod("engine lookup, adaptive", True, adaptive))
         methods += for_each_k("GenAI lookup", False, pipeline(None, prompt_lookup=True), ks, max_ngram_size=NGRAM)
     if "genai" in paths:
         drafted = for_each_k("GenAI draft", False, pipeline(draft), ks)

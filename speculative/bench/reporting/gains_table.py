@@ -85,13 +85,13 @@ def same_texts(result: BenchmarkResult) -> str:
 
 
 def under_load(result: ServingResult) -> str:
-    rows = [row for row in result["rows"] if row["way"] == "with draft" and row["speedup"] is not None]
+    rows = [row for row in result["rows"] if row["method"] == "with draft" and row["speedup"] is not None]
     return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
 
 
 def under_load_of(clients: int) -> Cell:
     def cell(result: ServingResult) -> str:
-        rows = [row for row in result["rows"] if row["way"] == "with draft" and row["clients"] == clients]
+        rows = [row for row in result["rows"] if row["method"] == "with draft" and row["clients"] == clients]
         return times(rows[0]) if rows and rows[0]["speedup"] is not None else ""
 
     return cell

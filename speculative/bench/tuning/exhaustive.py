@@ -31,7 +31,7 @@ class EverySetting(LengthStage):
 
     def settings(self) -> list[Setting]:
         sets = [one.models for one in self.session.measured_sets() if self.session.fits(one.models)]
-        return list(dict.fromkeys([self.choice, *(one for models in sets for one in self.all_with(models))]))
+        return self.session.possible([self.choice, *(one for models in sets for one in self.all_with(models))])
 
     def all_with(self, models: PropertySet) -> list[Setting]:
         found = [Setting(models, GENAI), Setting(models, NATIVE)]

@@ -32,7 +32,7 @@ class Finals:
             chosen += [one.setting for one in found if one.setting.engine == engine][:2]
         usual = Setting(self.session.default, GENAI, self.session.drafts[0], SAMPLE_K)
         steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
-        return list(dict.fromkeys([self.session.baseline, *self.session.alone(), usual, *steps, *chosen]))
+        return self.session.possible([self.session.baseline, *self.session.alone(), usual, *steps, *chosen])
 
     def remeasure(self) -> None:
         """Measure the choice and its baselines in new rounds. The fastest of many near-equals is partly the luckiest:

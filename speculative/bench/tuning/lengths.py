@@ -52,7 +52,7 @@ class LengthStage:
         ]
         if kind(best_set.device) != "NPU":
             found += [dataclasses.replace(found[1], scheduler=scheduler) for scheduler in SCHEDULERS]
-        found = list(dict.fromkeys(found))
+        found = self.session.possible(found)
         plain = self.session.costs[self.session.default, self.session.drafts[0]].main[1]
         affordable = int(self.session.clock.until(LENGTHS_BY) / (LEAST_RUN * FIRST_TOKENS * plain))
         if affordable < len(found):

@@ -28,6 +28,7 @@ from speculative.bench.tuning.settings import (
 from speculative.cli.progress import tqdm
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.head_limits import genai_limit
 from speculative.sequence import metrics
 
 SAMPLE_K = 5  # default of samples/speculative_decoding_lm.py
@@ -129,6 +130,8 @@ class Session:
         self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
         self.remeasured = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
+        self.not_in_genai = {one: why for one in self.drafts if (why := genai_limit(arguments.main, one))}
+        self.failed |= {f"GenAI's pipeline with {draft}": why for draft, why in self.not_in_genai.items()}
         self.k = 0  # first estimate of the best draft length
         self.note = ""  # what the budget had no time for
         self.other_load = 0.0  # background load on the machines of a cluster
@@ -230,6 +233,10 @@ class Session:
 
     def measured_sets(self) -> list[Candidate[PropertySet]]:
         return [one for one in self.property_candidates.values() if one.speedup]
+
+    def possible(self, settings: Iterable[Setting]) -> list[Setting]:
+        """The settings whose engine takes their draft, each once."""
+        return [one for one in dict.fromkeys(settings) if one.engine != GENAI or one.draft not in self.not_in_genai]
 
     def drop(self, candidates: Iterable[Candidate[Tried]], kept: set[Tried], where: str) -> None:
         for one in candidates:

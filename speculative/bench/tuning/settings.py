@@ -22,9 +22,13 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
+from speculative.models.eagle3_graph import HeadGraph, check_head, is_head
+from speculative.models.eagle3_head import EagleHead
+from speculative.models.loading import DraftModel
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.engines import GENAI, NATIVE, shown_engine
+from speculative.pair.head_limits import native_limit
 
 Value = str | int | bool
 Properties = tuple[tuple[str, Value], ...]
@@ -190,12 +194,43 @@ class Models:
         return self._loaded[key]
 
     @overload
-    def pair(self, models: PropertySet, draft: Path) -> tuple[CachedModel, CachedModel]: ...
+    def pair(self, models: PropertySet, draft: Path) -> tuple[CachedModel, DraftModel]: ...
     @overload
-    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]: ...
-    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, CachedModel | None]:
+    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, DraftModel | None]: ...
+    def pair(self, models: PropertySet, draft: Path | None) -> tuple[CachedModel, DraftModel | None]:
+        if draft and is_head(draft):
+            return self._with_head(models, draft)
         main = self.cached(self.main, models.device, models.properties)
         return main, self.cached(draft, models.draft_device, models.draft_properties) if draft else None
+
+    def any_main(self, models: PropertySet) -> CachedModel:
+        """The main model, with a head's additions if only that is loaded: its logits are the same."""
+        for key, model in self._loaded.items():
+            if key[:3] == (self.main, models.device, models.properties) and isinstance(model, CachedModel):
+                return model
+        return self.pair(models, None)[0]
+
+    def _with_head(self, models: PropertySet, head: Path) -> tuple[CachedModel, EagleHead]:
+        """The main model that also computes what the EAGLE-3 head reads, and the head."""
+        if limit := native_limit(head, models.device, models.draft_device):
+            raise ValueError(limit)
+        main_key, head_key = self._head_keys(models, head)
+        if main_key not in self._loaded:
+            spec = ModelSpec(self.main, models.device, dict(models.properties))
+            self._loaded[main_key] = cached_model.load(spec, capacity=self.capacity, prepare=HeadGraph(head).attach)
+        main = self._loaded[main_key]
+        if head_key not in self._loaded:
+            spec = ModelSpec(head, models.draft_device, dict(models.draft_properties))
+            graph = check_head(head, self.main)
+            model = cached_model.compile_graph(graph.model, spec, capacity=self.capacity)
+            self._loaded[head_key] = EagleHead(model, main, graph.targets)
+        return main, self._loaded[head_key]
+
+    def _head_keys(self, models: PropertySet, head: Path) -> tuple[tuple, tuple]:
+        """The keys of both models of a pair with a head. The head belongs to one main model; without that it is not
+        kept."""
+        main = (models.device, models.properties)
+        return (self.main, *main, str(head)), (head, models.draft_device, models.draft_properties, *main)
 
     def load(self, setting: Setting) -> None:
         """Raises RuntimeError or ValueError if a device or plugin rejects the setting."""
@@ -256,7 +291,10 @@ class Models:
                 return [self._pipeline_key(setting)]
             drafts = [setting.draft] if setting.draft else []
         main = (self.main, models.device, models.properties)
-        return [main, *((draft, models.draft_device, models.draft_properties) for draft in drafts)]
+        heads = [draft for draft in drafts if is_head(draft)]
+        others = [(draft, models.draft_device, models.draft_properties) for draft in drafts if draft not in heads]
+        with_heads = [key for head in heads for key in self._head_keys(models, head)]
+        return [*([main] if others or not heads else []), *others, *with_heads]
 
     def _pipeline_key(self, setting: Setting) -> tuple:
         return (self.main, setting.draft, setting.models, setting.scheduler)

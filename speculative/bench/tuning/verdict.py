@@ -34,6 +34,8 @@ from speculative.sequence import metrics
 WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft to recommend one
 AS_GOOD = 0.99  # fraction of the fastest within which the fewest properties win
 MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by reading weights from memory
+HARDLY = 0.5  # draft tokens per forward pass below which a setting's acceptance rate says little
+FEW = 0.2  # accepted share of draft tokens below which acceptance is the reason for no gain
 UNLIKELY = 1.15  # speedup / block efficiency beyond what engine differences explain
 PROMPT = "def fib(n):"  # in the printed commands
 
@@ -361,14 +363,23 @@ def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[fl
         f"({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
     costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
-    if tau < WORTH_IT:
+    contest = _contest(tuning, best.setting)
+    runs = contest.methods[best.setting].runs() if contest else []
+    proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
+    drafted = sum(proposed) / len(proposed) if proposed else 0.0
+    accepted = metrics.acceptance_rate(proposed, gained) if drafted >= HARDLY else None
+    accepted = alpha if accepted is None else accepted
+    if tau < WORTH_IT and accepted < FEW:
         return (
-            f"Do not use this draft: hardly any of its tokens are accepted (probability {alpha:.2f}), so a main-model "
-            f"forward pass yields {tau:.2f} tokens, which bounds the speedup. Measured: {seen}; {costs}."
+            f"Do not use this draft: hardly any of its tokens are accepted (probability {accepted:.2f}), so a "
+            f"main-model forward pass yields {tau:.2f} tokens, which bounds the speedup. Measured: {seen}; {costs}."
         )
+    too_little = "even its best setting gains too little"
+    if tau < WORTH_IT and drafted < HARDLY:
+        too_little = f"its best setting drafts only {drafted:.2f} tokens per main-model forward pass"
     return (
-        f"Do not use this draft: even its best setting gains too little: {seen}. A draft token is accepted with "
-        f"probability {alpha:.2f}; {costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
+        f"Do not use this draft: {too_little}: {seen}. A draft token is accepted with probability {alpha:.2f}; "
+        f"{costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
     )
 
 

@@ -20,6 +20,7 @@ from speculative.bench.tuning.settings import Models, Properties, PropertySet, S
 from speculative.decoder import GenerationResult
 from speculative.drafting import cost_model as costs
 from speculative.drafting.policy import Costs
+from speculative.models.cached_model import CachedModel
 
 
 class TuningWorker:
@@ -60,13 +61,13 @@ class TuningWorker:
     # ---- texts
 
     def reference(self, models: PropertySet, ids: np.ndarray, tokens: int) -> ReferenceText:
-        return text_quality.reference_text(self.models.pair(models, None)[0], ids, tokens)
+        return text_quality.reference_text(self.models.any_main(models), ids, tokens)
 
     def take_references(self, references: list[ReferenceText]) -> None:
         self.references = references
 
     def judge(self, models: PropertySet) -> Quality:
-        main, _ = self.models.pair(models, None)
+        main = self.models.any_main(models)
         quality = text_quality.judge(main, self.references)
         main.reset()
         return quality
@@ -94,7 +95,7 @@ class TuningWorker:
         main, drafter = self.models.pair(models, draft)
         context = len(tokens) - k - 1
         for model, lengths in ((main, (1, k + 1)), (drafter, (1,))):
-            if model.common_prefix(tokens[:context]) < context:
+            if not isinstance(model, CachedModel) or model.common_prefix(tokens[:context]) < context:
                 model.logits(tokens[:context])
                 for n in lengths:  # a shape is compiled on first use
                     model.backend.run(context, tokens[context : context + n], n)
