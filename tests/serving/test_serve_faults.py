@@ -134,7 +134,7 @@ def count(sent, **more):
 def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
     clients = Clients(server, RUNNING + WAITING, LONG)
     wait_until(lambda: health(server)["waiting"] == WAITING, "the queue is full")
-    answers = [one(server, number=i) for i in range(6)] + clients.answers()
+    answers = Clients(server, 6, SHORT).answers() + clients.answers()
     assert outcomes(answers) == {"answered": RUNNING + WAITING, "refused": 6, "cut off": 0, "lost": 0}
     for answer in answers:
         if answer.outcome == "refused":

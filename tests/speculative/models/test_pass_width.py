@@ -100,7 +100,7 @@ def test_hidden_states_are_those_of_the_tokens():
         for end, last in ((10, 1), (14, 4), (15, 1), (17, 2), (18, 1)):
             model.logits(tokens[:end], last=last)
     states = [model.hidden_states[:18] for model in models]
-    np.testing.assert_allclose(*states, atol=1e-4)
+    np.testing.assert_allclose(*states, rtol=1e-4, atol=1e-2)  # up to 300: f32 sums in another order
 
 
 def test_engines_with_a_draft_pad_and_others_do_not():
