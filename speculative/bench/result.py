@@ -598,6 +598,7 @@ class MethodSettings(_MethodSettings, total=False):
     """How to load and call a decoding method; the keys of the draft are missing without one."""
 
     scheduler: Properties  # of GenAI's SchedulerConfig
+    max_ngram_size: int  # of suffix decoding
     draft_device: str
     draft_properties: Properties
     num_assistant_tokens: int  # K; 0: adaptive or by confidence

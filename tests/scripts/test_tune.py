@@ -28,6 +28,7 @@ from speculative.bench.cluster.ray_nodes import Machine
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
+from speculative.bench.methods import ADAPTIVE_LOOKUP
 from speculative.bench.quality import Quality, ReferenceText
 from speculative.bench.result import Recommendation, TuneResult
 from speculative.bench.tuning import exhaustive
@@ -259,9 +260,10 @@ def made_up(choosing, remeasured=None, gained=4):
         for (engine, k, *more), throughputs in found.items():
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
-            setting = Setting(models, engine, DRAFT if k else None, k, scheduler)
+            setting = Setting(models, engine, DRAFT if isinstance(k, int) and k else None, k, scheduler)
             method = contest.methods[setting] = Finals(tuning).method(setting)
-            method.rounds += [[made_up_run(throughput, k, gained if k else 1)] for throughput in throughputs]
+            proposed = k if isinstance(k, int) else 4
+            method.rounds += [[made_up_run(throughput, proposed, gained if k else 1)] for throughput in throughputs]
         contest.prompts += [np.array([7])] * len(next(iter(found.values()), ()))
     return tuning
 
@@ -272,7 +274,7 @@ def made_up_run(throughput, k, gained):
 
 
 ALONE, OURS_ALONE, SCHEDULED_ALONE = (GENAI, 0), (NATIVE, 0), (GENAI, 0, (), SCHEDULER)
-USUAL, OURS = (GENAI, 5), (NATIVE, 4)
+USUAL, OURS, SUFFIX = (GENAI, 5), (NATIVE, 4), (NATIVE, ADAPTIVE_LOOKUP)
 WINS = {  # tokens/s by round; the draft has to be recommended, at what it gains over the fastest without one
     "over GenAI, the fastest alone": ({ALONE: [20, 21], OURS_ALONE: [19, 20], USUAL: [40, 40], OURS: [50, 51]}, 2.46),
     "over our engine, the fastest alone": (
@@ -290,6 +292,7 @@ LOSES = {
     "a tie": {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20, 20]},
     "only our engine gains": {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [19, 19], OURS: [21.5, 21.5]},
     "only the scheduler gains": {ALONE: [20, 20], SCHEDULED_ALONE: [30, 30], USUAL: [25, 25], OURS: [30.5, 30.5]},
+    "only suffix decoding gains": {ALONE: [20, 20], SUFFIX: [30, 30], USUAL: [25, 25], OURS: [30.5, 30.5]},
     "less than is worth it": {ALONE: [20, 20, 20], OURS: [20.8, 20.8, 20.8]},
     "not in the worst round": {ALONE: [20, 20, 20], OURS: [30, 30, 19.5]},
 }
@@ -321,7 +324,7 @@ def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
     assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
     assert verdict.choice.draft is None and verdict.sentences[0] == verdict.reason
     assert verdict.reason.startswith("Do not use this draft: even its best setting gains too little")
-    fastest = max(figures, key=lambda method: figures[method][0] if not method[1] else 0)
+    fastest = max(figures, key=lambda method: figures[method][0] if method[1] in (0, ADAPTIVE_LOOKUP) else 0)
     assert (verdict.choice.engine, verdict.choice.scheduler) == (fastest[0], (*fastest, (), ())[3])
 
 
@@ -394,14 +397,29 @@ def test_the_lines_of_python_of_our_engine_alone_decode():
     figures = {ALONE: [20, 20], OURS_ALONE: [30, 30], OURS: [20, 20]}
     verdict = tune_verdict.judge(made_up(figures, figures))
     sentence = (
-        "The fastest method without a draft, ours, main alone, default properties, is the Python code below: 1.50x "
-        "(1.50-1.50)"
+        "The fastest method without a draft model, ours, main alone, default properties, is the Python code below: "
+        "1.50x (1.50-1.50)"
     )
     assert any(line.startswith(f"{sentence} samples/greedy_causal_lm.py") for line in verdict.sentences)
     assert any("samples/greedy_causal_lm.py" in line and "with explicit options" in line for line in verdict.sentences)
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
     assert "draft" not in program
     assert_decodes(program)
+
+
+def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
+    figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [30, 30], OURS: [25, 25]}
+    verdict = tune_verdict.judge(made_up(figures, figures))
+    assert not verdict.as_dict()["use_draft"] and verdict.choice.copies
+    fastest = "The fastest method without a draft model, ours, suffix decoding, default properties, decodes at 1.50x"
+    assert any(line.startswith(fastest) for line in verdict.sentences)
+    command = f'samples/suffix_decoding_lm.py {MAIN} "def fib(n):"'
+    assert any(command in line.replace("'", '"') for line in verdict.sentences)
+    program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
+    assert "max_ngram_size=16" in program
+    assert_decodes(program)
+    figures[SUFFIX] = [21.1, 21.1]  # no faster than without a draft
+    assert not tune_verdict.judge(made_up(figures, figures)).choice.copies
 
 
 @pytest.mark.parametrize("fastest", [USUAL, OURS], ids=[GENAI, NATIVE])
@@ -425,6 +443,7 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
     alone = {
         Setting(models, GENAI),
         Setting(models, NATIVE),
+        Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
         *(Setting(models, GENAI, scheduler=one) for one in SCHEDULERS),
     }
     tuning.clock.begin -= 3600  # no time is left for what may be left out

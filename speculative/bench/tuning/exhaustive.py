@@ -10,6 +10,7 @@ finalists in rounds interleaved with the choice.
 import statistics
 from functools import partial
 
+from speculative.bench.methods import ADAPTIVE_LOOKUP
 from speculative.bench.result import ExhaustiveCheck
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import THRESHOLDS, LengthStage
@@ -34,7 +35,7 @@ class EverySetting(LengthStage):
         return self.session.possible([self.choice, *(one for models in sets for one in self.all_with(models))])
 
     def all_with(self, models: PropertySet) -> list[Setting]:
-        found = [Setting(models, GENAI), Setting(models, NATIVE)]
+        found = [Setting(models, GENAI), Setting(models, NATIVE), Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP)]
         for draft in self.session.drafts:
             found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
             if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):

@@ -16,6 +16,7 @@ from speculative.bench.cluster.child_process import ChildFailed
 from speculative.bench.cluster.hosts import Place
 from speculative.bench.cluster.worker_process import RAISABLE
 from speculative.bench.harness import Method
+from speculative.bench.methods import ADAPTIVE_LOOKUP
 from speculative.bench.quality import Quality
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.settings import (
@@ -244,12 +245,14 @@ class Session:
                 one.dropped = where
 
     def alone(self) -> list[Setting]:
-        """The main model alone with each engine and scheduler, whose gains must not be credited to the draft."""
+        """The methods without a draft model, whose gains must not be credited to a draft: the main model alone with
+        each engine and scheduler, and suffix decoding."""
         models = self.fastest_alone
         schedulers = SCHEDULERS if kind(models.device) != "NPU" else ()
         return [
             Setting(models, GENAI),
             Setting(models, NATIVE),
+            Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
             *(Setting(models, GENAI, scheduler=scheduler) for scheduler in schedulers),
         ]
 

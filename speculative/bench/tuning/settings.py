@@ -15,10 +15,14 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
+from speculative.bench.methods import ADAPTIVE_LOOKUP
 from speculative.bench.result import MethodSettings
 from speculative.decoder import Decoder, GenerationResult
-from speculative.drafting.policy import AdaptiveDraftLength, Costs
-from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting import cost_model
+from speculative.drafting.lookup_policy import LookupDraftLength
+from speculative.drafting.policy import AdaptiveDraftLength, Costs, DraftLengthPolicy
+from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
@@ -85,22 +89,29 @@ class PropertySet:
 
 @dataclass(frozen=True)
 class Setting:
-    """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold."""
+    """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold. Without
+    a draft, ADAPTIVE_LOOKUP is suffix decoding."""
 
     models: PropertySet
     engine: str  # GENAI or NATIVE
     draft: Path | None = None
-    draft_length: int | float | str = 0  # or "adaptive"
+    draft_length: int | float | str = 0  # or "adaptive", or ADAPTIVE_LOOKUP
     scheduler: Properties = ()
 
     def __str__(self) -> str:
-        parts = [shown_engine(self.engine), self.length if self.draft else "main alone", str(self.models)]
+        method = self.length if self.draft else "suffix decoding" if self.copies else "main alone"
+        parts = [shown_engine(self.engine), method, str(self.models)]
         return ", ".join(parts + ([shown(self.scheduler)] if self.scheduler else []))
 
     @property
+    def copies(self) -> bool:
+        """Whether draft tokens are copied from the text, by suffix decoding."""
+        return self.draft_length == ADAPTIVE_LOOKUP
+
+    @property
     def how_many(self) -> int:
-        """Number of properties of main and draft and of scheduler settings."""
-        return len({*self.models.properties, *self.models.draft_properties}) + len(self.scheduler)
+        """Number of properties of main and draft and of scheduler settings, and one for suffix decoding."""
+        return len({*self.models.properties, *self.models.draft_properties}) + len(self.scheduler) + self.copies
 
     @property
     def length(self) -> str:
@@ -113,6 +124,8 @@ class Setting:
         alone: MethodSettings = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:
             alone["scheduler"] = dict(self.scheduler)
+        if self.copies:
+            alone["max_ngram_size"] = LONGEST_MATCH
         if not self.draft:
             return alone
         return {
@@ -180,7 +193,7 @@ class Models:
         self.main = main
         self.capacity = capacity
         self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}  # for the adaptive length
-        self._rules: dict[Setting, AdaptiveDraftLength] = {}
+        self._rules: dict[Setting, DraftLengthPolicy] = {}
         self._loaded: dict[tuple, Any] = {}  # CachedModel, and LLMPipeline of GenAI
         free = devices.main_memory().available
         self._room = SHARE_OF_MEMORY * free if free else float("inf")
@@ -245,16 +258,25 @@ class Models:
             k = setting.draft_length if setting.draft and isinstance(setting.draft_length, int) else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
-        rule = None
-        if setting.draft_length == "adaptive":  # learns from one run for the next
-            costs = self.costs[setting.models, setting.draft]
-            rule = self._rules.setdefault(setting, AdaptiveDraftLength(costs))
+        source: Proposer | None = DraftModelProposer(draft, main.vocab_size) if draft else None
+        if setting.copies:
+            source = SuffixProposer(main.vocab_size)
+        rule = self._rule(setting, main) if setting.copies or setting.draft_length == "adaptive" else None
         config = openvino_genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
         if isinstance(setting.draft_length, float):
             config.assistant_confidence_threshold = setting.draft_length
         elif isinstance(setting.draft_length, int):
             config.num_assistant_tokens = setting.draft_length
-        return Decoder(main, DraftModelProposer(draft, main.vocab_size) if draft else None, rule).generate(ids, config)
+        return Decoder(main, source, rule).generate(ids, config)
+
+    def _rule(self, setting: Setting, main: CachedModel) -> DraftLengthPolicy:
+        """The adaptive length of a setting, which learns from one run for the next."""
+        if setting not in self._rules:
+            if setting.copies:
+                self._rules[setting] = LookupDraftLength(cost_model.measure(main, None))
+            else:
+                self._rules[setting] = AdaptiveDraftLength(self.costs[setting.models, setting.draft])
+        return self._rules[setting]
 
     def groups(self, always: list, settings: list) -> list[list]:
         """Split `settings` (settings or property sets) into few groups that fit in memory, each including `always`."""

@@ -1,7 +1,8 @@
 """The recommendation of scripts/tune.py: decision, reason, command and Python code, from its measurements.
 
-A draft's gain is measured against the fastest method without one: GenAI's pipeline with any scheduler, or this
-project's engine. The rounds that decide are not the rounds reported, as the fastest of many is partly the luckiest.
+A draft's gain is measured against the fastest method without one: GenAI's pipeline with any scheduler, this project's
+engine, or suffix decoding. The rounds that decide are not the rounds reported, as the fastest of many is partly the
+luckiest.
 """
 
 import shlex
@@ -27,11 +28,12 @@ from speculative.bench.result import (
 from speculative.bench.tuning.session import Candidate, Contest, Session
 from speculative.bench.tuning.settings import PropertySet, Setting, shown
 from speculative.drafting.policy import LONGEST, Costs
+from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.pair import recommendation, weights
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
 
-WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft to recommend one
+WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft model to recommend one
 AS_GOOD = 0.99  # fraction of the fastest within which the fewest properties win
 MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by reading weights from memory
 HARDLY = 0.5  # draft tokens per forward pass below which a setting's acceptance rate says little
@@ -93,7 +95,7 @@ class TuningChoice:
     """The fastest methods in a set of rounds."""
 
     drafted: Figures
-    alone: Figures  # fastest without a draft
+    alone: Figures  # fastest without a draft model
     sample_alone: Figures  # fastest that samples/greedy_causal_lm.py can run: GenAI without a scheduler config
     of_engine: dict[str, Figures]  # fastest with a draft, per engine
 
@@ -249,7 +251,8 @@ def _sentences(tuning: Session, found: list[Figures], choice: TuningChoice, is_r
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
-            f"Speedup over the fastest method without a draft ({best_alone.setting}): {_times(best.over(best_alone))}."
+            f"Speedup over the fastest method without a draft model ({best_alone.setting}): "
+            f"{_times(best.over(best_alone))}."
         )
     by_setting = {one.setting: one for one in found}
     usual = by_setting.get(_usual(tuning))
@@ -313,12 +316,13 @@ def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures)
 
 
 def _alone_in_sample(choice: TuningChoice) -> list[str]:
-    """The gain over the sample, if the sample cannot run the fastest method without a draft."""
+    """The gain over plain decoding's sample, if another method without a draft model is faster."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
+    where = "" if choice.alone.setting.copies else " is the Python code below:"
     ratios = choice.alone.over(choice.sample_alone)
     return [
-        f"The fastest method without a draft, {choice.alone.setting}, is the Python code below: {_times(ratios)} "
+        f"The fastest method without a draft model, {choice.alone.setting},{where or ' decodes at'} {_times(ratios)} "
         f"samples/greedy_causal_lm.py ({choice.sample_alone.setting})."
     ]
 
@@ -359,7 +363,7 @@ def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[fl
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
     seen = (
-        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without a draft "
+        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without a draft model "
         f"({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
     costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
@@ -445,16 +449,18 @@ def _first_differences(tuning: Session, models: PropertySet) -> str:
 
 
 def _command(tuning: Session, setting: Setting, sample_alone: Setting) -> list[str]:
-    """The command, with --recommended and with explicit options, and the Python code. Without a draft the command is
+    """The command, with --recommended and with explicit options, and the Python code. Without any draft the command is
     that of `sample_alone`, as no sample runs the main model alone in our engine or with a scheduler config."""
     main = str(tuning.arguments.main)
     python = _python(main, setting)
-    setting = setting if setting.draft else sample_alone
+    setting = setting if setting.draft or setting.copies else sample_alone
     models = setting.models
     program = recommendation.SAMPLE_OF[setting.engine if setting.draft else "alone"]
+    if setting.copies:
+        program = "suffix_decoding_lm.py"
     folders = [main, str(setting.draft)] if setting.draft else [main]
     begin = ["python", f"samples/{program}", *folders, PROMPT]
-    begin += ["--temperature", "0"] if setting.engine == NATIVE else []
+    begin += ["--temperature", "0"] if setting.engine == NATIVE and setting.draft else []
     options = ["--device", models.device] if models.device != "CPU" else []
     for name, value in models.properties:
         options += ["--property", f"{name}={value}"]
@@ -467,6 +473,7 @@ def _command(tuning: Session, setting: Setting, sample_alone: Setting) -> list[s
     for name, value in setting.scheduler:
         options += ["--scheduler", f"{name}={value}"]
     kept_beside = recommendation.place(tuning.arguments.main, tuning.drafts) and not tuning.arguments.out
+    kept_beside = kept_beside and not setting.copies  # whose sample reads no recommendation
     return [
         *([f"Run it: {shlex.join([*begin, '--recommended'])}"] if kept_beside else []),
         f"{'or' if kept_beside else 'Run it'}, with explicit options: {shlex.join([*begin, *options])}",
@@ -488,6 +495,8 @@ def _python(main: str, setting: Setting) -> list[str]:
         if setting.draft:
             own = dict(models.draft_properties)
             given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
+        if setting.copies:
+            given.append(f"max_ngram_size={LONGEST_MATCH}")
         return [
             "from openvino_genai import GenerationConfig",
             "from speculative import ModelSpec, load",
