@@ -8,7 +8,8 @@ processes three times. Methods are interleaved at every number of texts, in vary
 at once for `--seconds`, and a new text joins when one ends. All get the same token ids, none twice, and each text is
 `--max-new-tokens` long. GenAI always drafts K tokens (`-k`); our engine adapts its draft length to the batch. GenAI
 alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as its output is
-otherwise wrong. Its prefix cache is off. Sampled requests are not compared: GenAI's are not lossless with a draft
+otherwise wrong. Its prefix cache is off. `--suffix-decoding` also measures our engine with draft tokens copied from the
+text instead of a draft. Sampled requests are not compared: GenAI's are not lossless with a draft
 (scripts/verify_lossless.py).
 
 Throughput: new tokens per second of all texts together, prompts and queueing included; median and range over the
@@ -44,6 +45,7 @@ from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
+SUFFIX = "ours, suffix decoding"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="K",
         help="GenAI's draft lengths, 4 or 2,4,8 (default: 4)",
     )
+    parser.add_argument("--suffix-decoding", action="store_true", help="also measure our engine with suffix decoding")
     parser.add_argument(
         "--cache-tokens",
         type=whole,
@@ -90,6 +93,7 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         *([] if limit_in_genai(arguments) else of_genai),
         {**shared, "name": "ours, main alone", "engine": NATIVE},
         {**shared, "name": "ours, draft", "engine": NATIVE, **draft},
+        *([{**shared, "name": SUFFIX, "engine": NATIVE, "suffix_decoding": True}] if arguments.suffix_decoding else []),
     ]
 
 
@@ -132,7 +136,7 @@ def measure(
 
 def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
     """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
-    ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
+    ours alone; suffix decoding over ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {method.name: method for method in methods}
     ours, alone = by_name["ours, adaptive draft"], by_name["ours, main alone"]
     genai = [method for method in methods if method.name.startswith("GenAI")]
@@ -143,6 +147,7 @@ def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
             ("ours, main alone / GenAI, main alone", alone, by_name["GenAI, main alone"]),
             (f"ours, draft / {best.name}, the best of GenAI", ours, best),
             ("ours, draft / ours, main alone", ours, alone),
+            *([(f"{SUFFIX} / ours, main alone", by_name[SUFFIX], alone)] if SUFFIX in by_name else []),
         ):
             figures = row(one, n, other)
             if figures["speedup"] is not None:
@@ -163,6 +168,7 @@ def summary(
 ) -> list[str]:
     """The result in sentences."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
+    copied = [one for one in comparisons if one["what"].startswith(SUFFIX)]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
     surely = [one for one in over_best if one["range"][0] > 1]
     slower = [one for one in over_best if one["range"][1] < 1]
@@ -175,7 +181,7 @@ def summary(
             f"Greedy requests: our engine is faster in every round at these numbers of texts: {_numbers(surely)}; "
             f"GenAI's pipeline at: {_numbers(slower)}; otherwise the difference is within measurement noise."
         ]
-    for compared in filter(None, (alone, over_best)):
+    for compared in filter(None, (alone, over_best, copied)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
     ours = [row for row in rows if row["method"] == "ours, adaptive draft"]
     lines += break_even(ours)

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_serving.py models/embedded/main models/embedded/draft --html load.html
 
-starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both. For running
-servers, of any make with the OpenAI API:
+starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both. Instead of a
+draft, `--suffix-decoding` copies draft tokens from the text. For running servers, of any make with the OpenAI API:
 
     python scripts/benchmark_serving.py --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 
@@ -31,7 +31,7 @@ from speculative.bench.load.metrics import Load, break_even, counted, losses, ro
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
-from speculative.cli.arguments import refuse_in_native, refuse_unsound
+from speculative.cli.arguments import refuse_in_native, refuse_unsound, whole
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
 
@@ -43,6 +43,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to start servers")
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
+    parser.add_argument(
+        "--suffix-decoding", action="store_true", help="copy draft tokens from the text, without a draft"
+    )
+    parser.add_argument(
+        "--past-answers",
+        type=whole,
+        metavar="TOKENS",
+        help="with --suffix-decoding: also from the latest answers, of which so many tokens are kept (default: none)",
+    )
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
@@ -61,8 +70,12 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if bool(arguments.url) == bool(arguments.main):
         parser.error("give either MAIN and DRAFT, to start servers, or the --url of a running server")
-    if arguments.main and not arguments.draft:
-        parser.error(f"no draft given for {arguments.main}: add its folder")
+    if arguments.main and not arguments.draft and not arguments.suffix_decoding:
+        parser.error(f"no draft given for {arguments.main}: add its folder, or --suffix-decoding")
+    if arguments.suffix_decoding and (arguments.draft or arguments.url):
+        parser.error(f"--suffix-decoding replaces a draft: leave out {arguments.draft or '--url'}")
+    if arguments.past_answers and not arguments.suffix_decoding:
+        parser.error("--past-answers requires --suffix-decoding")
     if arguments.baseline_url and not arguments.url:
         parser.error("--baseline-url requires --url, the server with a draft")
     return arguments
@@ -94,11 +107,12 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
             "--max-queue",
             str(max(arguments.max_concurrency)),
         ]
-        folders = {DRAFT: [arguments.main, arguments.draft], ALONE: [arguments.main]}
+        draft = [arguments.draft] if arguments.draft else ["--suffix-decoding"]
+        draft += ["--past-answers", arguments.past_answers] if arguments.past_answers else []
         servers = {}
         with ctrl_c_waits():
-            for name, pair in folders.items():
-                servers[name] = StartedServer([*pair, *options])
+            for name, its_draft in ((DRAFT, draft), (ALONE, [])):
+                servers[name] = StartedServer([arguments.main, *its_draft, *options])
                 stack.callback(servers[name].end)
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
@@ -173,8 +187,9 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         if arguments.main:
-            refuse_unsound(arguments.main, arguments.draft)
-            refuse_in_native(arguments)
+            if arguments.draft:
+                refuse_unsound(arguments.main, arguments.draft)
+                refuse_in_native(arguments)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
         methods, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])

@@ -15,11 +15,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return load_benchmarks.measure("scripts/benchmark_batching.py", folder)
+    return load_benchmarks.measure("scripts/benchmark_batching.py", folder, DRAFT, "--suffix-decoding")
 
 
 def test_every_method_is_measured_with_every_number_of_texts(result, folder):
-    methods = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft"]
+    methods = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft", "ours, suffix decoding"]
     load_benchmarks.check(result, BatchingResult, methods, folder)
 
 
@@ -29,6 +29,8 @@ def test_both_engines_get_the_same_prompts(result):
     engines = [one for one in compared if one["what"].startswith("ours, main alone / GenAI, main alone")]
     assert [one["clients"] for one in engines] == [1, 3]
     assert all(one["same_text"] == one["texts"] > 0 for one in engines)
+    copied = [one for one in compared if one["what"].startswith("ours, suffix decoding / ours, main alone")]
+    assert [one["clients"] for one in copied] == [1, 3] and all(one["same_text"] == one["texts"] for one in copied)
 
 
 def test_genai_alone_has_its_default_scheduler(monkeypatch):
@@ -49,7 +51,7 @@ def test_genai_alone_has_its_default_scheduler(monkeypatch):
 
 def test_memory_is_told_for_each_choice(result):
     starts = {start["name"]: start for start in result["starts"]}
-    assert len(starts) == 4
+    assert len(starts) == 5
     for name, start in starts.items():
         assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
         assert ("ours" in name) == bool(start["cache_bytes"])

@@ -19,7 +19,7 @@ SERVING = "scripts/benchmark_serving.py"
 
 
 def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
-    result = load_benchmarks.measure(SERVING, tmp_path)
+    result = load_benchmarks.measure(SERVING, tmp_path, DRAFT)
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
 
 
@@ -28,6 +28,8 @@ def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
     [
         ([], 2, "--url"),
         ([MAIN], 2, "no draft"),
+        ([MAIN, DRAFT, "--suffix-decoding"], 2, "replaces a draft"),
+        ([MAIN, DRAFT, "--past-answers", "100"], 2, "requires --suffix-decoding"),
         ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
         ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),
         ([MAIN, DRAFT, "--max-concurrency", "4,2"], 2, "4,2"),

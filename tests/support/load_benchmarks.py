@@ -7,17 +7,17 @@ import subprocess
 import sys
 
 from speculative.bench.result import BatchingResult, ServingResult
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.paths import MAIN, ROOT
 from tests.support.typed import problems
 
 QUICK = ["--max-concurrency", "1,3", "--seconds", "1.5", "--rounds", "1"]
 QUICK += ["--max-new-tokens", "12", "--max-prompts", "4", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 
 
-def measure(program, folder):
-    """The result of one run in exact arithmetic, whose files are in `folder`."""
+def measure(program, folder, *draft):
+    """The result of one run in exact arithmetic, with these arguments for the draft, whose files are in `folder`."""
     files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
-    command = [sys.executable, program, str(MAIN), str(DRAFT), *QUICK, *files]
+    command = [sys.executable, program, str(MAIN), *map(str, draft), *QUICK, *files]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=500)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr

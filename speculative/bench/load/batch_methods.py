@@ -27,6 +27,7 @@ from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.load.metrics import Load, RequestRecord, Span
 from speculative.bench.result import ProcessMemory
 from speculative.bench.startup import peak_memory
+from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.models import huge_pages
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import NATIVE
@@ -179,7 +180,8 @@ class Batch:
         self.ours, self.cache_bytes = job["engine"] == NATIVE, None
         before, begin = huge_pages.allocated(), time.perf_counter()
         if self.ours:
-            self.pipeline = batch_decoder.load(main, draft, cache_tokens=job["cache_tokens"])
+            longest = LONGEST_MATCH if job.get("suffix_decoding") else None
+            self.pipeline = batch_decoder.load(main, draft, max_ngram_size=longest, cache_tokens=job["cache_tokens"])
             self.cache_bytes = self.pipeline.cache_bytes
         else:
             self.pipeline = genai_pipeline(main, draft, job["texts"])
