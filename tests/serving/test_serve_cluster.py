@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,136 +26,8 @@ from tests.support.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
 ROOM = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 CLIENTS = 4
+PAUSE = 0.3  # seconds between two requests of a client
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "for-this-test-only-" + "0" * 40}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_cluster(**ROOM) as cluster:
-        cluster.other = cluster.add_node(**ROOM)
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def server(cluster):
-    with small_server("--address", cluster.address, "--replicas", 2, "--drain", 5) as server:
-        yield server
-
-
-class Load:
-    """Clients that send requests in a loop while the block runs; `answers` holds the responses so far."""
-
-    def __init__(self, server):
-        self.answers = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(server, i)) for i in range(CLIENTS)]
-
-    def _ask(self, server, number):
-        endpoint = Target(server.url, server.model)
-        while not self._stop.is_set():
-            number += CLIENTS
-            connection = endpoint.connect()  # a new one each time: at either node
-            settings = {"max_tokens": 80, "ignore_eos": True, "temperature": 0}
-            self.answers.append(ask(connection, endpoint, number, f"def f{number}(x):", settings))
-            connection.close()
-            if self.answers[-1].outcome != "answered":
-                time.sleep(0.1)
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in self._threads), "a client waits in vain"
-
-    def wait_for_answers(self, number):
-        """Wait for `number` more responses."""
-        enough = outcomes(self.answers)["answered"] + number
-        wait_until(lambda: outcomes(self.answers)["answered"] >= enough, f"{number} answers more")
-
-
-def replicas():
-    """The processes of the replicas on both nodes: the nodes are this process's own."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "ServeReplica" in "".join(process.cmdline()):
-                found[process.pid] = process.ppid()
-    return found
-
-
-def wait_for_replicas(number, without=()):
-    def enough():
-        there = {pid: node for pid, node in replicas().items() if pid not in without}
-        return there if len(there) >= number else None
-
-    return wait_until(enough, f"there are {number} replicas")
-
-
-def lost_is_what_was_under_way(load):
-    """Each client lost at most the pending response and the next one, sent before the routers were updated."""
-    ended = outcomes(load.answers)
-    print(ended)
-    assert ended["lost"] == 0
-    assert ended["cut off"] + ended["refused"] <= 2 * CLIENTS
-    assert {answer.outcome for answer in load.answers[-2 * CLIENTS :]} == {"answered"}
-
-
-def test_the_cluster_tells_its_address_in_its_own_folder(cluster):
-    """Not in /tmp/ray, which belongs to an earlier Ray, and where programs of other users would look."""
-    assert Path(os.environ["RAY_TMPDIR"], "ray/ray_current_cluster").read_text(encoding="ascii") == cluster.address
-
-
-def test_replicas_are_on_both_nodes(server):
-    there = wait_for_replicas(2)
-    assert len(set(there.values())) == 2  # each the child of another node's raylet
-
-
-def test_a_killed_replica_comes_back_and_others_go_on(server):
-    before = wait_for_replicas(2)
-
-    def end(stream):
-        """The outcome as the openai client reports it."""
-        try:
-            reasons = [chunk.choices[0].finish_reason for chunk in stream]
-        except (openai.APIError, httpx.HTTPError):
-            return "error"
-        return reasons[-1]
-
-    with Load(server) as load, server.client() as client:
-        load.wait_for_answers(2 * CLIENTS)
-        asked = {"max_tokens": 1000, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
-        streams = [client.completions.create(model=server.model, prompt="def f(", **asked) for _ in range(12)]
-        for stream in streams:
-            next(iter(stream))
-        victim = next(iter(before))
-        os.kill(victim, signal.SIGKILL)
-        ends = Counter(map(end, streams))
-        print(ends)
-        assert ends["error"] and ends["error"] + ends["length"] == len(streams)
-        load.wait_for_answers(2 * CLIENTS)  # from the other one
-        wait_for_replicas(2, without=[victim])
-        load.wait_for_answers(4 * CLIENTS)
-    lost_is_what_was_under_way(load)
-
-
-def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(server, cluster):
-    wait_for_replicas(2)
-    with Load(server) as load:
-        load.wait_for_answers(2 * CLIENTS)
-        cluster.remove_node(cluster.other, allow_graceful=False)
-        load.wait_for_answers(6 * CLIENTS)
-    lost_is_what_was_under_way(load)
-    assert len(replicas()) == 1
-    cluster.other = cluster.add_node(**ROOM)
-    with Load(server) as load:
-        wait_for_replicas(2)
-        load.wait_for_answers(4 * CLIENTS)
-    assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)
 
 
 @contextlib.contextmanager
@@ -164,6 +35,7 @@ def head_of_a_cluster(address, log):
     """`ray start --head`, as an administrator has it, with a token; killed with all that it started."""
     ray, port = Path(sys.executable).with_name("ray"), address.rpartition(":")[2]
     command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--include-dashboard=false"]
+    command += ["--no-monitor", "--include-log-monitor=false"]
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, log.open("w") as output:
         process = psutil.Popen(
             [*command, f"--object-store-memory={ROOM['object_store_memory']}"],
@@ -200,3 +72,131 @@ def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_p
             server.wait_for("ready: ")
             assert server.client().completions.create(**asked).choices[0].text == text
             assert server.end() == 0
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(**ROOM) as cluster:
+        cluster.other = cluster.add_node(**ROOM)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    with small_server("--address", cluster.address, "--replicas", 2, "--drain", 5) as server:
+        yield server
+
+
+class Load:
+    """Clients that send requests again and again while the block runs; `answers` holds the responses so far."""
+
+    def __init__(self, server):
+        self.answers = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(server, i)) for i in range(CLIENTS)]
+
+    def _ask(self, server, number):
+        endpoint = Target(server.url, server.model)
+        while not self._stop.is_set():
+            number += CLIENTS
+            connection = endpoint.connect()  # a new one each time: at either node
+            settings = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+            self.answers.append(ask(connection, endpoint, number, f"def f{number}(x):", settings))
+            connection.close()
+            self._stop.wait(PAUSE)
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in self._threads), "a client waits in vain"
+
+    def wait_for_answers(self, number):
+        """Wait for `number` more responses."""
+        enough = outcomes(self.answers)["answered"] + number
+        wait_until(lambda: outcomes(self.answers)["answered"] >= enough, f"{number} answers more")
+
+
+def replicas():
+    """The processes of the replicas on both nodes: the nodes are this process's own."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ServeReplica" in "".join(process.cmdline()):
+                found[process.pid] = process.ppid()
+    return found
+
+
+def wait_for_replicas(number, without=()):
+    def enough():
+        there = {pid: node for pid, node in replicas().items() if pid not in without}
+        return there if len(there) >= number else None
+
+    return wait_until(enough, f"there are {number} replicas", every=0.2)
+
+
+def lost_is_what_was_under_way(load):
+    """Each client lost at most the pending response and the next one, sent before the routers were updated."""
+    ended = outcomes(load.answers)
+    print(ended)
+    assert ended["lost"] == 0
+    assert ended["cut off"] + ended["refused"] <= 2 * CLIENTS
+    assert {answer.outcome for answer in load.answers[-2 * CLIENTS :]} == {"answered"}
+
+
+def test_the_cluster_tells_its_address_in_its_own_folder(cluster):
+    """Not in /tmp/ray, which belongs to an earlier Ray, and where programs of other users would look."""
+    assert Path(os.environ["RAY_TMPDIR"], "ray/ray_current_cluster").read_text(encoding="ascii") == cluster.address
+
+
+def test_replicas_are_on_both_nodes(server):
+    there = wait_for_replicas(2)
+    assert len(set(there.values())) == 2  # each the child of another node's raylet
+
+
+def test_a_killed_replica_comes_back_and_others_go_on(server):
+    before = wait_for_replicas(2)
+
+    def end(stream):
+        """The outcome as the openai client reports it."""
+        try:
+            reasons = [chunk.choices[0].finish_reason for chunk in stream]
+        except (openai.APIError, httpx.HTTPError):
+            return "error"
+        return reasons[-1]
+
+    with Load(server) as load, server.client() as client:
+        load.wait_for_answers(2 * CLIENTS)
+        asked = {"max_tokens": 500, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
+        streams = [client.completions.create(model=server.model, prompt="def f(", **asked) for _ in range(12)]
+        for stream in streams:
+            next(iter(stream))
+        victim = next(iter(before))
+        os.kill(victim, signal.SIGKILL)
+        ends = Counter(map(end, streams))
+        print(ends)
+        assert ends["error"] and ends["error"] + ends["length"] == len(streams)
+        load.wait_for_answers(2 * CLIENTS)  # from the other one
+        wait_for_replicas(2, without=[victim])
+        load.wait_for_answers(4 * CLIENTS)
+    lost_is_what_was_under_way(load)
+
+
+def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(server, cluster):
+    wait_for_replicas(2)
+    with Load(server) as load:
+        load.wait_for_answers(2 * CLIENTS)
+        cluster.remove_node(cluster.other, allow_graceful=False)
+        load.wait_for_answers(6 * CLIENTS)
+    lost_is_what_was_under_way(load)
+    assert len(replicas()) == 1
+    cluster.other = cluster.add_node(**ROOM)
+    with Load(server) as load:
+        wait_for_replicas(2)
+        load.wait_for_answers(4 * CLIENTS)
+    assert outcomes(load.answers)["answered"] == len(load.answers), outcomes(load.answers)

@@ -56,7 +56,8 @@ def ray_cluster(**head):
         patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
         patch.setenv("RAY_worker_niceness", "0")  # by default 15: other test processes would come first
         patch.setenv("RAY_health_check_period_ms", "500")  # by default 3 s: a node is lost when it misses five
-        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+        bare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # each takes a process
+        cluster = Cluster(initialize_head=True, head_node_args={**bare, **head})
         yield cluster
         cluster.shutdown()
 

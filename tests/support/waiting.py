@@ -8,14 +8,15 @@ import psutil
 PATIENCE = 120  # seconds
 
 
-def wait_until(true, what="it comes true", seconds=PATIENCE, passing=()):
-    """Call `true` until it returns something true, and return that; errors of the classes `passing` are ignored."""
+def wait_until(true, what="it comes true", seconds=PATIENCE, passing=(), every=0.02):
+    """Call `true` until it returns something true, and return that; errors of the classes `passing` are ignored.
+    `every`: seconds between two calls."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(*passing):
             if found := true():
                 return found
-        time.sleep(0.02)
+        time.sleep(every)
     raise AssertionError(f"{what}: not within {seconds} seconds")
 
 
