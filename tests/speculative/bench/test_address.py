@@ -89,7 +89,7 @@ def running_cell(results, nodes):
         cells = {name: running("speculative.bench.devices.cell", one) for name, one in nodes.items()}
         return next(((name, cell) for name, cell in cells.items() if cell), None) if results.exists() else None
 
-    return wait_until(found, "the second cell is measured")
+    return wait_until(found, "the second cell is measured", every=0.1)
 
 
 def running(program, node):
@@ -211,7 +211,7 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(width, height):\nimport os\n", encoding="utf-8")
     files = ["--out", tmp_path / "found.json", "--prompts", prompts]
-    short = ["--minutes", 0.15, "--max-new-tokens", 12, "--devices", "CPU"]
+    short = ["--minutes", 0.1, "--max-new-tokens", 12, "--devices", "CPU"]
     process = start(TUNE, "--address", cluster.address, *files, *short, python=EACH_STEP)
     early = ""
     while "properties" not in early:
