@@ -325,7 +325,7 @@ def test_benchmark_behind_other_text_and_tells_starts(run, run_here, tmp_path):
     prompts.write_text("def area(width, height):\n", encoding="utf-8")
     process = run(
         "scripts/benchmark.py", DRAFT, DRAFT, "--prompts", prompts, "-k", "3", "--max-new-tokens", "10",
-        "--rounds", "1", "--paths", "genai,engine", "--context", "300",
+        "--rounds", "1", "--starts", "1", "--paths", "genai,engine", "--context", "300",
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     result = last_line(process)
