@@ -172,7 +172,7 @@ def test_a_killed_replica_comes_back_and_others_go_on(server):
 
     with Load(server) as load, server.client() as client:
         load.wait_for_answers(2 * CLIENTS)
-        asked = {"max_tokens": 500, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
+        asked = {"max_tokens": 1000, "temperature": 2, "stream": True, "extra_body": {"ignore_eos": True}}
         streams = [client.completions.create(model=server.model, prompt="def f(", **asked) for _ in range(12)]
         for stream in streams:
             next(iter(stream))
