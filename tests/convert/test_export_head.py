@@ -8,17 +8,15 @@ import re
 import shutil
 
 import pytest
-import torch
-from optimum.commands import optimum_cli as program
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from convert import export_pair
 from speculative.convert import eagle3_source, eagle3_to_ir, optimum_cli
 from speculative.convert.source import open_source
 from speculative.models.eagle3_graph import check_head
+from tests.support.later import Later, torch, transformers
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_eagle3_head, train_tokenizer
 
+safetensors = Later("safetensors.torch")
 LAYERS = (1, 3, 4)  # 1, N/2 - 1, N - 4 of 8
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nraise SystemExit\n"
 
@@ -55,7 +53,7 @@ def test_a_head_is_exported_with_its_layers_and_without_its_code(checkpoints, tm
     tokenizer = {"tokenizer_class": "Foreign", "auto_map": {"AutoTokenizer": ["foreign.Tokenizer", None]}}
     (head / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     monkeypatch.setattr(optimum_cli, "run", run_optimum_here)
-    monkeypatch.setattr(program, "load_subpackages", lambda: None)
+    monkeypatch.setattr("optimum.commands.optimum_cli.load_subpackages", lambda: None)
     monkeypatch.setattr(optimum_cli, "run_head", lambda typed, *_: succeeded(eagle3_to_ir.main(typed[3:])))
     pair = tmp_path / "pair"
     command = [checkpoints / "main", head, pair, "--weight-format", "fp32", "--draft-weight-format", "fp32"]
@@ -63,7 +61,7 @@ def test_a_head_is_exported_with_its_layers_and_without_its_code(checkpoints, tm
     assert status == 0, error
     assert not marker.exists()
     with pytest.raises(SystemExit):  # it would have run, had transformers seen it
-        AutoConfig.from_pretrained(head, trust_remote_code=True)
+        transformers.AutoConfig.from_pretrained(head, trust_remote_code=True)
     assert marker.exists()
     assert "the draft reads the outputs of the main model's layers 1, 3, 4" in out and "warning hidden" not in out
 
@@ -89,10 +87,10 @@ def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
     del config["architectures"]
     folder = tmp_path / "speculators"
     folder.mkdir()
-    tensors = load_file(checkpoints / "head/model.safetensors")
+    tensors = safetensors.load_file(checkpoints / "head/model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     assert renamed.keys() != tensors.keys()
-    save_file(renamed, folder / "model.safetensors")
+    safetensors.save_file(renamed, folder / "model.safetensors")
     nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": drafted, "norm_before_residual": False}
     nested |= {"transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     (folder / "config.json").write_text(json.dumps(nested), encoding="utf-8")
@@ -100,7 +98,7 @@ def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
     head, main = open_source(str(folder), None), open_source(str(checkpoints / "main"), None)
     assert head.is_head and eagle3_source.check_fit(head, main) == list(LAYERS)
     eagle3_source.stage(head, tmp_path / "staged")
-    staged = load_file(tmp_path / "staged/model.safetensors")
+    staged = safetensors.load_file(tmp_path / "staged/model.safetensors")
     assert staged.keys() == tensors.keys()
     assert all(torch.equal(staged[name], tensors[name]) for name in tensors)
     made = json.loads((tmp_path / "staged/config.json").read_text(encoding="utf-8"))
@@ -147,9 +145,9 @@ def test_what_does_not_fit_is_refused_before_exporting(main, config, words, chec
 
 def test_a_head_without_its_token_table_is_refused(checkpoints, tmp_path, capsys):
     head = changed(checkpoints, tmp_path / "head")
-    tensors = load_file(head / "model.safetensors")
+    tensors = safetensors.load_file(head / "model.safetensors")
     del tensors["d2t"]
-    save_file(tensors, head / "model.safetensors")
+    safetensors.save_file(tensors, head / "model.safetensors")
     status, _, error = exported(capsys, checkpoints / "main", head, tmp_path / "pair")
     assert status == 1 and "lacks d2t, so it is not a complete EAGLE-3 head" in error
 

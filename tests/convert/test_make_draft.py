@@ -17,31 +17,31 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 import pytest
-import torch
 from openvino_genai import GenerationConfig
-from transformers import LlamaForCausalLM
 
 from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert import program
-from speculative.convert.draft_training import eagle3, head, pruned_model, training
+from speculative.convert.draft_training import eagle3
 from speculative.convert.draft_training.beginnings import opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
 from speculative.convert.draft_training.main_model import MainModel, Reading
 from speculative.convert.draft_training.pruned import Pruned
-from speculative.convert.draft_training.pruned_model import PrunedTraining
 from speculative.convert.draft_training.state_file import StateFile
 from speculative.convert.draft_training.texts import Text, TextFile
 from speculative.convert.errors import ConvertError
 from speculative.modelgen import llama_ir
 from speculative.models import eagle3_graph
 from speculative.pair.check import check_pair
+from tests.support.later import Later, torch, transformers
 from tests.support.paths import MAIN, ROOT
 from tests.support.tiny_checkpoints import run_optimum_here
 from tests.support.tiny_main import save_tiny_main, tiny_main
 from tests.support.waiting import PATIENCE, wait_until
 
+head, pruned_model = (Later(f"speculative.convert.draft_training.{name}") for name in ("head", "pruned_model"))
+TRAINING = "speculative.convert.draft_training.training"
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 PRUNED = ["--kind", "pruned"]
 SHORT = ["--minutes", "0.1", "--tokens", "4000", "--length", "64", "--draft-vocabulary", "320", "--threads", "1"]
@@ -87,7 +87,7 @@ def made(main, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "draft"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BATCH": 256, "LEAST_STEPS": 200, "SAVE_EVERY": 0.1}.items():
-            patch.setattr(training, name, value)
+            patch.setattr(f"{TRAINING}.{name}", value)
         patch.setattr(Clock, "verdict_seconds", 2.0)
         with ctrl_c_when(lambda: (out / "work/training.pt").exists()):
             assert run(main, out, *SHORT, "--minutes", "60") == 130
@@ -210,7 +210,7 @@ def pruned(main, made, tmp_path_factory):
     options += ["--tokens", "1500", "--length", "64", "--threads", "1"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BATCH": 256, "LEAST_STEPS": 5, "SAVE_EVERY": 0.0}.items():
-            patch.setattr(training, name, value)
+            patch.setattr(f"{TRAINING}.{name}", value)
         patch.setattr(Clock, "verdict_seconds", PATIENCE)  # on all held-out prompts
         with ctrl_c_when(lambda: (folder / "draft/work/training.pt").exists()):
             assert run(main, folder / "draft", *options, "--minutes", "60") == 130
@@ -279,8 +279,8 @@ def test_only_what_computes_as_a_llama_is_pruned(main, tmp_path):
 
 def test_training_raises_the_acceptance_of_a_pruned_draft(tmp_path, monkeypatch):
     """On text that it was not trained on."""
-    monkeypatch.setattr(training, "LEAST_STEPS", 10)
-    monkeypatch.setattr(training, "BATCH", 384)
+    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 10)
+    monkeypatch.setattr(f"{TRAINING}.BATCH", 384)
     kind = kind_of(MAIN)
     reader = kind.reader(64)
     code = (ROOT / "speculative/decoder.py").read_text(encoding="utf-8")
@@ -299,7 +299,7 @@ def test_a_pruned_draft_in_training_is_continued(main, pruned):
     record, work = json.loads((pruned / "draft.json").read_text()), pruned / "work"
     states = StateFile(work / "held_out_states", 0, 64)
     states.close()
-    again = PrunedTraining(work / "training.pt", kind_of(main), pytest.fail, "cpu")
+    again = pruned_model.PrunedTraining(work / "training.pt", kind_of(main), pytest.fail, "cpu")
     assert again.choice.layers == record["draft"]["kept_layers"] and again.steps == record["training"]["steps"] == 5
     assert record["training"]["held_out_overlap"] == [round(again.evaluate(states.texts()).overlap[0], 3)]
 
@@ -314,7 +314,7 @@ def test_a_pruned_draft_is_an_ordinary_model(main, pruned):
     assert check_pair(main, pruned).sound
     tokens = np.arange(5, 95, 3)
     with torch.no_grad():
-        checkpoint = LlamaForCausalLM.from_pretrained(pruned / "checkpoint")
+        checkpoint = transformers.LlamaForCausalLM.from_pretrained(pruned / "checkpoint")
         expected = checkpoint(torch.from_numpy(tokens)[None]).logits[0].numpy()
     found = logits_of(ov.Core().read_model(pruned / "openvino_model.xml"), tokens)
     assert checkpoint.config.num_hidden_layers == 2
@@ -373,8 +373,8 @@ def test_openings(main, tmp_path):
 
 
 def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training, "SAVE_EVERY", 0.1)
-    monkeypatch.setattr(training, "LEAST_STEPS", 1)
+    monkeypatch.setattr(f"{TRAINING}.SAVE_EVERY", 0.1)
+    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
     out = tmp_path / "out"
     work = out / "work"
     long = ["--minutes", "60", *SHORT[2:]]

@@ -18,12 +18,11 @@ import numpy as np
 import openvino
 import openvino_tokenizers
 import pytest
-import torch
 from openvino import opset13
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from speculative.convert.errors import ConvertError
+from tests.support.later import torch, transformers
 from tests.support.paths import ROOT
 
 INITIALIZER_RANGE = 0.2
@@ -73,7 +72,7 @@ def export_key() -> str:
     return digest.hexdigest()[:16]
 
 
-def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> PreTrainedTokenizerFast:
+def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> "transformers.PreTrainedTokenizerFast":
     """Train a byte-level BPE tokenizer with `<|endoftext|>` as bos, eos and pad (id 0)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,10 +85,12 @@ def train_tokenizer(vocab_size: int = 384, texts: list[str] = TRAINING_TEXT) -> 
     )
     tokenizer.train_from_iterator(texts, trainer)
     end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
 
 
-def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **options) -> Path:
+def save_checkpoint(
+    architecture: str, role: str, tokenizer: "transformers.PreTrainedTokenizerFast", folder: Path, **options
+) -> Path:
     """Write a random checkpoint of `architecture` (a key of ARCHITECTURES) in the size of `role` (main or draft).
 
     Both sizes take the same embeddings and output layer as far as they reach, which makes each next token depend mostly
@@ -97,13 +98,13 @@ def save_checkpoint(architecture: str, role: str, tokenizer: PreTrainedTokenizer
     """
     options = {**SIZES[role], **ARCHITECTURES[architecture], **options}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-    config = CONFIG_MAPPING[options.pop("type")](
+    config = transformers.CONFIG_MAPPING[options.pop("type")](
         **{"vocab_size": len(tokenizer), "max_position_embeddings": 256, **options, **ids},
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0 if role == "main" else 1)
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     shared = torch.Generator().manual_seed(2)
     input_size = 1 if architecture.startswith("gemma") else EMBEDDING_SIZE  # Gemma enlarges its embeddings itself
     for layer, size in ((model.get_input_embeddings(), input_size), (model.get_output_embeddings(), 1)):
@@ -132,7 +133,9 @@ def run_optimum_here(typed: list[str], log: Path, temporary: Path, verbose: bool
             raise ConvertError(f"optimum-cli failed: {error}") from error
 
 
-def save_ir(tokenizer: PreTrainedTokenizerFast, folder: Path, logits_width: int | None = None, **config) -> Path:
+def save_ir(
+    tokenizer: "transformers.PreTrainedTokenizerFast", folder: Path, logits_width: int | None = None, **config
+) -> Path:
     """Write the IR of the smallest language model there is, a table of next tokens, with the tokenizer's IR beside it.
 
     Enough for what reads an IR without generating; made in a fraction of a second. `config` goes to config.json.
@@ -153,7 +156,7 @@ def save_ir(tokenizer: PreTrainedTokenizerFast, folder: Path, logits_width: int 
 
 def weaken_layers(folder: Path, factor: float) -> None:
     """Let the layers of a Llama checkpoint change less, so that the next token depends on the last one even more."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data *= factor
         layer.mlp.down_proj.weight.data *= factor
@@ -169,10 +172,10 @@ def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int] | No
     from optimum.exporters.openvino.model_patcher import LlamaEagle3ForCausalLM
     from safetensors.torch import save_file
 
-    model = AutoModelForCausalLM.from_pretrained(main)
+    model = transformers.AutoModelForCausalLM.from_pretrained(main)
     tokens = torch.arange(model.config.vocab_size)
     known = tokens[tokens % 4 != 3]  # the draft vocabulary
-    config = CONFIG_MAPPING["llama"].from_dict(
+    config = transformers.CONFIG_MAPPING["llama"].from_dict(
         {
             **model.config.to_dict(),
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -199,7 +202,7 @@ def save_eagle3_head(main: Path, folder: Path, layers: tuple[int, int, int] | No
     return folder
 
 
-def _fit_lm_head(head, model, layers: tuple[int, int, int], known: torch.Tensor) -> None:
+def _fit_lm_head(head, model, layers: tuple[int, int, int], known: "torch.Tensor") -> None:
     with torch.no_grad():
         length = {"max_new_tokens": 200, "min_new_tokens": 200, "pad_token_id": 0}
         texts = [model.generate(torch.arange(1, 9)[:, None], do_sample=sampled, **length) for sampled in (True, False)]

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quants
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.later import torch, transformers
 
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
@@ -31,7 +31,7 @@ NAMES = {
 
 def save_gguf(
     checkpoint: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "transformers.PreTrainedTokenizerFast",
     path: Path,
     kind: str = "F16",
     architecture: str = "llama",
@@ -41,7 +41,7 @@ def save_gguf(
     """Write a Llama checkpoint as a GGUF file with matrices of this kind. `metadata` is added to that of the model, and
     None removes a key; `tensors` likewise.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     writer = GGUFWriter(path, architecture)
     for key, value in {**model_metadata(model.config, tokenizer, kind, architecture), **(metadata or {})}.items():
         if value is not None and key != "general.architecture":
@@ -120,7 +120,7 @@ def model_tensors(model) -> dict[str, np.ndarray]:
 
 def dequantized(checkpoint: Path, kind: str):
     """The checkpoint's model with the weights that a file of this kind holds."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     type_ = GGMLQuantizationType[kind]
     for weight in model.state_dict().values():
         if weight.ndim > 1:

@@ -7,9 +7,9 @@ import shutil
 import openvino_genai
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from speculative.pair.check import check_pair, tokenizer_fingerprint
+from tests.support.later import transformers
 from tests.support.paths import DRAFT, MAIN
 from tests.support.tiny_checkpoints import TRAINING_TEXT, save_checkpoint, save_ir, train_tokenizer
 
@@ -37,7 +37,7 @@ def edited(tokenizer, edit):
     edit(description)
     changed = Tokenizer.from_str(json.dumps(description))
     end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=changed, bos_token=end, eos_token=end, pad_token=end)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=changed, bos_token=end, eos_token=end, pad_token=end)
 
 
 def swap_two_letters(description):
@@ -102,10 +102,10 @@ def test_other_token_ids_are_refused_and_shown(ir, tokenizer, tmp_path):
 def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
     """Why this check exists: GenAI only counts the tokens of one sentence. If GenAI improves, this fails."""
     draft = shutil.copytree(DRAFT, tmp_path / "draft")
-    trained = PreTrainedTokenizerFast.from_pretrained(MAIN)
+    trained = transformers.PreTrainedTokenizerFast.from_pretrained(MAIN)
     description = json.loads(trained.backend_tokenizer.to_str())
     swap_two_letters(description)
-    other = PreTrainedTokenizerFast(
+    other = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(description)), **trained.special_tokens_map
     )
     toy = save_ir(other, tmp_path / "toy")
