@@ -53,9 +53,13 @@ IN_RAYS_PROCESS = [  # the last ends the server that those before it share
     "test_serve_faults",
 ]
 STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # of which a few tests do
+IMPORTING_TORCH = [  # the first exports the pairs that files of other processes share
+    *("test_architectures", "test_make_draft", "test_export_pair", "test_gguf", "test_eagle3_export"),
+    *("test_pair_check", "test_export_head", "test_training"),
+]
 LONGEST = [
-    *(*IN_RAYS_PROCESS, "test_lossless_draws", "test_smoke_and_benchmark", "test_export_pair", "test_tune"),
-    *("test_cached_model", "test_samples", "test_device_swap", "test_training", "test_make_benchmark_pair"),
+    *(*IN_RAYS_PROCESS, *IMPORTING_TORCH, "test_lossless_draws", "test_smoke_and_benchmark", "test_tune"),
+    *("test_cached_model", "test_samples", "test_device_swap", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
 EXPORTING = [
@@ -99,12 +103,20 @@ def starts_ray(nodeid):
     return Path(nodeid.partition("::")[0]).stem in STARTING_RAY or "::test_serving_" in nodeid
 
 
-class OneStartsRay(LoadFileScheduling):
+def imports_torch(nodeid):
+    return Path(nodeid.partition("::")[0]).stem in IMPORTING_TORCH
+
+
+class TogetherScheduling(LoadFileScheduling):
     """One test process runs all that starts Rays: two at once on two cores, and one may miss the 30 s that Ray gives
-    its processes. Where there are more processes than cores, it runs nothing else: Rays mostly wait."""
+    its processes. Where there are more processes than cores, it runs nothing else: Rays mostly wait.
+
+    One process runs all files that import torch, transformers and optimum, which takes 10 s of processor time."""
 
     def _split_scope(self, nodeid):
-        return "ray" if starts_ray(nodeid) else super()._split_scope(nodeid)
+        if starts_ray(nodeid):
+            return "ray"
+        return "torch" if imports_torch(nodeid) else super()._split_scope(nodeid)
 
     def _reschedule(self, node):
         if "ray" not in self.assigned_work[node] or len(self.nodes) <= len(CORES):
@@ -114,7 +126,7 @@ class OneStartsRay(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    return OneStartsRay(config, log)
+    return TogetherScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -201,7 +213,14 @@ def shared_server():
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory):
+def shared_folder(tmp_path_factory):
+    """A folder that the test processes that run beside each other share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(shared_folder):
     """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first.
 
     Test processes that run beside each other share them; later runs, too, where EXPORTS_CACHE names a folder.
@@ -212,8 +231,7 @@ def tiny_pair(tmp_path_factory):
     from speculative.convert import optimum_cli
     from tests.support.tiny_checkpoints import export_key, run_optimum_here, save_checkpoint, train_tokenizer
 
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "tiny_pairs"
+    shared = shared_folder / "tiny_pairs"
     if cache := os.environ.get("EXPORTS_CACHE"):
         shared = Path(cache) / export_key()
     shared.mkdir(parents=True, exist_ok=True)
@@ -241,13 +259,25 @@ def tiny_pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def other_tokenizer(tmp_path_factory):
+def other_tokenizer(shared_folder):
     """A folder with tokenizer IRs that split text as the embedded pair's do but number the tokens in reverse."""
+    from filelock import FileLock
+
+    folder = shared_folder / "other_tokenizer"
+    with FileLock(shared_folder / "other_tokenizer.lock"):
+        if not folder.exists():
+            partial = shared_folder / "other_tokenizer.partial"
+            partial.mkdir()
+            save_other_tokenizer(partial)
+            partial.rename(folder)
+    return folder
+
+
+def save_other_tokenizer(folder):
     from openvino import save_model
     from openvino_tokenizers import convert_tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("other_tokenizer")
     description = json.loads((DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["content"] for token in description["added_tokens"]}
     vocabulary = description["model"]["vocab"]
@@ -266,4 +296,3 @@ def other_tokenizer(tmp_path_factory):
         convert_tokenizer(tokenizer, with_detokenizer=True), ("tokenizer", "detokenizer"), strict=True
     ):
         save_model(model, folder / f"openvino_{name}.xml")
-    return folder
