@@ -7,6 +7,7 @@ Every call passes the whole sequence. The longest common prefix with the cache i
 only its new tokens, and a rejected draft is rolled back by leaving it out of the next call.
 """
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ EXACT = 1e-3  # total variation below which a rollback counts as exact, whatever
 BEYOND_NOISE = 1.6  # times the noise: correct caches reach 1.2, caches wrong by one token start at 2.2 (SmolLM2-135M)
 NATURAL = 0.25  # total variation that rounding alone never causes; 0.03 is typical
 CHECK_TEXT = "The library lends about four thousand books a month. Children may take three of them at a time, others 10"
+_check_texts: dict[bytes, np.ndarray | None] = {}  # by tokenizer
 
 
 class CannotRollBack(ValueError):
@@ -280,11 +282,18 @@ def _rolled_back_on_cpu(backend: Callable[[dict], Backend], properties: dict, te
 
 
 def _check_text(folder: Path) -> np.ndarray | None:
-    """Tokens of a text for the rollback check; None without a tokenizer that gives enough distinct tokens."""
-    if not (folder / "openvino_tokenizer.xml").exists():
+    """Tokens of a text for the rollback check; None without a tokenizer that gives enough distinct tokens.
+
+    A draft mostly has its main model's tokenizer, which takes longer to load than to recognise.
+    """
+    files = [folder / "openvino_tokenizer.xml", folder / "openvino_tokenizer.bin"]
+    if not files[0].exists():
         return None
-    ids = openvino_genai.Tokenizer(str(folder)).encode(CHECK_TEXT).input_ids.data[0][: 4 * STEP].astype(np.int64)
-    return ids if len(ids) == 4 * STEP and len(set(ids)) > 2 * STEP else None
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).digest()
+    if key not in _check_texts:
+        ids = openvino_genai.Tokenizer(str(folder)).encode(CHECK_TEXT).input_ids.data[0][: 4 * STEP].astype(np.int64)
+        _check_texts[key] = ids if len(ids) == 4 * STEP and len(set(ids)) > 2 * STEP else None
+    return _check_texts[key]
 
 
 def _line(error: Exception) -> str:
