@@ -42,16 +42,15 @@ def check_head(head: Path, main: Path) -> "HeadGraph":
 class HeadGraph:
     """The graph of an EAGLE-3 head, `model`.
 
-    `bytes` is the size of its weights. `targets` int64 [draft vocabulary] are the main model's token ids; `layers` are
-    the three layers whose outputs the head was trained on, [] if the IR does not say; `taps` are those that it reads,
-    once attached. `attach` must be called before the head is compiled.
+    `targets` int64 [draft vocabulary] are the main model's token ids; `layers` are the three layers whose outputs the
+    head was trained on, [] if the IR does not say; `taps` are those that it reads, once attached. `attach` must be
+    called before the head is compiled.
     """
 
     def __init__(self, folder: Path):
         """Raises ValueError if `folder` does not hold an EAGLE-3 head that optimum-cli exported."""
         self.folder = folder
         self.model = ov.Core().read_model(folder / "openvino_model.xml")
-        self.bytes = (folder / "openvino_model.bin").stat().st_size
         self.targets = self._read_targets()
         self.layers = self._read_layers()
         self.taps: list[int] = []

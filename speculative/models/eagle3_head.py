@@ -7,9 +7,6 @@
 Entry t of the head's cache comes from token t + 1 and the hidden state of token t. The main model has the hidden states
 of verified tokens; behind them the head continues with its own, one entry at a time. Such entries are replaced as soon
 as the main model has verified their tokens.
-
-On a CPU a small head is compiled twice, over one cache: for passes over one entry and over several. A change between
-them takes OpenVINO about as long as the pass itself (see pass_width.py).
 """
 
 import numpy as np
@@ -20,7 +17,6 @@ from speculative.models.eagle3_graph import HeadGraph
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 
-SMALL = 100_000_000  # bytes of the largest head that is compiled twice
 NEEDS_PAGED = "an EAGLE-3 draft and its main model need paged attention: run both on a CPU or GPU"
 
 
@@ -70,24 +66,20 @@ class EagleHead:
     To `DraftModelProposer` it is a draft model with the main model's vocabulary.
     """
 
-    def __init__(self, model: CachedModel, main: CachedModel, graph: HeadGraph):
-        """Takes over `model`, the compiled `graph`, which must not be used directly. Raises ValueError if one of them
-        has no paged cache."""
+    def __init__(self, model: CachedModel, main: CachedModel, targets: np.ndarray):
+        """Takes over `model`, the compiled head, which must not be used directly. `targets` int64 [draft vocabulary]
+        are the main model's token ids. Raises ValueError if one of them has no paged cache."""
         if not isinstance(model.backend, PagedModel) or main.hidden_states is None:
             raise ValueError(NEEDS_PAGED)
         self.backend = model.backend
         self.note = model.note
         self.capacity = model.capacity  # longest sequence, in tokens
         self.vocab_size = main.vocab_size
-        self.targets = graph.targets
+        self.targets = targets
         self._main = main
         self._states = main.hidden_states
         self._logits = np.full((1, main.vocab_size), -np.inf, np.float32)  # tokens that the head never drafts
         self._entries = Entries(self.capacity)
-        self._steps = model.backend
-        if model.backend.device.startswith("CPU") and graph.bytes <= SMALL:
-            given = model.backend.device, model.backend.properties, model.backend.capacity
-            self._steps = PagedModel(graph.model.clone(), *given, of=model.backend)
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits float32 [1, V] after `tokens` (int64 [2 or more], the whole sequence), -inf for tokens outside the
@@ -115,10 +107,9 @@ class EagleHead:
         """Compute the entries from `start` to `end`, dropping everything from `start` on."""
         self._entries.cut(start)
         states = self._states[start:end] if end <= known else self._entries.hidden
-        backend = self._steps if end - start == 1 else self.backend
-        logits = backend.run(start, tokens[start + 1 : end + 1], 1, states)
+        logits = self.backend.run(start, tokens[start + 1 : end + 1], 1, states)
         self._logits[0, self.targets] = logits[0]
-        own = backend.hidden_states
+        own = self.backend.hidden_states
         assert own is not None
         self._entries.commit(tokens, start, end, own[-1:], verified=end <= known)
 
@@ -139,4 +130,4 @@ def load(
         raise ValueError(f"{without[0].folder}: {NEEDS_PAGED}, not on {without[0].device}")
     graph = HeadGraph(head.folder)
     model = cached_model.load(main, capacity=capacity, prepare=graph.attach)
-    return model, EagleHead(cached_model.compile_graph(graph.model, head, capacity=head_capacity), model, graph)
+    return model, EagleHead(cached_model.compile_graph(graph.model, head, capacity=head_capacity), model, graph.targets)

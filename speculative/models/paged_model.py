@@ -32,10 +32,9 @@ class PagedModel:
     kind = "paged attention"
     chunk = 1024  # prompt tokens in one forward pass: bounds the memory for activations
 
-    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int, of: "PagedModel | None" = None):
-        """Modifies `model` in place. `capacity` is the number of cached tokens, over all sequences. With `of`, made
-        from the same model and arguments, both have one cache."""
-        self.device, self.properties, self.capacity = device, properties, capacity
+    def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
+        """Modifies `model` in place. `capacity` is the number of cached tokens, over all sequences."""
+        self.capacity = capacity
         paged_attention_transformation(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
@@ -50,22 +49,19 @@ class PagedModel:
         outputs = [port.any_name for port in compiled.outputs]
         self._hidden_output = outputs.index(HIDDEN_STATE) if HIDDEN_STATE in outputs else None
         self._nobodys_block = np.array([self.blocks], np.int32)  # an extra block for padding
-        self._cache: dict[str, ov.Tensor] = {}
+        self.cache_bytes = 0
         self._hidden_size = 0  # of the input `hidden_states`, which only EAGLE-3 heads have
         for i, port in enumerate(compiled.inputs):
             if port.any_name == "hidden_states":
                 self._hidden_size = port.partial_shape[-1].get_length()
             if port.any_name.startswith(("key_cache.", "value_cache.")):
                 shape = ov.Shape([self.blocks + 1, *(dim.get_length() for dim in list(port.partial_shape)[1:])])
-                if of:
-                    tensor = of._cache[port.any_name]
-                elif on_gpu:  # in the device's own memory
+                if on_gpu:  # in the device's own memory
                     tensor = core.get_default_context(device).create_tensor(port.element_type, shape, {})
                 else:
                     tensor = ov.Tensor(port.element_type, shape)
                 self._request.set_input_tensor(i, tensor)
-                self._cache[port.any_name] = tensor
-        self.cache_bytes = sum(tensor.byte_size for tensor in self._cache.values())
+                self.cache_bytes += tensor.byte_size
         self._shared: dict[str, ov.Tensor] = {}
         self._longest = self._share("max_context_len", np.zeros((), np.int32))
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)

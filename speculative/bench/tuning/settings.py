@@ -236,7 +236,7 @@ class Models:
             spec = ModelSpec(head, models.draft_device, dict(models.draft_properties))
             graph = check_head(head, self.main)
             model = cached_model.compile_graph(graph.model, spec, capacity=self.capacity)
-            self._loaded[head_key] = EagleHead(model, main, graph)
+            self._loaded[head_key] = EagleHead(model, main, graph.targets)
         return main, self._loaded[head_key]
 
     def _head_keys(self, models: PropertySet, head: Path) -> tuple[tuple, tuple]:
