@@ -60,6 +60,9 @@ class Clients:
         for _ in range(number):
             assert self._first.acquire(timeout=PATIENCE), "no text came"
 
+    def are_done(self):
+        return all(future.done() for future in self._futures)
+
     def answers(self):
         found = [future.result(timeout=2 * PATIENCE) for future in self._futures]
         self._pool.shutdown()
@@ -132,16 +135,23 @@ def count(sent, **more):
 
 
 def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
-    clients = Clients(server, RUNNING + WAITING, LONG)
-    wait_until(lambda: health(server)["waiting"] == WAITING, "the queue is full")
-    answers = Clients(server, 6, SHORT).answers() + clients.answers()
-    assert outcomes(answers) == {"answered": RUNNING + WAITING, "refused": 6, "cut off": 0, "lost": 0}
+    """Of many requests at once, whatever the speed of this machine."""
+    clients, there = Clients(server, 4 * (RUNNING + WAITING), LONG), [0]
+    while not clients.are_done():
+        with contextlib.suppress(OSError):
+            state = health(server)
+            there.append(state["running"] + state["waiting"])
+        time.sleep(0.02)
+    answers = clients.answers()
+    found = outcomes(answers)
+    assert max(there) <= RUNNING + WAITING <= found["answered"] and found["refused"]
+    assert found["answered"] + found["refused"] == len(answers), found
     for answer in answers:
         if answer.outcome == "refused":
             assert answer.status == 429 and answer.retry_after >= 1 and "queue" in answer.error
         else:
             assert answer.tokens == LONG["max_tokens"] and answer.finish_reason == "length"
-    count(sent, length=RUNNING + WAITING, refused_429=6)
+    count(sent, length=found["answered"], refused_429=found["refused"])
     wait_until(lambda: is_idle(server), "every place is free")
 
 
