@@ -25,7 +25,7 @@ chat: models/smollm2-135m/pair.json
 models/smollm2-135m/pair.json: | .venv/run-installed
 	$(PY) convert/export_pair.py --pair smollm2-135m
 
-test: lint
+test: .venv/all-installed
 	$(PYTEST) $(TESTS)
 
 # A minute and a half: no exports, no Ray, no browser, no slow tests.
@@ -33,11 +33,11 @@ test-fast: .venv/all-installed
 	$(PYTEST) -n 2 -m "not slow and not ray and not export and not browser" $(TESTS)
 
 # All architectures, long sampling tests, soaks and the training: hours.
-test-all: lint
+test-all: .venv/all-installed
 	$(PYTEST) --long $(TESTS)
 
 # Like `make test`, with an empty /tmp and an empty HOME.
-test-fresh: lint
+test-fresh: .venv/all-installed
 	.ci/fresh $(PYTEST) $(TESTS)
 
 # The samples, also on systems without Ray clusters and POSIX shells.

@@ -58,7 +58,7 @@ IMPORTING_TORCH = [  # the first exports the pairs that files of other processes
     *("test_pair_check", "test_export_head", "test_training"),
 ]
 LONGEST = [
-    *(*IN_RAYS_PROCESS, *IMPORTING_TORCH, "test_lossless_draws", "test_smoke_and_benchmark", "test_tune"),
+    *(*IN_RAYS_PROCESS, *IMPORTING_TORCH, "test_lossless_draws", "test_lint", "test_smoke_and_benchmark", "test_tune"),
     *("test_cached_model", "test_samples", "test_device_swap", "test_make_benchmark_pair"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
