@@ -28,7 +28,7 @@ models/smollm2-135m/pair.json: | .venv/run-installed
 test: .venv/all-installed
 	$(PYTEST) $(TESTS)
 
-# A minute and a half: no exports, no Ray, no browser, no slow tests.
+# A minute: no exports, no Ray, no browser, no slow tests.
 test-fast: .venv/all-installed
 	$(PYTEST) -n 2 -m "not slow and not ray and not export and not browser" $(TESTS)
 
