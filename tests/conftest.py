@@ -219,14 +219,26 @@ def shared_folder(tmp_path_factory):
     return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
 
+def made_once(folder, make):
+    """The folder, which the first test process that needs it makes by `make(folder)`."""
+    from filelock import FileLock  # the hub's client has it
+
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+            partial.mkdir()
+            make(partial)
+            partial.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(shared_folder):
     """A function of an architecture: the folder of its tiny pair, `main` and `draft`, exported in f32 at first.
 
     Test processes that run beside each other share them; later runs, too, where EXPORTS_CACHE names a folder.
     """
-    from filelock import FileLock  # the hub's client has it
-
     from convert import export_pair
     from speculative.convert import optimum_cli
     from tests.support.tiny_checkpoints import export_key, run_optimum_here, save_checkpoint, train_tokenizer
@@ -247,13 +259,7 @@ def tiny_pair(shared_folder):
             assert export_pair.main([*sources, str(folder / "pair"), *precision]) == 0
 
     def tiny_pair(architecture: str) -> Path:
-        with FileLock(shared / f"{architecture}.lock"):
-            if not (shared / architecture).exists():
-                partial = shared / f"{architecture}.partial"
-                shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-                export(architecture, partial)
-                partial.rename(shared / architecture)
-        return shared / architecture / "pair"
+        return made_once(shared / architecture, functools.partial(export, architecture)) / "pair"
 
     return tiny_pair
 
@@ -261,16 +267,7 @@ def tiny_pair(shared_folder):
 @pytest.fixture(scope="session")
 def other_tokenizer(shared_folder):
     """A folder with tokenizer IRs that split text as the embedded pair's do but number the tokens in reverse."""
-    from filelock import FileLock
-
-    folder = shared_folder / "other_tokenizer"
-    with FileLock(shared_folder / "other_tokenizer.lock"):
-        if not folder.exists():
-            partial = shared_folder / "other_tokenizer.partial"
-            partial.mkdir()
-            save_other_tokenizer(partial)
-            partial.rename(folder)
-    return folder
+    return made_once(shared_folder / "other_tokenizer", save_other_tokenizer)
 
 
 def save_other_tokenizer(folder):
