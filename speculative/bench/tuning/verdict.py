@@ -319,10 +319,10 @@ def _alone_in_sample(choice: TuningChoice) -> list[str]:
     """The gain over plain decoding's sample, if another method without a draft model is faster."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
-    where = "" if choice.alone.setting.copies else " is the Python code below:"
+    verb = "decodes at" if choice.alone.setting.copies else "is the Python code below:"
     ratios = choice.alone.over(choice.sample_alone)
     return [
-        f"The fastest method without a draft model, {choice.alone.setting},{where or ' decodes at'} {_times(ratios)} "
+        f"The fastest method without a draft model, {choice.alone.setting}, {verb} {_times(ratios)} "
         f"samples/greedy_causal_lm.py ({choice.sample_alone.setting})."
     ]
 
