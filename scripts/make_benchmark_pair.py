@@ -25,6 +25,7 @@ Prints a summary, then one JSON object on the last line, which is also saved as 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
 
 import argparse
+import functools
 import json
 import shutil
 import signal
@@ -305,31 +306,31 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
     Measured with the embedded main model, as the large one generates the same text. Acceptance falls with noise roughly
     as 1 - noise^2.5, which gives the first guess; further ones interpolate linearly between the nearest on both sides.
     """
-    asked, tried, near = arguments.acceptance, {}, TOLERANCE
+    asked, tried = arguments.acceptance, {}
     main = cached_model.load(SOURCE)
 
-    draft = arguments.draft_source
-
+    @functools.lru_cache(maxsize=1)
     def grown(noise: float) -> llama_ir.Llama:
         source = with_noise(arguments.draft_source, noise, arguments.seed)
         return expand(source, arguments.draft_shape, np.random.default_rng([arguments.seed, 1]), lambda: None)
 
-    def try_with(noise: float) -> float:
-        nonlocal draft, near
-        draft = grown(noise)
-        write(draft, folder)
+    def try_with(noise: float) -> tuple[float, float]:
+        """The acceptance rate, and the distance from it that counts as none: one token more or less."""
+        write(grown(noise), folder)
         tried[noise], step = acceptance_rate(main, folder, arguments, f"draft with noise {noise:.3f}")
-        near = max(TOLERANCE, 1.01 * step)  # one token more or less
         print(f"draft with noise {noise:.3f}: acceptance {tried[noise]:.3f}", file=sys.stderr)
-        return tried[noise]
+        return tried[noise], max(TOLERANCE, 1.01 * step)
 
     if asked <= TOLERANCE:
         try_with(1.0)
-    elif (most := try_with(0.0)) > asked + TOLERANCE:
+    elif (most := try_with(0.0)[0]) > asked + TOLERANCE:
         more, less = (0.0, most), (1.0, 0.0)  # noise and acceptance on both sides of the requested rate
         noise = (1 - asked / most) ** 0.4
-        while abs(try_with(noise) - asked) > near and len(tried) < TRIES:
-            more, less = ((noise, tried[noise]), less) if tried[noise] > asked else (more, (noise, tried[noise]))
+        while True:
+            rate, near = try_with(noise)
+            if abs(rate - asked) <= near or len(tried) >= TRIES:
+                break
+            more, less = ((noise, rate), less) if rate > asked else (more, (noise, rate))
             noise = more[0] + (less[0] - more[0]) * (more[1] - asked) / (more[1] - less[1])
     elif most < asked - TOLERANCE and arguments.draft_source is not arguments.source:
         print(
@@ -338,8 +339,8 @@ def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Ll
             file=sys.stderr,
         )
     noise = min(tried, key=lambda noise: abs(tried[noise] - asked))
+    draft = grown(noise)
     if noise != [*tried][-1]:
-        draft = grown(noise)
         write(draft, folder)
     return draft, noise
 
