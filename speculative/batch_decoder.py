@@ -33,14 +33,17 @@ from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import PastAnswers, SuffixProposer
 from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
 from speculative.models.eagle3_batch import BatchHead
+from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.spec import ModelSpec
+from speculative.models.vocabulary import SharedTokens, shared_tokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
@@ -109,16 +112,19 @@ class BatchDecoder:
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
         subtract_penalties: bool = False,
+        shared: SharedTokens | None = None,
     ):
         """Without `draft`, decoding is plain. `draft_length` applies to requests whose GenerationConfig sets no draft
         length. Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` apply when a
-        GenerationConfig sets none. `subtract_penalties` gives penalties OpenAI's meaning instead of GenAI's."""
+        GenerationConfig sets none. `subtract_penalties` gives penalties OpenAI's meaning instead of GenAI's. `shared`
+        is for a draft with another tokenizer."""
         self.main = main
         self.draft = draft
         self.draft_length = draft_length
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
+        self._shared = shared
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
@@ -140,7 +146,8 @@ class BatchDecoder:
     def has_room(self, tokens: int) -> bool:
         """Whether a request of up to `tokens` tokens, prompt included, would be accepted now."""
         with self._lock:
-            return all(model.has_room(tokens) for model in (self.main, self.draft) if isinstance(model, BatchModel))
+            fits = self.main.has_room(tokens)
+            return fits and (not isinstance(self.draft, BatchModel) or self.draft.has_room(self._draft_length(tokens)))
 
     def add_request(
         self,
@@ -172,11 +179,13 @@ class BatchDecoder:
             request.slot = self.main.slot(text.max_length, salt)
             if isinstance(self.draft, BatchModel):
                 try:
-                    request.draft_slot = self.draft.slot(text.max_length, salt, request.slot)
+                    longest = self._draft_length(text.max_length)
+                    request.draft_slot = self.draft.slot(longest, salt, request.slot)
                 except OutOfBlocks:
                     request.slot.free_blocks()
                     raise
-                request.proposer = DraftModelProposer(request.draft_slot, self.main.vocab_size)
+                retokenizer = Retokenizer(self._shared) if self._shared else None
+                request.proposer = DraftModelProposer(request.draft_slot, self.main.vocab_size, retokenizer)
             self._came.append(request)
         return request
 
@@ -300,10 +309,12 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            slot, proposer, tokens = request.draft_slot, request.proposer, request.sequence.token_ids
-            if slot and isinstance(proposer, DraftModelProposer) and proposer.can_read(tokens):
-                slot.match_prefix(tokens)
-                asked[request] = ScheduledTokens(slot, tokens, 1)
+            slot, proposer = request.draft_slot, request.proposer
+            if not slot or not isinstance(proposer, DraftModelProposer):
+                continue
+            if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
+                slot.match_prefix(proposer.final_ids(ids))
+                asked[request] = ScheduledTokens(slot, ids, 1)
         parts = _within(PREFILL_CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
         if parts:
@@ -346,8 +357,8 @@ class BatchDecoder:
         """Share the request's cached blocks with others, now that their tokens are verified."""
         if not request.error:
             request.slot.cache_full_blocks(request.sequence.token_ids)
-            if request.draft_slot:
-                request.draft_slot.cache_full_blocks(request.sequence.token_ids)
+            if request.draft_slot and isinstance(request.proposer, DraftModelProposer):
+                request.draft_slot.cache_full_blocks(request.proposer.final_ids(request.sequence.token_ids))
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)
@@ -385,6 +396,10 @@ class BatchDecoder:
                         request.draft_slot.free_blocks()
         self._requests = [request for request in self._requests if not request.finished]
         return last
+
+    def _draft_length(self, tokens: int) -> int:
+        """How many tokens the draft's cache needs for `tokens` tokens of the main model."""
+        return self._shared.draft_length(tokens) if self._shared else tokens
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy | AcceptanceEstimate:
         if policy := policy_from_params(params):
@@ -443,9 +458,16 @@ def load(
         raise ValueError("past_answers are for suffix decoding: pass max_ngram_size, too")
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
+    shared = shared_tokens(main.folder, draft.folder) if draft and not is_head(draft.folder) else None
     main_model, draft_model = load_models(
-        main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
+        main,
+        draft,
+        capacity=cache_tokens,
+        draft_capacity=shared.draft_length(cache_tokens) if shared else cache_tokens,
+        use_huge_pages=use_huge_pages,
     )
+    if shared and draft_model:
+        shared.fit(main_model.vocab_size, draft_model.vocab_size)
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
     source: BatchModel | SuffixProposer | None = None
     if max_ngram_size:
@@ -459,4 +481,6 @@ def load(
             source = BatchModel(draft_model, context, prefix_cache)
     policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
-    return BatchDecoder(batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties)
+    return BatchDecoder(
+        batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties, shared
+    )

@@ -29,13 +29,16 @@ from speculative.drafting.policy import (
     policy_from_params,
 )
 from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
 from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
+from speculative.models.vocabulary import shared_tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -243,7 +246,8 @@ def load(
 
     Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
     CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
-    ModelSpec only its own. A draft may be an EAGLE-3 head. `max_ngram_size` selects suffix decoding instead of a draft
+    ModelSpec only its own. A draft may be an EAGLE-3 head, and may have another tokenizer: it then proposes the tokens
+    that both have. `max_ngram_size` selects suffix decoding instead of a draft
     model, with matches of at most so many tokens. `capacity` is the main model's longest sequence in tokens, by default
     its context length, at most 16,384. The draft length is adaptive; its cost model is measured on the first load and
     cached (in CACHE_DIR if the main model's properties set one, else in the user's cache folder). `use_huge_pages`
@@ -252,6 +256,7 @@ def load(
     check_sources(draft, max_ngram_size)
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
+    shared = shared_tokens(main.folder, draft.folder) if draft and not is_head(draft.folder) else None
     main_model, draft_model = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
     source: Proposer | None = None
     policy: DraftLengthPolicy | None = None
@@ -261,7 +266,11 @@ def load(
         if draft_model:
             if isinstance(main_model.backend, PagedModel):  # others would have to remove the padding
                 main_model.pass_width = PassWidth(measured.verify(), measured.main_change)
-            source, policy = DraftModelProposer(draft_model, main_model.vocab_size), AdaptiveDraftLength(measured)
+            if shared:
+                shared.fit(main_model.vocab_size, draft_model.vocab_size)
+            retokenizer = Retokenizer(shared) if shared else None
+            source = DraftModelProposer(draft_model, main_model.vocab_size, retokenizer)
+            policy = AdaptiveDraftLength(measured)
         elif max_ngram_size:
             source, policy = SuffixProposer(main_model.vocab_size, max_ngram_size), LookupDraftLength(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))

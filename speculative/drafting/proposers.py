@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from speculative.drafting.retokenizer import Retokenizer
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
@@ -27,31 +28,52 @@ class DraftModelProposer:
     """Samples draft tokens from a draft model, with the same transform as the main model.
 
     `vocab_size` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra
-    logits are cut, missing ones get probability 0. Proposes nothing beyond the draft's context length, nor after a
-    token that is not in its vocabulary.
+    logits are cut, missing ones get probability 0. A draft with another tokenizer needs a `retokenizer` and proposes
+    tokens that both vocabularies have. Proposes nothing beyond the draft's context length, nor after a token that it
+    cannot read.
     """
 
-    def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int):
+    def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int, retokenizer: Retokenizer | None = None):
         self.model = model
+        self.retokenizer = retokenizer
         self._vocab_size = vocab_size
 
-    def can_read(self, tokens: np.ndarray) -> bool:
-        """Whether `tokens` (int64 [n]) fit the draft's context and vocabulary, which may be smaller than main's."""
-        return len(tokens) <= self.model.capacity and int(tokens.max()) < self.model.vocab_size
+    def draft_ids(self, tokens: np.ndarray) -> np.ndarray | None:
+        """`tokens` (int64 [n]) as the draft reads them; None if they do not fit its context and its vocabulary, which
+        may be smaller than the main model's."""
+        ids = self.retokenizer.ids(tokens) if self.retokenizer else tokens
+        fits = ids is not None and len(ids) <= self.model.capacity and int(ids.max()) < self.model.vocab_size
+        return ids if fits else None
+
+    def final_ids(self, tokens: np.ndarray) -> np.ndarray:
+        """The `draft_ids` of verified `tokens` that later ones do not change."""
+        return self.retokenizer.final_ids if self.retokenizer else tokens
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
-        if not self.can_read(tokens):
+        ids = self.draft_ids(tokens)
+        if ids is None:
             return None
-        logits = self.model.logits(tokens)[0][: self._vocab_size]
-        if len(logits) < self._vocab_size:
-            logits = np.pad(logits, (0, self._vocab_size - len(logits)), constant_values=-np.inf)
+        logits = self._main_logits(self.model.logits(ids)[0])
         q = transform(logits, tokens)
         token = draw(q, random)
+        if self.retokenizer:
+            self.retokenizer.draft(token)
         return Proposal(token, q, lambda: softmax_at(logits, token))
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence
             self.model.reset()
+        if self.retokenizer:
+            self.retokenizer.reset()
+
+    def _main_logits(self, logits: np.ndarray) -> np.ndarray:
+        """The draft's logits by the main model's token ids: float32 [V]."""
+        if self.retokenizer:
+            return self.retokenizer.shared.main_logits(logits)
+        logits = logits[: self._vocab_size]
+        if len(logits) < self._vocab_size:
+            logits = np.pad(logits, (0, self._vocab_size - len(logits)), constant_values=-np.inf)
+        return logits
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:

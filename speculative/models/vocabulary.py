@@ -1,0 +1,124 @@
+"""Vocabularies as bytes, and the tokens that two of them share.
+
+A draft whose tokenizer is not the main model's proposes only tokens that both have: token-level intersection (Timor et
+al. 2025, arXiv 2502.05202). Bytes are compared instead of printed strings, because tokenizers spell a
+space as " " or "▁", and a single byte as itself or as "<0x0A>".
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import openvino_genai
+
+SPACE = "▁".encode()  # a space as SentencePiece spells it
+BYTE = re.compile(rb"<0x([0-9A-F]{2})>")  # a byte as SentencePiece spells it, for characters that are no tokens
+SAMPLE = Path(__file__).read_text(encoding="utf-8")  # English and Python, to compare tokenizers on
+MARGIN = 1.25  # for texts that a draft splits into more tokens than the sample
+UNUSED = re.compile(rb"\[PAD\d+\]")  # an unused id in GGUF files
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer's tokens. Special tokens stand for their names, as "</s>"."""
+
+    spelled: dict[int, bytes]  # as the tokenizer spells them
+    bos: int | None
+    eos: int | None
+    encode: Callable[[str], np.ndarray]  # a text's token ids, int64 [n]
+    prefix: np.ndarray  # the ids before those of any text, as bos: int64 [n]
+
+    def tokens(self) -> dict[int, bytes]:
+        """The bytes that each token adds to a text."""
+        joined = SPACE if not any(b" " in token for token in self.spelled.values()) else None
+        has_bytes = sum(bool(BYTE.fullmatch(token)) for token in self.spelled.values()) == 256
+        tokens = {}
+        for token_id, token in sorted(self.spelled.items()):
+            if has_bytes and (byte := BYTE.fullmatch(token)):
+                tokens[token_id] = bytes([int(byte[1], 16)])
+            elif token and not UNUSED.fullmatch(token):
+                tokens[token_id] = token.replace(joined, b" ") if joined else token
+        return tokens
+
+    def ids(self) -> dict[bytes, int]:
+        """The token of some bytes: the first of several, but a spelled byte only if there is no other."""
+        tokens = self.tokens()
+        order = sorted(tokens, key=lambda token_id: (not BYTE.fullmatch(self.spelled[token_id]), -token_id))
+        return {tokens[token_id]: token_id for token_id in order}
+
+
+def read(folder: Path) -> Vocabulary | None:
+    """The vocabulary of an IR folder; None if it has no detokenizer, which names the tokens."""
+    if not (folder / "openvino_detokenizer.xml").is_file():
+        return None
+    tokenizer = openvino_genai.Tokenizer(str(folder))
+
+    def encode(text: str, special: bool = False) -> np.ndarray:
+        ids = tokenizer.encode(text, add_special_tokens=special).input_ids.data
+        return ids[0].copy() if text else np.zeros(0, np.int64)
+
+    text, whole = encode("a"), encode("a", special=True)
+    return Vocabulary(
+        {token_id: token for token, token_id in tokenizer.get_vocab().items()},
+        _known(tokenizer.get_bos_token_id()),
+        _known(tokenizer.get_eos_token_id()),
+        encode,
+        whole[: len(whole) - len(text)] if whole[len(whole) - len(text) :].tolist() == text.tolist() else whole[:0],
+    )
+
+
+class SharedTokens:
+    """The tokens that a main model and a draft share, and how the draft reads the main model's tokens.
+
+    `main_ids` and `draft_ids` (int64 [shared]) are pairs of tokens with the same bytes. The two end-of-text tokens are
+    a pair, too, unless each is in one by its name.
+    """
+
+    def __init__(self, main: Vocabulary, draft: Vocabulary):
+        self.main, self.draft = main, draft
+        draft_of = draft.ids()
+        self.pairs = {main_id: draft_of[token] for token, main_id in main.ids().items() if token in draft_of}
+        self.pieces = main.tokens()  # what each main token adds to the text that the draft reads
+        if main.eos is not None and draft.eos is not None and main.eos not in self.pairs:
+            self.pieces[main.eos] = draft.spelled[draft.eos]
+            if draft.eos not in self.pairs.values():
+                self.pairs[main.eos] = draft.eos
+        self._longer = len(draft.encode(SAMPLE)) / len(main.encode(SAMPLE))
+        self.byte_ids = [draft_of.get(bytes([byte])) for byte in range(256)]
+        self.fit(1 + max(main.spelled), 1 + max(draft.spelled))
+
+    def fit(self, main_size: int, draft_size: int) -> None:
+        """Leave out the tokens that the models have no logits for; the sizes are their numbers of logits."""
+        self.pairs = {ours: theirs for ours, theirs in self.pairs.items() if ours < main_size and theirs < draft_size}
+        self.main_ids = np.array([*self.pairs], np.int64)
+        self.draft_ids = np.array([*self.pairs.values()], np.int64)
+        self._main_size = main_size
+
+    def main_logits(self, logits: np.ndarray) -> np.ndarray:
+        """Scatter the draft's logits [draft V] to the main model's tokens: float32 [V], -inf where none is shared."""
+        scattered = np.full(self._main_size, -np.inf, np.float32)
+        scattered[self.main_ids] = logits[self.draft_ids]
+        return scattered
+
+    def draft_length(self, tokens: int) -> int:
+        """About how many tokens of the draft, at most, a text of `tokens` tokens of the main model has."""
+        return int(tokens * max(1.0, self._longer) * MARGIN)
+
+
+def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
+    """What the vocabularies of two IR folders share; None if they have the same tokens with the same ids.
+
+    Raises ValueError if they share no token.
+    """
+    ours, theirs = read(main), read(draft)
+    if ours is None or theirs is None or ours.spelled == theirs.spelled:
+        return None
+    shared = SharedTokens(ours, theirs)
+    if not shared.pairs:
+        raise ValueError(f"{draft} shares no token with {main}, so it cannot draft for it: choose another draft")
+    return shared
+
+
+def _known(token_id: int) -> int | None:
+    return None if token_id == -1 else token_id
