@@ -119,6 +119,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="convert MAIN alone, for prompt lookup or for a draft made later; OUT_DIR/draft is left as it is",
     )
     add(
+        "--other-tokenizer",
+        action="store_true",
+        help="allow a DRAFT with another tokenizer than MAIN's: this project's engine drafts with it, GenAI's pipeline "
+        "does not",
+    )
+    add(
         "--weight-format",
         choices=optimum_cli.FORMATS,
         help="weights of the main model (int8; a GGUF file keeps its own)",
@@ -275,7 +281,8 @@ def check_sources(sources: dict[str, source.Source], options: argparse.Namespace
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:
-        refuse_unsound(check_pair(main.path, draft.path, npu=options.device == "NPU"), "before exporting")
+        check = check_pair(main.path, draft.path, npu=options.device == "NPU")
+        refuse_unsound(check, "before exporting", options.other_tokenizer)
 
 
 def open_source(asked: HalfOptions) -> source.Source:
@@ -292,7 +299,7 @@ def check_result(folder: PairFolder, options: argparse.Namespace) -> str | None:
         print("pair check:")
         for finding in check.findings:
             print(f"  {finding.level:8}{finding.what}: {finding.message}")
-        refuse_unsound(check, "after exporting")
+        refuse_unsound(check, "after exporting", options.other_tokenizer)
         return check.fingerprint
     try:
         facts = ir_facts(folder.place("main"))
@@ -307,11 +314,14 @@ def check_result(folder: PairFolder, options: argparse.Namespace) -> str | None:
     return fingerprint
 
 
-def refuse_unsound(check: PairCheck, when: str) -> None:
-    if not check.sound:
-        errors = (finding for finding in check.findings if finding.level == "error")
+def refuse_unsound(check: PairCheck, when: str, other_tokenizer: bool) -> None:
+    errors = [finding for finding in check.findings if finding.level == "error"]
+    if not check.same_tokenizer and not other_tokenizer:
+        errors += [finding for finding in check.findings if finding.what == "vocabulary"]
+    if errors:
         reasons = "; ".join(f"{finding.what}: {finding.message}" for finding in errors)
-        raise ConvertError(f"not a sound pair, {when}: {reasons}")
+        flag = "" if not check.sound else " (--other-tokenizer converts it for that)"
+        raise ConvertError(f"not a sound pair, {when}: {reasons}{flag}")
 
 
 def request(half: str, model: source.Source, options: argparse.Namespace) -> dict:

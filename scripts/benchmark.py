@@ -68,8 +68,8 @@ from speculative.cli.arguments import (
     whole,
 )
 from speculative.models.eagle3_graph import is_head
+from speculative.pair.draft_limits import alone_limit, genai_tree_limit, native_limit, tokenizer_limit
 from speculative.pair.engines import GENAI, NATIVE
-from speculative.pair.head_limits import alone_limit, genai_tree_limit, native_limit
 from speculative.sequence import metrics
 
 OTHER_TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.txt"  # for --context
@@ -114,7 +114,8 @@ def leave_out_paths(arguments: argparse.Namespace) -> list[str]:
     """
     draft = arguments.draft
     native = native_limit(draft, arguments.device, arguments.draft_device)
-    limits = {"draft": alone_limit(draft), "genai": limit_in_genai(arguments), "engine": native, "sampled": native}
+    alone = alone_limit(draft) or tokenizer_limit(arguments.main, draft)
+    limits = {"draft": alone, "genai": limit_in_genai(arguments), "engine": native, "sampled": native}
     left_out = [path for path in arguments.paths if limits.get(path)]
     arguments.paths = [path for path in arguments.paths if path not in left_out]
     refuse("" if arguments.paths else limits[left_out[0]])

@@ -22,7 +22,7 @@ from speculative.cli.arguments import refuse
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
-from speculative.pair.head_limits import alone_limit
+from speculative.pair.draft_limits import alone_limit
 from speculative.pair.model_info import require_runnable
 
 CACHES = {

@@ -18,6 +18,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from speculative.error_text import one_line
+from speculative.models.vocabulary import SAMPLE
 from speculative.pair.check import Finding, check_pair
 from speculative.pair.fit import check_fit, check_rollback
 from speculative.pair.model_info import UnusableFolder
@@ -33,12 +35,22 @@ def folder(text: str) -> Path:
     raise argparse.ArgumentTypeError(f"folder {text!r} does not exist: give the folder of an exported model")
 
 
+def text_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{file!r} cannot be read as UTF-8 text: {one_line(error)}") from None
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=folder, help="main model (IR folder)")
     parser.add_argument("draft", type=folder, help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    parser.add_argument(
+        "--text", type=text_of, metavar="FILE", help="compare two different tokenizers on this text (UTF-8)"
+    )
     parser.add_argument("--rollback", action="store_true", help="also compile both models and check KV-cache rollback")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     return parser.parse_args()
@@ -46,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
     npu = any("NPU" in device for device in (arguments.device, arguments.draft_device))
-    findings = check_pair(arguments.main, arguments.draft, npu=npu).findings
+    findings = check_pair(arguments.main, arguments.draft, npu=npu, text=arguments.text or SAMPLE).findings
     if ("error", "files") in {finding[:2] for finding in findings}:
         return findings
     try:

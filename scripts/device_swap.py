@@ -59,8 +59,8 @@ from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
 from speculative.cli.ray_cluster import ray_address
 from speculative.models import npu_model
+from speculative.pair.draft_limits import genai_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE, engine_id
-from speculative.pair.head_limits import genai_limit, native_limit
 
 LONGEST_ON_NPU = 7  # maximum K with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
 JUDGE_SECONDS = 600

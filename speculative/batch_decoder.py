@@ -39,11 +39,10 @@ from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.cached_model import CAPACITY
 from speculative.models.eagle3_batch import BatchHead
-from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.spec import ModelSpec
-from speculative.models.vocabulary import SharedTokens, shared_tokens
+from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
@@ -458,16 +457,9 @@ def load(
         raise ValueError("past_answers are for suffix decoding: pass max_ngram_size, too")
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    shared = shared_tokens(main.folder, draft.folder) if draft and not is_head(draft.folder) else None
-    main_model, draft_model = load_models(
-        main,
-        draft,
-        capacity=cache_tokens,
-        draft_capacity=shared.draft_length(cache_tokens) if shared else cache_tokens,
-        use_huge_pages=use_huge_pages,
+    main_model, draft_model, shared = load_models(
+        main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
     )
-    if shared and draft_model:
-        shared.fit(main_model.vocab_size, draft_model.vocab_size)
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
     source: BatchModel | SuffixProposer | None = None
     if max_ngram_size:

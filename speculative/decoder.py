@@ -32,13 +32,11 @@ from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models.cached_model import CachedModel
-from speculative.models.eagle3_graph import is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
 from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
-from speculative.models.vocabulary import shared_tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -256,8 +254,7 @@ def load(
     check_sources(draft, max_ngram_size)
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
-    shared = shared_tokens(main.folder, draft.folder) if draft and not is_head(draft.folder) else None
-    main_model, draft_model = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
+    main_model, draft_model, shared = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
     source: Proposer | None = None
     policy: DraftLengthPolicy | None = None
     if draft_model or max_ngram_size:
@@ -266,8 +263,6 @@ def load(
         if draft_model:
             if isinstance(main_model.backend, PagedModel):  # others would have to remove the padding
                 main_model.pass_width = PassWidth(measured.verify(), measured.main_change)
-            if shared:
-                shared.fit(main_model.vocab_size, draft_model.vocab_size)
             retokenizer = Retokenizer(shared) if shared else None
             source = DraftModelProposer(draft_model, main_model.vocab_size, retokenizer)
             policy = AdaptiveDraftLength(measured)

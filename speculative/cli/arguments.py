@@ -9,8 +9,8 @@ from speculative.cli.properties import PROPERTY
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices
 from speculative.pair.check import check_pair
+from speculative.pair.draft_limits import genai_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE
-from speculative.pair.head_limits import genai_limit, native_limit
 
 PROMPTS = Path(__file__).resolve().parents[2] / "scripts/prompts/embedded_code.jsonl"
 

@@ -21,8 +21,8 @@ from speculative.models.config import context_length, read_config
 from speculative.models.eagle3_graph import check_head, is_head
 from speculative.pair import devices, recommendation
 from speculative.pair.check import compare_tokenizers
+from speculative.pair.draft_limits import genai_limit, genai_tree_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE
-from speculative.pair.head_limits import genai_limit, genai_tree_limit, native_limit
 from speculative.pair.model_info import DamagedFolder, require_runnable
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
@@ -64,9 +64,10 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
             args.draft_property = args.draft_property or args.property  # as the engine does
         args.draft_property = dict(args.draft_property)
         models["draft"] = (Path(args.draft), args.draft_device, args.draft_property)
-    check_models(models)
+    engine = NATIVE if "-k" in names else GENAI
+    check_models(models, engine)
     if "draft" in names:
-        check_limits(args, NATIVE if "-k" in names else GENAI)
+        check_limits(args, engine)
     if getattr(args, "scheduler", None):
         args.property["scheduler_config"] = scheduler_config(args.scheduler)
     if "draft" in names:
@@ -292,8 +293,8 @@ def _versions() -> dict[str, str]:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_models(models: dict[str, tuple[Path, str, dict]]) -> None:
-    """Reject models that cannot run, alone or together: {"main" or "draft": (folder, device, properties)}."""
+def check_models(models: dict[str, tuple[Path, str, dict]], engine: str) -> None:
+    """Reject models that the engine cannot run, alone or together: {"main" or "draft": (folder, device, properties)}."""
     check_folders({role: folder for role, (folder, _, _) in models.items()})
     for role, (_, device, properties) in models.items():
         try:
@@ -301,7 +302,7 @@ def check_models(models: dict[str, tuple[Path, str, dict]]) -> None:
         except ValueError as error:
             fail(f"{role}: {error}")
     if "draft" in models:
-        check_pair(models["main"][0], models["draft"][0])
+        check_pair(models["main"][0], models["draft"][0], engine)
 
 
 def check_folders(folders: dict[str, Path]) -> None:
@@ -313,9 +314,9 @@ def check_folders(folders: dict[str, Path]) -> None:
             fail(f"{role}: {error}", status=1 if isinstance(error, DamagedFolder) else 2)
 
 
-def check_pair(main: Path, draft: Path) -> None:
-    """Reject a draft with another tokenizer: GenAI compares only the number of tokens and the special ids. An EAGLE-3
-    draft has none, but its graph must fit."""
+def check_pair(main: Path, draft: Path, engine: str) -> None:
+    """Reject a draft that does not fit: GenAI needs the same tokenizer, but compares only the number of tokens and the
+    special ids. An EAGLE-3 draft has no tokenizer, but its graph must fit."""
     if is_head(draft):
         try:
             check_head(draft, main)
@@ -323,7 +324,9 @@ def check_pair(main: Path, draft: Path) -> None:
             fail(str(error))
         return
     for finding in compare_tokenizers(main, draft):
-        if finding.level == "error":
+        if finding.level == "error" or (
+            engine == GENAI and finding.level == "warning" and finding.what == "vocabulary"
+        ):
             fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")
         if finding.level == "warning":
             say(f"warning: {draft} as a draft of {main}: {finding.message}")

@@ -9,8 +9,8 @@ from speculative.convert.errors import ConvertError
 from speculative.convert.model_server_guide import EAGLE3_NOTE, GREEDY_ONLY
 from speculative.models.eagle3_graph import is_head
 from speculative.pair import recommendation
+from speculative.pair.draft_limits import genai_limit
 from speculative.pair.engines import GENAI, NATIVE
-from speculative.pair.head_limits import genai_limit
 
 DRAFT_LENGTH = 5  # GenAI's own
 REQUESTS = 256  # concurrent requests; the server's default
@@ -67,9 +67,11 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
     serving.draft_device = options.draft_device or serving.draft_device or serving.device
     if options.num_assistant_tokens:
         serving.draft_length, serving.confidence_threshold = options.num_assistant_tokens, 0.0
+    if limit := genai_limit(main, draft):
+        raise ConvertError(limit, 2)
     serving.eagle3 = is_head(draft)
     if serving.eagle3:
-        _require_eagle3(serving, main, draft)
+        _require_eagle3(serving)
     serving.notes[:0] = [GREEDY_ONLY, *([EAGLE3_NOTE] if serving.eagle3 else [])]
     expected = serving.draft_properties
     if expected is None or options.property:
@@ -84,11 +86,9 @@ def settings(options: argparse.Namespace, main: Path, draft: Path) -> Serving:
     return serving
 
 
-def _require_eagle3(serving: Serving, main: Path, draft: Path) -> None:
-    """Raise ConvertError if the server cannot draft with this EAGLE-3 head; replace a confidence threshold, which its
-    engine rejects with one."""
-    if limit := genai_limit(main, draft):
-        raise ConvertError(limit, 2)
+def _require_eagle3(serving: Serving) -> None:
+    """Raise ConvertError if the server cannot draft with an EAGLE-3 head on its device; replace a confidence threshold,
+    which its engine rejects with one."""
     if serving.stateful:
         raise ConvertError("the server takes no EAGLE-3 draft on an NPU; give a CPU or GPU as --device", 2)
     if serving.confidence_threshold:

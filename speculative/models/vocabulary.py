@@ -5,8 +5,10 @@ al. 2025, arXiv 2502.05202). Bytes are compared instead of printed strings, beca
 space as " " or "▁", and a single byte as itself or as "<0x0A>".
 """
 
+import filecmp
 import re
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +97,21 @@ class SharedTokens:
         self.draft_ids = np.array([*self.pairs.values()], np.int64)
         self._main_size = main_size
 
+    def alike(self, text: str) -> tuple[float, float]:
+        """The share of the main model's tokens of `text` that the draft shares, and of those that the draft's tokenizer
+        writes there, too: no other token is likely to be proposed."""
+        count = shared = alike = 0
+        ours, theirs = self.main.tokens(), self.draft.tokens()
+        for line in text.splitlines(keepends=True):
+            tokens = self.main.encode(line).tolist()
+            pieces = [ours.get(token) for token in tokens]
+            drafted = [theirs.get(token) for token in self.draft.encode(line).tolist()]
+            count += len(tokens)
+            shared += sum(token in self.pairs for token in tokens)
+            matches = SequenceMatcher(None, pieces, drafted, autojunk=False).get_matching_blocks()
+            alike += sum(match.size for match in matches)
+        return shared / max(count, 1), alike / max(count, 1)
+
     def main_logits(self, logits: np.ndarray) -> np.ndarray:
         """Scatter the draft's logits [draft V] to the main model's tokens: float32 [V], -inf where none is shared."""
         scattered = np.full(self._main_size, -np.inf, np.float32)
@@ -107,10 +124,13 @@ class SharedTokens:
 
 
 def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
-    """What the vocabularies of two IR folders share; None if they have the same tokens with the same ids.
+    """What the vocabularies of two IR folders share; None if they have the same tokens with the same ids, or a folder
+    does not list its tokens.
 
     Raises ValueError if they share no token.
     """
+    if all(_same_file(main / name, draft / name) for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin")):
+        return None
     ours, theirs = read(main), read(draft)
     if ours is None or theirs is None or ours.spelled == theirs.spelled:
         return None
@@ -118,6 +138,10 @@ def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
     if not shared.pairs:
         raise ValueError(f"{draft} shares no token with {main}, so it cannot draft for it: choose another draft")
     return shared
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _known(token_id: int) -> int | None:

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from speculative.models import vocabulary
 from speculative.models.eagle3_graph import check_head, is_head
 from speculative.models.gguf_file import SUFFIX
+from speculative.models.vocabulary import SAMPLE
 from speculative.pair.model_info import (
     TEST_TEXT,
     ModelFacts,
@@ -33,6 +35,9 @@ from speculative.pair.model_info import (
     tokenizer_facts,
 )
 
+OTHER_TOKENIZER = "shared tokens"  # the finding about a draft with another tokenizer
+ALPHA = 0.7  # per-token acceptance of an average draft with the main model's tokenizer
+ENOUGH_ALIKE = 0.5  # share of tokens that both tokenizers write, below which a draft is not worth it
 SHOWN = 3  # first differences shown in a message
 
 
@@ -55,13 +60,19 @@ class PairCheck(NamedTuple):
         """Whether no finding is an error."""
         return all(finding.level != "error" for finding in self.findings)
 
+    @property
+    def same_tokenizer(self) -> bool:
+        """Whether GenAI's pipeline can use the draft, too."""
+        return all(finding.what != OTHER_TOKENIZER for finding in self.findings)
 
-def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
+
+def check_pair(main: Path, draft: Path, *, npu: bool = False, text: str = SAMPLE) -> PairCheck:
     """Compare two models: folders of OpenVINO IR, or of Hugging Face checkpoints or GGUF files not exported yet.
 
     Args:
         main, draft: the folders, or GGUF files.
         npu: the pair is for an NPU, whose stateful backend needs logits of equal width.
+        text: what two different tokenizers are compared on.
 
     An unusable folder (missing, truncated, corrupt, of another kind) is reported as a finding, not raised.
     """
@@ -85,11 +96,7 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False) -> PairCheck:
     facts = readable[0], readable[1]
     findings = [
         *([] if unexported else [Finding("ok", "files", "both folders are complete and readable OpenVINO IR")]),
-        *_compare_vocabularies(*facts),
-        *_compare_rules(*facts),
-        *_compare_special_tokens(*facts),
-        *_compare_encodings(*facts, _texts(facts[0])),
-        *_compare_logits_width(*facts, npu=npu),
+        *(_compare_other_tokenizers(*facts, text) if _differ(*facts) else _compare_same_tokenizers(*facts, npu=npu)),
         *_compare_chat_templates(*facts),
         *_compare_context_lengths(*facts),
         *_judge_architectures(*facts),
@@ -136,6 +143,8 @@ def compare_tokenizers(main: Path, draft: Path) -> list[Finding]:
     tokenizer cannot be loaded.
     """
     facts = tokenizer_facts(Path(main)), tokenizer_facts(Path(draft))
+    if _differ(*facts):
+        return [*_compare_other_tokenizers(*facts), *_compare_sizes(*facts)]
     texts = TEST_TEXT if facts[1].tokens else _texts(facts[0])
     return [*_compare_vocabularies(*facts), *_compare_encodings(*facts, texts), *_compare_sizes(*facts)]
 
@@ -180,18 +189,52 @@ def _compare_vocabularies(main: ModelFacts, draft: ModelFacts) -> Iterator[Findi
             message = f"{folder} has no detokenizer to list its tokens; they are compared by encoding, see encodings"
             yield Finding("ok", "vocabulary", message)
         return
-    different = [
-        i for i in sorted(main.tokens.keys() | draft.tokens.keys()) if main.tokens.get(i) != draft.tokens.get(i)
-    ]
-    if not different:
-        yield Finding("ok", "vocabulary", f"{len(main.tokens):,} tokens with the same ids in both")
-        return
+    yield Finding("ok", "vocabulary", f"{len(main.tokens):,} tokens with the same ids in both")
+
+
+def _differ(main: ModelFacts, draft: ModelFacts) -> bool:
+    """Whether the two tokenizers have other tokens, or other ids for them."""
+    return bool(main.tokens and draft.tokens and main.tokens != draft.tokens)
+
+
+def _compare_same_tokenizers(main: ModelFacts, draft: ModelFacts, *, npu: bool) -> Iterator[Finding]:
+    """Everything in which two tokenizers may differ whose tokens do not, or are not known."""
+    yield from _compare_vocabularies(main, draft)
+    yield from _compare_rules(main, draft)
+    yield from _compare_special_tokens(main, draft)
+    yield from _compare_encodings(main, draft, _texts(main))
+    yield from _compare_logits_width(main, draft, npu=npu)
+
+
+def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = SAMPLE) -> Iterator[Finding]:
+    """What a draft with another tokenizer can propose: the tokens that both have, where both split the text alike."""
+    ids = sorted(main.tokens.keys() | draft.tokens.keys())
+    different = [i for i in ids if main.tokens.get(i) != draft.tokens.get(i)]
     shown = "; ".join(f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:SHOWN])
     message = (
-        f"{len(different):,} of {len(main.tokens.keys() | draft.tokens.keys()):,} token ids differ ({shown}); "
-        "choose a draft of the main model's family, trained with the same tokenizer"
+        f"{len(different):,} of {len(ids):,} token ids differ ({shown}): GenAI's pipeline needs a draft with the same "
+        "tokenizer, this project's engine drafts the tokens that both have"
     )
-    yield Finding("error", "vocabulary", message)
+    yield Finding("warning", "vocabulary", message)
+    if not main.encode or not draft.encode:
+        message = "run scripts/check_pair.py after the export: it counts the tokens that both have"
+        yield Finding("warning", OTHER_TOKENIZER, message)
+        return
+    ours, theirs = vocabulary.read(main.folder), vocabulary.read(draft.folder)
+    assert ours and theirs  # both list their tokens
+    shared = vocabulary.SharedTokens(ours, theirs)
+    share, alike = shared.alike(text)
+    message = (
+        f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} of "
+        f"{'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of that text alike: where a draft with the "
+        f"same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect {ALPHA * alike:.0%}"
+    )
+    if not shared.pairs:
+        yield Finding("error", OTHER_TOKENIZER, "no token of the draft is one of the main model; choose another draft")
+    elif alike < ENOUGH_ALIKE:
+        yield Finding("warning", OTHER_TOKENIZER, f"{message}, which is too little; choose another draft")
+    else:
+        yield Finding("ok", OTHER_TOKENIZER, f"{message}; measure it")
 
 
 def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:

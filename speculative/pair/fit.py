@@ -22,15 +22,14 @@ from speculative.models.npu_model import PROMPT, RESPONSE
 from speculative.models.spec import ModelSpec
 from speculative.pair import devices as device_facts
 from speculative.pair import weights
-from speculative.pair.check import Finding
+from speculative.pair.check import ALPHA, Finding
 from speculative.pair.devices import MAIN_MEMORY, DeviceFacts, Memory
-from speculative.pair.head_limits import genai_limit, native_limit
+from speculative.pair.draft_limits import genai_limit, native_limit
 from speculative.pair.model_info import ModelFacts, config_facts, require_ir
 from speculative.pair.weights import Weights
 from speculative.sequence import metrics
 
 CHANNEL_WISE = 4e9  # parameters above which an NPU needs channel-wise int4 (openvino#34450)
-ALPHA = 0.7  # per-token acceptance of an average draft, for the expected speedup
 ROLLBACK_TOKENS = 256  # cache capacity for the rollback check
 LONGEST = 16  # longest draft length considered for the expected speedup
 WORTH_IT = 1.2  # expected speedup below which an average draft is too large

@@ -18,8 +18,8 @@ from speculative.cli.pipeline_arguments import (
     whole_number,
 )
 from speculative.models.spec import ModelSpec
+from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
-from speculative.pair.head_limits import native_limit
 from speculative.serving import resources
 from speculative.serving.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
@@ -181,7 +181,7 @@ def _check_models(args: argparse.Namespace) -> None:
     models = {"main": (args.main, args.device, args.property)}
     if args.draft:
         models["draft"] = (args.draft, args.draft_device, args.draft_property)
-    check_models(models)
+    check_models(models, NATIVE)
     if args.draft and (limit := native_limit(args.draft, args.device, args.draft_device)):
         console.fail(limit)
 

@@ -28,8 +28,8 @@ from speculative.bench.tuning.settings import (
 )
 from speculative.cli.progress import tqdm
 from speculative.drafting.policy import LONGEST, Costs
+from speculative.pair.draft_limits import genai_limit
 from speculative.pair.engines import GENAI, NATIVE
-from speculative.pair.head_limits import genai_limit
 from speculative.sequence import metrics
 
 SAMPLE_K = 5  # default of samples/speculative_decoding_lm.py

@@ -22,6 +22,7 @@ from speculative.drafting import cost_model
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, DraftLengthPolicy
 from speculative.drafting.proposers import DraftModelProposer, Proposer
+from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
@@ -30,9 +31,10 @@ from speculative.models.eagle3_graph import HeadGraph, check_head, is_head
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import DraftModel
 from speculative.models.spec import ModelSpec
+from speculative.models.vocabulary import SharedTokens, shared_tokens
 from speculative.pair import devices
+from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import GENAI, NATIVE, shown_engine
-from speculative.pair.head_limits import native_limit
 
 Value = str | int | bool
 Properties = tuple[tuple[str, Value], ...]
@@ -194,6 +196,7 @@ class Models:
         self.capacity = capacity
         self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}  # for the adaptive length
         self._rules: dict[Setting, DraftLengthPolicy] = {}
+        self._shared: dict[Path, SharedTokens | None] = {}
         self._loaded: dict[tuple, Any] = {}  # CachedModel, and LLMPipeline of GenAI
         free = devices.main_memory().available
         self._room = SHARE_OF_MEMORY * free if free else float("inf")
@@ -258,7 +261,10 @@ class Models:
             k = setting.draft_length if setting.draft and isinstance(setting.draft_length, int) else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
-        source: Proposer | None = DraftModelProposer(draft, main.vocab_size) if draft else None
+        source: Proposer | None = None
+        if draft and setting.draft:
+            shared = self._shared_tokens(setting.draft, main, draft)
+            source = DraftModelProposer(draft, main.vocab_size, Retokenizer(shared) if shared else None)
         if setting.copies:
             source = SuffixProposer(main.vocab_size)
         rule = self._rule(setting, main) if setting.copies or setting.draft_length == "adaptive" else None
@@ -268,6 +274,14 @@ class Models:
         elif isinstance(setting.draft_length, int):
             config.num_assistant_tokens = setting.draft_length
         return Decoder(main, source, rule).generate(ids, config)
+
+    def _shared_tokens(self, folder: Path, main: CachedModel, draft: DraftModel) -> SharedTokens | None:
+        """What a draft with another tokenizer shares with the main model; None for other drafts."""
+        if folder not in self._shared:
+            self._shared[folder] = shared = None if is_head(folder) else shared_tokens(self.main, folder)
+            if shared:
+                shared.fit(main.vocab_size, draft.vocab_size)
+        return self._shared[folder]
 
     def _rule(self, setting: Setting, main: CachedModel) -> DraftLengthPolicy:
         """The adaptive length of a setting, which learns from one run for the next."""

@@ -1,12 +1,22 @@
-"""What an EAGLE-3 draft cannot do, in a sentence for programs that leave it out or refuse it; "" if it can."""
+"""What a draft cannot do, in a sentence for programs that leave it out or refuse it; "" if it can."""
 
+import contextlib
 from pathlib import Path
 
 from speculative.models.config import read_config, text_config
 from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.eagle3_head import NEEDS_PAGED, has_paged_attention
+from speculative.models.vocabulary import shared_tokens
 
 LEAST_LAYERS = 10  # of a main model whose layers GenAI chooses by itself
+
+
+def tokenizer_limit(main: Path, draft: Path) -> str:
+    """Why the draft cannot do what needs the main model's tokenizer."""
+    with contextlib.suppress(ValueError):  # a folder that other checks refuse
+        if not is_head(draft) and shared_tokens(main, draft):
+            return f"{draft} has another tokenizer than {main}"
+    return ""
 
 
 def alone_limit(draft: Path) -> str:
@@ -23,7 +33,8 @@ def native_limit(draft: Path, *devices: str) -> str:
 def genai_limit(main: Path, draft: Path, *devices: str) -> str:
     """Why GenAI's pipeline cannot load the pair of IR folders on these devices."""
     if not is_head(draft):
-        return ""
+        limit = tokenizer_limit(main, draft)
+        return limit and f"{limit}, and GenAI needs the same: this project's engine drafts with it"
     if len({device.startswith("NPU") for device in devices}) > 1:
         return (
             f"GenAI runs an EAGLE-3 draft and its main model both on an NPU or neither, not on {' and '.join(devices)}"
