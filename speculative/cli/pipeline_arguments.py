@@ -294,7 +294,7 @@ def _versions() -> dict[str, str]:
 
 
 def check_models(models: dict[str, tuple[Path, str, dict]], engine: str) -> None:
-    """Reject models that the engine cannot run, alone or together: {"main" or "draft": (folder, device, properties)}."""
+    """Reject models that the engine cannot run: {"main" or "draft": (folder, device, properties)}."""
     check_folders({role: folder for role, (folder, _, _) in models.items()})
     for role, (_, device, properties) in models.items():
         try:
@@ -324,9 +324,8 @@ def check_pair(main: Path, draft: Path, engine: str) -> None:
             fail(str(error))
         return
     for finding in compare_tokenizers(main, draft):
-        if finding.level == "error" or (
-            engine == GENAI and finding.level == "warning" and finding.what == "vocabulary"
-        ):
+        not_in_genai = (finding.level, finding.what) == ("warning", "vocabulary")
+        if finding.level == "error" or (engine == GENAI and not_in_genai):
             fail(f"the tokenizers of {main} and {draft} differ: {finding.message}")
         if finding.level == "warning":
             say(f"warning: {draft} as a draft of {main}: {finding.message}")

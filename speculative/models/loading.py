@@ -13,7 +13,7 @@ DraftModel: TypeAlias = CachedModel | EagleHead
 
 
 class LoadedModels(NamedTuple):
-    """The main model, the draft if there is one, and what their vocabularies share if the draft has another tokenizer."""
+    """The main model, the draft if there is one, and what they share if the draft has another tokenizer."""
 
     main: CachedModel
     draft: DraftModel | None
