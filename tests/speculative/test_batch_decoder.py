@@ -36,6 +36,7 @@ from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw
 from speculative.sequence import sequence
 from tests.support import pooled_draws
+from tests.support.letters import shared_letters
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.pooled_draws import distance, pooled, times_found
@@ -443,14 +444,14 @@ def exact_cells(main, prompt, options, later=None):
     )
 
 
-def crowd(tiny, requests, source=None):
+def crowd(tiny, requests, source=None, shared=None):
     """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave. `source`
-    proposes draft tokens, by default the draft model.
+    proposes draft tokens, by default the draft model; `shared` is for a draft with another tokenizer.
 
     A failed request has none: with a planted bug, the model may read cache entries that were never written.
     """
     random = np.random.default_rng(0)
-    decoder = BatchDecoder(BatchModel(tiny[0], 64), source or BatchModel(tiny[1], 64), costs())
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), source or BatchModel(tiny[1], 64), costs(), shared=shared)
     waiting, going, most = list(reversed(requests)), 0, 0
     added = []
     while waiting or decoder.has_unfinished_requests:
@@ -465,7 +466,7 @@ def crowd(tiny, requests, source=None):
     return [None if request.error else request.result for request in added]
 
 
-def texts_drawn(tiny, rule, draws, seed=0, source=None):
+def texts_drawn(tiny, rule, draws, seed=0, source=None, shared=None):
     """The first tokens of many concurrent requests, `draws` for each prompt; None if a request failed."""
     random = np.random.default_rng(seed)
     prompts = [prompt for prompt in TEXTS for _ in range(draws)]
@@ -477,7 +478,7 @@ def texts_drawn(tiny, rule, draws, seed=0, source=None):
         config = GenerationConfig(do_sample=True, max_new_tokens=length, **options)
         requests.append((prompt, config, int(random.integers(2**60))))
     drawn = {prompt: [] for prompt in TEXTS}
-    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, source), strict=True):
+    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, source, shared), strict=True):
         if generation is None:
             return None
         drawn[prompt].append(generation.tokens[:LENGTH])
@@ -507,6 +508,13 @@ def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution
     source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
     found = p_values(texts_drawn(tiny, rule, DRAWS, seed=9, source=source), cells)
     assert len(source.past.of(b"").tokens) > 250
+    assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
+def test_concurrent_draws_with_another_tokenizer_have_the_exact_joint_distribution(rule, tiny, cells):
+    """The draft has two token ids exchanged for others, a token of two letters, and none for the sixth."""
+    found = p_values(texts_drawn(tiny, rule, DRAWS, seed=10, shared=shared_letters()), cells)
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
 

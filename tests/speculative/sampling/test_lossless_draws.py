@@ -25,6 +25,7 @@ from speculative.decoder import Decoder
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
@@ -40,6 +41,7 @@ from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
 from tests.support import pooled_draws
+from tests.support.letters import shared_letters
 from tests.support.pooled_draws import distance, pooled, times_found
 from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
@@ -73,6 +75,7 @@ ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it i
     "narrow": (0.3, 0.98),
     "wide": (0.3, 0.98),
     "eagle3": (0.3, 0.9),
+    "other tokenizer": (0.05, 0.8),
 }
 FILTERS = {
     "all tokens": {},
@@ -93,6 +96,9 @@ OTHERS = [  # settings, widths of logits and caches beyond those of all drafts a
     ("good", "K=2", 1.0, "penalties", "bf16"),
     ("eagle3", "K=2", 1.0, "all tokens", "paged"),
     ("eagle3", "adaptive", 1.5, "penalties", "paged"),
+    ("other tokenizer", "K=4", 1.0, "all tokens", "paged"),
+    ("other tokenizer", "adaptive", 1.0, "penalties", "paged"),
+    ("other tokenizer", "K=2", 1.5, "stop", "stateful"),
 ]
 SHORT = [
     ("same", "K=8", 1.0, "top-p", "paged"),
@@ -220,7 +226,9 @@ def load(folders):
             return decoder_with_head()
         keep = ComputedOnce if once else lambda model: model
         main, source = keep(model("main", backend)), SuffixProposer(VOCABULARY)
-        if draft != "lookup":
+        if draft == "other tokenizer":
+            source = DraftModelProposer(keep(model("useless", backend)), VOCABULARY, Retokenizer(shared_letters()))
+        elif draft != "lookup":
             source = DraftModelProposer(keep(model(draft, backend)), VOCABULARY)
         return Decoder(main, source)
 
@@ -410,6 +418,17 @@ def draft_probabilities_of_another_temperature(patch):
     patch.setattr(DraftModelProposer, "propose", sharpened)
 
 
+def draft_probabilities_of_its_whole_vocabulary(patch):
+    """With another tokenizer: a shared token's share of all tokens instead of the shared ones."""
+    propose = DraftModelProposer.propose
+
+    def smaller(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        return proposal._replace(q=proposal.q * np.float32(0.6))
+
+    patch.setattr(DraftModelProposer, "propose", smaller)
+
+
 def penalties_that_forget_the_last_token(patch):
     call = Distribution.__call__
     patch.setattr(
@@ -428,6 +447,7 @@ BUGS = [
     stale_cache,
     unsure_draft_tokens_taken_back,
     draft_probabilities_of_another_temperature,
+    draft_probabilities_of_its_whole_vocabulary,
     penalties_that_forget_the_last_token,
 ]
 

@@ -1,0 +1,215 @@
+"""Vocabularies as bytes: what two tokenizers share, and how a draft reads the main model's text; on several kinds."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_tokenizers
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from speculative.drafting import retokenizer
+from speculative.drafting.retokenizer import Retokenizer
+from speculative.models import vocabulary
+from speculative.models.vocabulary import SharedTokens, shared_tokens
+from tests.support.later import transformers
+from tests.support.letters import DRAFT as DRAFT_LETTERS
+from tests.support.letters import MAIN as MAIN_LETTERS
+from tests.support.letters import letters, shared_letters
+from tests.support.paths import DRAFT, MAIN
+
+TEXT = 'def naïve(path: str):\n    """Café 1234, 2026."""\n\treturn  path[12]  # 你好 😀 ﬁ\n'
+TRAINING_TEXT = [
+    TEXT,
+    (MAIN / "tokenizer_config.json").read_text(encoding="utf-8"),
+    Path(__file__).read_text(encoding="utf-8"),
+]
+
+
+def sentencepiece():
+    """As Llama 2's: a space is spelled ▁ and put before each text, a character that is no token is spelled in bytes."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, max_token_length=8)
+    tokenizer.train_from_iterator([text.replace("😀", "") for text in TRAINING_TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def byte_level(size, **how):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **how)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def normalising():
+    """Texts are normalised by NFKC, and several spaces are one."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+KINDS = {
+    "sentencepiece": sentencepiece,
+    "bytes only": lambda: byte_level(257),
+    "words with spaces": lambda: byte_level(700, use_regex=False),  # "path: str" may be one token, and "1234"
+    "normalising": normalising,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folders = {"embedded": MAIN}
+    for kind, make in KINDS.items():
+        folders[kind] = folder = tmp_path_factory.mktemp("tokenizer")
+        parts = openvino_tokenizers.convert_tokenizer(make(), with_detokenizer=True)
+        for part, name in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+            openvino.save_model(part, folder / f"openvino_{name}.xml")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def vocabularies(folders):
+    return {kind: vocabulary.read(folder) for kind, folder in folders.items()}
+
+
+def text_of(vocabulary, ids):
+    tokens = vocabulary.tokens()
+    return b"".join(tokens[token] for token in ids.tolist()).decode()
+
+
+@pytest.mark.parametrize("kind", ["embedded", *KINDS])
+def test_the_tokens_of_a_text_are_its_bytes(kind, vocabularies):
+    expected = {"sentencepiece": f" {TEXT}", "normalising": " " + TEXT.replace("ﬁ", "fi")}
+    text = text_of(vocabularies[kind], vocabularies[kind].encode(TEXT))
+    if kind == "normalising":
+        assert text.split() == expected[kind].split()
+    else:
+        assert text == expected.get(kind, TEXT)
+
+
+def test_a_byte_is_spelled_only_where_no_token_is_that_byte(vocabularies):
+    spelled, ids = vocabularies["sentencepiece"].spelled, vocabularies["sentencepiece"].ids()
+    assert spelled[ids[b"a"]] == b"a" and spelled[ids[b"\xf0"]] == b"<0xF0>" and spelled[ids[b" "]] == "▁".encode()
+
+
+def test_tokens_before_each_text(vocabularies):
+    assert vocabularies["sentencepiece"].prefix.tolist() == [vocabularies["sentencepiece"].bos]
+    assert not len(vocabularies["embedded"].prefix)
+
+
+def test_pairs_have_the_same_bytes_and_the_ends_of_text_are_one():
+    shared = SharedTokens(letters(["a", "b", "</s>"])._replace(eos=2), letters(["<|end|>", "b", "c"])._replace(eos=0))
+    assert shared.pairs == {1: 1, 2: 0}
+    assert shared.main_logits(np.array([5, 6, 7], np.float32)).tolist() == [-np.inf, 6, 5]
+    shared.fit(main_size=4, draft_size=1)  # the draft gives no logits for b
+    assert shared.main_logits(np.array([5], np.float32)).tolist() == [-np.inf, -np.inf, 5, -np.inf]
+    named = SharedTokens(letters(["a", "<|end|>"])._replace(eos=1), letters(["<|end|>", "</s>"])._replace(eos=1))
+    assert named.pairs == {1: 0}
+
+
+def test_the_same_tokenizer_needs_no_translation(folders, tmp_path):
+    assert shared_tokens(MAIN, DRAFT) is None
+    assert len(shared_tokens(MAIN, folders["sentencepiece"]).pairs) > 200
+    without = shutil.copytree(folders["sentencepiece"], tmp_path / "without")
+    (without / "openvino_detokenizer.xml").unlink()
+    assert shared_tokens(MAIN, without) is None  # its tokens are not known
+
+
+def test_vocabularies_without_a_common_token(folders, monkeypatch):
+    others = iter([letters(["a"]), letters(["b"])])
+    monkeypatch.setattr(vocabulary, "read", lambda folder: next(others))
+    with pytest.raises(ValueError, match="shares no token with"):
+        shared_tokens(MAIN, folders["bytes only"])
+
+
+def test_how_alike_texts_are_split():
+    shared = shared_letters()
+    assert shared.alike("abcdef") == (5 / 6, 3 / 6)  # ab is one token of the draft, and f is none
+    assert shared.alike("ce") == (1, 1)
+    assert shared.alike("") == (0, 0)
+
+
+@pytest.mark.parametrize("main", ["embedded", "sentencepiece", "bytes only"])
+@pytest.mark.parametrize("draft", ["embedded", *KINDS])
+def test_the_draft_reads_a_text_in_its_own_tokens(main, draft, vocabularies):
+    """Whatever pieces it comes in; half a character is read as bytes, if the draft has them."""
+    ours, theirs = vocabularies[main], vocabularies[draft]
+    reader = Retokenizer(SharedTokens(ours, theirs))
+    tokens = ours.encode(TEXT)
+    for n in range(1, len(tokens) + 1):
+        ids = reader.ids(tokens[:n])
+    assert ids.tolist() == [*theirs.prefix, *theirs.encode(text_of(ours, tokens))]
+
+
+def test_the_beginning_of_a_text(vocabularies):
+    """The main model's bos is the draft's, or a name in the text; a token without text is nothing to read."""
+    ours = vocabularies["sentencepiece"]
+    tokens = np.concatenate([ours.prefix, ours.encode("x = 1")])
+    same = Retokenizer(SharedTokens(ours, ours._replace(spelled={**ours.spelled})))
+    assert same.ids(tokens).tolist() == [*ours.prefix, *ours.encode(" x = 1")]
+    theirs = vocabularies["embedded"]
+    assert text_of(theirs, Retokenizer(SharedTokens(ours, theirs)).ids(tokens)) == "<s> x = 1"
+    assert Retokenizer(shared_letters()).ids(np.array([99])) is None
+
+
+def test_half_a_character(vocabularies):
+    ours = vocabularies["bytes only"]
+    smile = ours.encode("😀")
+    for draft, spelled in (("sentencepiece", True), ("embedded", True), ("normalising", False)):
+        theirs = vocabularies[draft]
+        ids = Retokenizer(SharedTokens(ours, theirs)).ids(smile[:2])
+        expected = [*theirs.prefix, theirs.ids().get(b"\xf0"), theirs.ids().get(b"\x9f")]
+        assert (ids.tolist() == expected) if spelled else (ids is None)
+
+
+def test_draft_tokens_are_read_as_they_were_drafted_and_encoded_once_verified():
+    reader = Retokenizer(shared_letters())
+
+    def read(text):
+        ids = reader.ids(np.array([MAIN_LETTERS.index(letter) for letter in text]))
+        return [DRAFT_LETTERS[token] for token in ids]
+
+    assert read("ca") == ["c", "a"]
+    reader.draft(MAIN_LETTERS.index("b"))
+    assert read("cab") == ["c", "a", "b"] == read("cab")  # the draft wrote a and b, not ab
+    assert read("cabe") == ["c", "ab", "e"]
+    assert read("cae") == ["c", "a", "e"]  # another text
+    reader.draft(MAIN_LETTERS.index("b"))
+    assert read("caeg") == ["c", "a", "e", "g"]  # rejected
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(["path", " path", "  ", "\n    ", "12", "你好", "😀", ".", "def ", "-"]), max_size=60
+    )
+)
+@pytest.mark.parametrize("draft", ["embedded", "sentencepiece", "words with spaces"])
+def test_a_long_text_is_cut_where_its_tokens_do_not_depend_on_what_was_before(draft, words, vocabularies):
+    """Only its end is encoded again, which shows in no token; ids that were final stay as they are."""
+    ours, theirs = vocabularies["bytes only"], vocabularies[draft]
+    reader, tokens, final = Retokenizer(SharedTokens(ours, theirs)), ours.encode("x = [" + "".join(words)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retokenizer, "LONGEST_TAIL", 40)
+        patch.setattr(retokenizer, "KEPT_TAIL", 24)
+        reader.reset()
+        for n in (*range(1, len(tokens), 7), len(tokens)):
+            ids = reader.ids(tokens[:n]).tolist()
+            assert reader.final_ids.tolist()[: len(final)] == final
+            final = reader.final_ids.tolist()
+    assert len(final) > len(theirs.prefix) or len(tokens) < 200
+    assert ids == [*theirs.prefix, *theirs.encode(text_of(ours, tokens))]
