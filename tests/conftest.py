@@ -270,6 +270,31 @@ def other_tokenizer(shared_folder):
     return made_once(shared_folder / "other_tokenizer", save_other_tokenizer)
 
 
+@pytest.fixture(scope="session")
+def renumbered_draft(shared_folder, other_tokenizer):
+    """The embedded draft with that tokenizer: it gives the same tokens the same probabilities by other numbers."""
+    return made_once(shared_folder / "renumbered_draft", functools.partial(save_renumbered_draft, other_tokenizer))
+
+
+def save_renumbered_draft(tokenizer, folder):
+    import openvino
+    import openvino_genai
+    from openvino import opset13
+
+    shutil.copytree(DRAFT, folder, dirs_exist_ok=True)
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    former = openvino_genai.Tokenizer(str(DRAFT)).get_vocab()
+    present = openvino_genai.Tokenizer(str(folder)).get_vocab()
+    numbers = np.array([former[token] for token in sorted(present, key=present.get)])
+    model = openvino.Core().read_model(DRAFT / "openvino_model.xml")
+    for node in model.get_ordered_ops():  # the embeddings, which the LM head shares: weights and scales
+        if node.get_type_name() == "Constant" and list(node.shape)[:1] == [len(numbers)]:
+            renumbered = opset13.constant(node.data[numbers])
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(renumbered.output(0))
+    openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
+
+
 def save_other_tokenizer(folder):
     from openvino import save_model
     from openvino_tokenizers import convert_tokenizer
