@@ -45,6 +45,7 @@ from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.recommendation import SUFFIX as SUFFIX_KEY
+from speculative.serving import arguments as serving_arguments
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.progress import EACH_STEP
 from tests.support.typed import problems
@@ -794,6 +795,15 @@ def test_suffix_decoding_starts_from_a_recommendation_of_its_own(run_here, recom
     assert done.returncode == 0 and "inference in f32" in done.stderr and "recommended by " in done.stderr
     with pytest.raises(ValueError, match="without a draft"):
         recommendation.check(recommendation.read(recommended.file), recommended.main, recommended.draft)
+
+
+def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_model(recommended, monkeypatch):
+    settings = recommended.content["settings"]
+    monkeypatch.setattr(sys, "argv", ["serve_pair.py", str(recommended.main), "--suffix-decoding", "--recommended"])
+    assert serving_arguments.parse("").pair.main.properties == settings["alone"]["properties"]
+    settings[SUFFIX_KEY] = {"device": "CPU", "properties": {"KV_CACHE_PRECISION": "f32"}, "max_ngram_size": 16}
+    recommended.write()
+    assert serving_arguments.parse("").pair.main.properties == {"KV_CACHE_PRECISION": "f32"}
 
 
 def test_weights_have_a_fingerprint_and_engines_a_sample():
