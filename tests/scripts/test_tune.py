@@ -141,7 +141,7 @@ def test_the_recommendation_stands_in_words_in_the_json_and_beside_the_pair(tune
     assert json.loads((tuned.pair / "tune.json").read_text(encoding="utf-8")) == result
     assert (tuned.pair / "tune.csv").read_text(encoding="utf-8").count("\n") > len(result["rows"])
     assert found["best"] in found["settings"] and found["settings"]["alone"]["throughput"] > 0
-    assert found["use_draft"] == (found["best"] != "alone")
+    assert found["use_draft"] == (found["best"] in (GENAI, NATIVE))
 
 
 def test_every_candidate_carries_what_it_does_to_the_text(tuned):
@@ -178,14 +178,18 @@ def test_the_budget_is_kept(tuned):
 
 def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run_here):
     found = useless.result["recommendation"]
-    assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
+    best = found["best"]
+    assert not found["use_draft"] and best in ("alone", SUFFIX_KEY) and set(found["settings"]) == {"alone", best}
     assert useless.result["summary"][0] == found["reason"]
     assert found["reason"].startswith("Do not use this draft: hardly any of its tokens are accepted (probability 0.")
 
     main, draft = useless.pair / "main", useless.pair / "draft"
     done = run_here("samples/speculative_greedy_lm.py", main, draft, PROMPT, "--recommended")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "samples/greedy_causal_lm.py --recommended instead: Do not" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and f"{recommendation.SAMPLE_OF[best]} --recommended instead: Do not" in done.stderr
+    )
     done = run_here("samples/greedy_causal_lm.py", main, PROMPT, "--recommended", "--max-new-tokens", 4)
     assert done.returncode == 0 and f"recommended by {useless.pair / NAME}" in done.stderr
 
