@@ -16,7 +16,7 @@ from speculative import ModelSpec, load
 def main():
     args = console.parse_arguments(
         __doc__, "main", "prompt", "--device", "-k", "--max-ngram-size=16", "--temperature=0", "--top-k", "--top-p",
-        "--seed", "--max-new-tokens", "--property",
+        "--seed", "--max-new-tokens", "--property", "--recommended",
     )  # fmt: skip
 
     main_model = ModelSpec(args.main, args.device, args.property)

@@ -1,9 +1,12 @@
 """Tune speculative decoding for a model pair: find the fastest K, engine, devices and properties, if a draft helps.
 
     python scripts/tune.py models/embedded/main models/embedded/draft --minutes 5
+    python scripts/tune.py models/embedded/main --prompts scripts/prompts/repeats.jsonl  # does suffix decoding help?
 
 Prints one recommendation for greedy decoding, with the measured reason: a command and the equivalent Python, or "do not
-use this draft". It is saved as recommended.json next to the two model folders; samples load it with --recommended.
+use this draft". It is saved as recommended.json next to the model folders; samples load it with --recommended.
+
+Without a draft, suffix decoding takes its place: it is recommended by the same rule, or the main model alone.
 
 The search is successive halving within a time budget. Devices and plugin properties come first, ranked by the time of
 one iteration (K draft steps and one verification), with K estimated from costs and a trial of each draft. For the
@@ -61,6 +64,7 @@ from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
 from speculative.cli.ray_cluster import ray_address
 from speculative.pair import recommendation
+from speculative.pair.model_info import require_ir
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
 
@@ -80,7 +84,14 @@ def minutes(text: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("drafts", type=Path, nargs="+", metavar="draft", help="draft model (IR folder), one or more")
+    parser.add_argument(
+        "drafts",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="draft",
+        help="draft models (IR folders), one or more; without any, suffix decoding is tried",
+    )
     parser.add_argument("--minutes", type=minutes, default=10.0, metavar="M", help="time budget (default: 10)")
     add_machine_arguments(parser)
     add_prompt_arguments(parser, max_prompts=40)
@@ -101,14 +112,14 @@ def parse_arguments() -> argparse.Namespace:
         "--out",
         type=harness.output_file,
         metavar="FILE",
-        help="write the recommendation here instead of next to the pair",
+        help="write the recommendation here instead of next to the models",
     )
     harness.add_output_arguments(parser)
     arguments = parser.parse_args()
     if arguments.max_new_tokens < 8:
         parser.error(f"--max-new-tokens {arguments.max_new_tokens} is too few to time: use 8 or more")
     arguments.drafts = list(dict.fromkeys(arguments.drafts))
-    arguments.draft = arguments.drafts[0]
+    arguments.draft = next(iter(arguments.drafts), None)
     if arguments.machine and not arguments.address:
         parser.error("--machine requires --address")
     if arguments.address:  # the same paths on the other machines
@@ -208,9 +219,9 @@ def check(tuning: Tuning, choice: Setting, budget: float) -> ExhaustiveCheck | N
     return every.result() if there and not interrupted and not ended else None
 
 
-def write_recommendation(arguments: argparse.Namespace, found: Recommendation, draft: Path) -> str:
+def write_recommendation(arguments: argparse.Namespace, found: Recommendation, draft: Path | None) -> str:
     """Write it; return a sentence saying where, or why not."""
-    file = arguments.out or recommendation.place(arguments.main, [draft])
+    file = arguments.out or recommendation.place(arguments.main, draft)
     if not file:
         return (
             f"{arguments.main} and {draft} share no parent folder, so no recommended.json was written: use --out FILE."
@@ -233,7 +244,7 @@ class Outcome:
     load: harness.BackgroundLoad
     interrupted: bool
     ended: str  # the reason if it had to stop, else ""
-    verdict: tune_verdict.Verdict | None  # None: nothing was decoded with the draft
+    verdict: tune_verdict.Verdict | None  # None: nothing was decoded for comparison
     checked: dict | None  # the comparison with every setting
 
     @property
@@ -269,7 +280,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def conclude(arguments: argparse.Namespace, outcome: Outcome) -> list[str]:
     """The result in sentences. Writes the recommendation if tuning was complete."""
     tuning, verdict = outcome.tuning, outcome.verdict
-    sentences = ["Interrupted before anything was decoded with the draft: no recommendation."]
+    sentences = ["Interrupted before anything was decoded for comparison: no recommendation."]
     if verdict:
         sentences = [*verdict.sentences]
     if outcome.load.sentence:
@@ -311,6 +322,7 @@ def main() -> int:
     for draft in arguments.drafts:
         refuse_unsound(arguments.main, draft)
     with exit_on(ValueError, status=2):
+        require_ir(arguments.main)
         outcome = run(arguments)
     if not outcome.verdict and not outcome.interrupted:
         reasons = [outcome.ended] if outcome.ended else list(outcome.tuning.failed.values())

@@ -277,6 +277,7 @@ def renumbered_draft(shared_folder, other_tokenizer):
 
 
 def save_renumbered_draft(tokenizer, folder):
+    import numpy as np
     import openvino
     import openvino_genai
     from openvino import opset13

@@ -40,18 +40,23 @@ class Environment(Machine):
     properties: Properties  # given with --property
 
 
-class PairEnvironment(Environment):
-    """The environment of a program that measures one pair on one device each."""
+class MainEnvironment(Environment):
+    """The environment of a program that measures a main model on a device."""
 
     main: str  # folder of the main model
     device: str  # of the main model, as given: "CPU", "AUTO:GPU,CPU"
     device_name: str  # full names of its devices
     main_precision: str  # formats of its weights, and inference precision
-    draft: str  # likewise of the draft model
+    other_load: float  # share of the processor time that other programs used, from 0 to 1
+
+
+class PairEnvironment(MainEnvironment):
+    """The environment of a program that measures one pair on one device each."""
+
+    draft: str  # as of the main model
     draft_device: str
     draft_device_name: str
     draft_precision: str
-    other_load: float  # share of the processor time that other programs used, from 0 to 1
 
 
 class BenchmarkEnvironment(PairEnvironment):
@@ -107,9 +112,13 @@ class SweepEnvironment(PairEnvironment):
     rounds: int  # complete rounds
 
 
-class TuneEnvironment(PairEnvironment, total=False):
+class TuneEnvironment(MainEnvironment, total=False):
     """The environment of scripts/tune.py; device and draft_device are the first of those tried."""
 
+    draft: str  # as of the main model; missing without a draft, as are the next three
+    draft_device: str
+    draft_device_name: str
+    draft_precision: str
     machines: dict[str, str]  # of the cluster: name and kind
 
 
@@ -664,13 +673,13 @@ class Recommendation(TypedDict):
     program: Literal["scripts/tune.py"]
     date: str  # like "2026-11-22"
     use_draft: bool
-    best: str  # the fastest of `settings`: "alone" or an engine's id
+    best: str  # the fastest of `settings`: "alone", "suffix" or an engine's id
     reason: str  # one sentence
     sentences: list[str]  # all findings
-    settings: dict[str, RecommendedSettings]  # by "alone" and engine
+    settings: dict[str, RecommendedSettings]  # by "alone", "suffix" and engine
     quality: QualityFigures  # of the property set of `best`
     main: ModelFingerprint
-    draft: ModelFingerprint
+    draft: ModelFingerprint | None  # None: tuned without one
     measured_on: dict[str, str]  # "openvino_genai": version; full names by device
 
 

@@ -24,6 +24,7 @@ from speculative.pair.check import compare_tokenizers
 from speculative.pair.draft_limits import genai_limit, genai_tree_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.model_info import DamagedFolder, require_runnable
+from speculative.pair.recommendation import ALONE, SUFFIX
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
@@ -51,9 +52,12 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     if "[draft]" in names and "draft" in args:
         names = (*names, "draft")
     if getattr(args, "recommended", False):
-        args = take_recommendation(
-            parser, args, "alone" if "draft" not in names else NATIVE if "-k" in names else GENAI
-        )
+        methods = [ALONE]
+        if "draft" in names:
+            methods = [NATIVE if "-k" in names else GENAI]
+        elif "-k" in names:  # suffix decoding, of which the chat sample is no sample
+            methods = [SUFFIX, *([ALONE] if "[draft]" in names else [])]
+        args = take_recommendation(parser, args, *methods)
 
     if "-k" in names:
         set_draft_length(args, args.num_assistant_tokens)
@@ -240,11 +244,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
 # ---- recommended settings -------------------------------------------------------------------------------------------
 
 
-def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespace, engine: str) -> argparse.Namespace:
-    """Parse again with tune.py's settings for `engine` as defaults; `args.recommended` describes their origin."""
+def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespace, *methods: str) -> argparse.Namespace:
+    """Parse again with tune.py's settings for the first of `methods` that has any as defaults; `args.recommended`
+    describes their origin."""
     main, draft = Path(args.main), Path(args.draft) if "draft" in args else None
     check_folders({"main": main, "draft": draft} if draft else {"main": main})
-    file = recommendation.place(main, [])
+    file = recommendation.place(main)
     assert file is not None  # one folder has one parent
     try:
         found = recommendation.read(file)
@@ -253,27 +258,26 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
     try:
         notes = recommendation.check(found, main, draft, _versions())
         settings, best = found["settings"], found["best"]
-        reason = (
-            found["reason"] if best == "alone" else "for this pair, this engine gains too little or was not measured"
-        )
+        drafting = best in (GENAI, NATIVE)
+        reason = "for this pair, this method gains too little or was not measured" if drafting else found["reason"]
     except (KeyError, TypeError, AttributeError):
-        fail(f"{file} is incomplete: recreate it with `python scripts/tune.py MAIN DRAFT`", status=1)
+        fail(f"{file} is incomplete: recreate it with {recommendation.TUNE}", status=1)
     except ValueError as error:
         fail(f"{file}: {error}")
-    if engine not in settings:
+    chosen = next((settings[method] for method in methods if method in settings), None)
+    if chosen is None:
         fail(f"{file} recommends samples/{recommendation.SAMPLE_OF[best]} --recommended instead: {reason}")
     for note in notes:
         say(f"note: {note}; tune again")
 
-    settings = settings[engine]
-    own = {"device": settings["device"], "property": list(settings["properties"].items())}
+    own = {"device": chosen["device"], "property": list(chosen["properties"].items())}
     if "scheduler" in args:
-        own["scheduler"] = list(settings.get("scheduler", {}).items())
+        own["scheduler"] = list(chosen.get("scheduler", {}).items())
     if draft:
-        own["draft_device"] = settings["draft_device"]
-        own["num_assistant_tokens"] = settings["assistant_confidence_threshold"] or settings["num_assistant_tokens"]
-        if settings["draft_properties"] != settings["properties"]:  # if equal, the draft inherits the main model's
-            own["draft_property"] = list(settings["draft_properties"].items())
+        own["draft_device"] = chosen["draft_device"]
+        own["num_assistant_tokens"] = chosen["assistant_confidence_threshold"] or chosen["num_assistant_tokens"]
+        if chosen["draft_properties"] != chosen["properties"]:  # if equal, the draft inherits the main model's
+            own["draft_property"] = list(chosen["draft_properties"].items())
     parser.set_defaults(**own)
     args = _parse(parser)
     overridden = [name for name, value in own.items() if vars(args)[name] != value]

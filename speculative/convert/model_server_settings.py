@@ -107,6 +107,10 @@ def recommended(file: Path, main: Path, draft: Path) -> Serving:
         content = recommendation.read(file)
     except ValueError as error:
         raise ConvertError(f"{error}, {instead}") from None
+    if "draft" in content and content["draft"] is None:
+        raise ConvertError(
+            f"{file} was measured without a draft; tune with `python scripts/tune.py {main} {draft}`, {instead}"
+        )
     try:
         fingerprints = {half: content[half]["fingerprint"] for half in ("main", "draft")}
         serving = _as_found(content, file.name)

@@ -225,8 +225,8 @@ def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = S
     shared = vocabulary.SharedTokens(ours, theirs)
     share, alike = shared.alike(text)
     message = (
-        f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} of "
-        f"{'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of it alike: where a draft with the "
+        f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} "
+        f"of {'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of it alike: where a draft with the "
         f"same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect {ALPHA * alike:.0%}"
     )
     if not shared.pairs:

@@ -1,6 +1,6 @@
-"""Recommended settings of a pair, stored next to it as `recommended.json`, and a check that they still apply.
+"""Recommended settings of a pair or a main model, kept beside it in `recommended.json`, and a check that they apply.
 
-    recommendation = read(place(main, [draft]))
+    recommendation = read(place(main, draft))
     settings = recommendation["settings"]["genai"]  # device, properties, num_assistant_tokens, ...
     for note in check(recommendation, main, draft): ...
 
@@ -8,12 +8,14 @@ Written by scripts/tune.py, read by the samples with --recommended. The file hol
 
 - `use_draft`, `reason`: whether the draft gives a speedup, and why, in one sentence; `sentences`: all findings;
 - `format`: 2. Format 1 named the engines "GenAI" and "ours"; it is converted when read;
-- `best`: the fastest of `settings`: "alone" (the main model), "genai" (its pipeline), "native" (this project's engine).
-  "alone" is GenAI's pipeline, which the samples use, even if `sentences` names a faster method. Each has `device`,
-  `properties`, `throughput`; those with a worthwhile draft also `draft_device`, `draft_properties`,
-  `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler` (of GenAI's
-  SchedulerConfig), `speedup` and `speedup_range` over the main model alone with its defaults;
-- `main`, `draft`: the folder's name and the fingerprint of its weights; `measured_on`: versions and devices.
+- `best`: the fastest of `settings`: "alone" (the main model), "suffix" (suffix decoding), "genai" (its pipeline),
+  "native" (this project's engine). "alone" is GenAI's pipeline, which the samples use, even if `sentences` names a
+  faster method. Each has `device`, `properties`, `throughput`, `speedup` and `speedup_range` over the main model alone
+  with its defaults; suffix decoding `max_ngram_size`; those with a worthwhile draft also `draft_device`,
+  `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler` (of
+  GenAI's SchedulerConfig);
+- `main`, `draft`: the folder's name and the fingerprint of its weights; `draft` is null if none was given;
+- `measured_on`: versions and devices.
 """
 
 import hashlib
@@ -26,17 +28,20 @@ from speculative.pair.engines import GENAI, NATIVE, engine_id
 
 FILE = "recommended.json"
 FORMAT = 2
-SAMPLE_OF = {  # the sample that runs with an engine's settings
-    "alone": "greedy_causal_lm.py",
+ALONE, SUFFIX = "alone", "suffix"  # keys of `settings` without a draft model; those with one are engines
+SAMPLE_OF = {  # the sample that runs with these settings
+    ALONE: "greedy_causal_lm.py",
+    SUFFIX: "suffix_decoding_lm.py",
     GENAI: "speculative_greedy_lm.py",
     NATIVE: "speculative_sampling_lm.py",
 }
+TUNE = "`python scripts/tune.py MAIN [DRAFT]`"
 PIECES, PIECE = 64, 4096  # number and bytes of the weight samples: large weights are not read in full
 
 
-def place(main: Path, drafts: list[Path]) -> Path | None:
-    """`recommended.json` in the common parent folder of main and drafts, or None if they have none."""
-    parents = {Path(folder).resolve().parent for folder in (main, *drafts)}
+def place(main: Path, draft: Path | None = None) -> Path | None:
+    """`recommended.json` in the common parent folder of main and draft, or None if they have none."""
+    parents = {Path(folder).resolve().parent for folder in (main, draft or main)}
     return parents.pop() / FILE if len(parents) == 1 else None
 
 
@@ -62,12 +67,12 @@ def read(file: Path) -> dict:
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:
-        raise ValueError(f"there is no {file}: create it with `python scripts/tune.py MAIN DRAFT`") from None
+        raise ValueError(f"there is no {file}: create it with {TUNE}") from None
     except ValueError:
-        raise ValueError(f"{file} is not JSON: recreate it with `python scripts/tune.py MAIN DRAFT`") from None
+        raise ValueError(f"{file} is not JSON: recreate it with {TUNE}") from None
     content = upgraded(content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{file} is not in format {FORMAT}: recreate it with `python scripts/tune.py MAIN DRAFT`")
+        raise ValueError(f"{file} is not in format {FORMAT}: recreate it with {TUNE}")
     return content
 
 
@@ -86,13 +91,16 @@ def upgraded(content: object) -> object:
 def check(recommendation: dict, main: Path, draft: Path | None, measured_on: dict | None = None) -> list[str]:
     """Notes on differences between the measurement and now (`measured_on`, with the same keys).
 
-    Raises ValueError if the weights have changed since the measurement.
+    Raises ValueError if the weights have changed since the measurement, or it was without a draft.
     """
+    if draft and recommendation["draft"] is None:
+        again = "tune with `python scripts/tune.py MAIN DRAFT`"
+        raise ValueError(f"the recommendation was measured without a draft: {again}")
     for role, folder in (("main", main), ("draft", draft)):
         if folder and fingerprint(folder) != recommendation[role]["fingerprint"]:
             raise ValueError(
                 f"the recommendation was measured with other weights than those of the {role} model {folder}: "
-                "tune again with `python scripts/tune.py MAIN DRAFT`"
+                f"tune again with {TUNE}"
             )
     before = recommendation["measured_on"]
     return [

@@ -20,6 +20,7 @@ from speculative.cli.pipeline_arguments import (
 from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
+from speculative.pair.recommendation import ALONE, SUFFIX
 from speculative.serving import resources
 from speculative.serving.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
@@ -34,7 +35,8 @@ def parse(description: str) -> Settings:
     args = parser.parse_args()
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
-        args = take_recommendation(parser, args, NATIVE if "draft" in args else "alone")
+        alone = [SUFFIX, ALONE] if args.suffix_decoding else [ALONE]
+        args = take_recommendation(parser, args, *([NATIVE] if "draft" in args else alone))
         args.num_assistant_tokens = draft_length
     if args.suffix_decoding and "draft" in args:
         console.fail(f"--suffix-decoding replaces a draft, but {args.draft} is given: leave out one of them.")

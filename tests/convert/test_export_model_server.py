@@ -333,6 +333,7 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
     good = json.loads(file.read_text(encoding="utf-8"))
     for change, words in (
         ({"draft": {"fingerprint": "0" * 32}}, "measured with other weights than those in"),
+        ({"draft": None}, "measured without a draft; tune with `python scripts/tune.py"),
         ({"main": {}}, "'fingerprint' is missing"),
         ({"settings": {}}, "'alone' is missing"),
         ({"settings": [1]}, "was not written by scripts/tune.py"),

@@ -317,6 +317,9 @@ def test_the_recommended_candidate_is_found_by_present_and_former_engine_ids():
     for engine in ("GenAI", "genai"):
         candidate = {"settings": {"device": "CPU", "engine": engine}}
         assert charts.chosen({"candidates": [*candidates, candidate], "recommendation": alone}) is candidate
+    suffix = {"best": "suffix", "settings": {"suffix": {"device": "CPU", "max_ngram_size": 16}}}
+    candidate = {"settings": {"device": "CPU", "max_ngram_size": 16, "engine": "native"}}
+    assert charts.chosen({"candidates": [*candidates, candidate], "recommendation": suffix}) is candidate
     assert charts.chosen({"candidates": candidates}) is None
 
 

@@ -44,6 +44,8 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.recommendation import SUFFIX as SUFFIX_KEY
+from speculative.serving import arguments as serving_arguments
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.progress import EACH_STEP
 from tests.support.typed import problems
@@ -62,7 +64,7 @@ def last_line(done):
 
 @pytest.fixture(scope="module")
 def tune_pair(tmp_path_factory):
-    """Run tune.py on a pair with a small time budget and return the finished process."""
+    """Run tune.py on a pair, or on a main model alone, with a small time budget; return the finished process."""
 
     def tune_pair(main, draft, *options, prompts=("def area(width, height):", "class Box:", "import os", "x = [")):
         file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
@@ -71,7 +73,7 @@ def tune_pair(tmp_path_factory):
             sys.executable,
             "scripts/tune.py",
             main,
-            draft,
+            *([draft] if draft else []),
             "--minutes",
             0.05,
             "--prompts",
@@ -116,6 +118,14 @@ def useless(tune_pair, tmp_path_factory):
     return SimpleNamespace(pair=pair, done=done, result=last_line(done))
 
 
+@pytest.fixture(scope="module")
+def without_draft(tune_pair, tmp_path_factory):
+    pair = copy_pair(tmp_path_factory.mktemp("without"))
+    done = tune_pair(pair / "main", None, "--exhaustive", 0.02, "--html", pair / "tune.html")
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(pair=pair, done=done, result=last_line(done))
+
+
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +141,7 @@ def test_the_recommendation_stands_in_words_in_the_json_and_beside_the_pair(tune
     assert json.loads((tuned.pair / "tune.json").read_text(encoding="utf-8")) == result
     assert (tuned.pair / "tune.csv").read_text(encoding="utf-8").count("\n") > len(result["rows"])
     assert found["best"] in found["settings"] and found["settings"]["alone"]["throughput"] > 0
-    assert found["use_draft"] == (found["best"] != "alone")
+    assert found["use_draft"] == (found["best"] in (GENAI, NATIVE))
 
 
 def test_every_candidate_carries_what_it_does_to_the_text(tuned):
@@ -168,14 +178,18 @@ def test_the_budget_is_kept(tuned):
 
 def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run_here):
     found = useless.result["recommendation"]
-    assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
+    best = found["best"]
+    assert not found["use_draft"] and best in ("alone", SUFFIX_KEY) and set(found["settings"]) == {"alone", best}
     assert useless.result["summary"][0] == found["reason"]
     assert found["reason"].startswith("Do not use this draft: hardly any of its tokens are accepted (probability 0.")
 
     main, draft = useless.pair / "main", useless.pair / "draft"
     done = run_here("samples/speculative_greedy_lm.py", main, draft, PROMPT, "--recommended")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "samples/greedy_causal_lm.py --recommended instead: Do not" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and f"{recommendation.SAMPLE_OF[best]} --recommended instead: Do not" in done.stderr
+    )
     done = run_here("samples/greedy_causal_lm.py", main, PROMPT, "--recommended", "--max-new-tokens", 4)
     assert done.returncode == 0 and f"recommended by {useless.pair / NAME}" in done.stderr
 
@@ -192,6 +206,32 @@ def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
     assert 0 < checked["spread"][0] <= checked["ratio"] <= min(1, checked["spread"][1])
     assert checked["fastest"] in result["summary"][-1] or "the choice is the fastest" in result["summary"][-1]
     assert json.loads((tmp_path / NAME).read_text(encoding="utf-8"))["best"] == result["recommendation"]["best"]
+
+
+def test_without_a_draft_suffix_decoding_takes_its_place(without_draft, run_here):
+    result, pair = without_draft.result, without_draft.pair
+    found = result["recommendation"]
+    assert {"GenAI, main alone, default properties", "ours, suffix decoding, default properties"} <= {
+        row["name"] for row in result["rows"]
+    }
+    assert not any("draft: " in one["name"] or "num_assistant_tokens" in str(one) for one in result["candidates"])
+    assert not {"draft", "draft_device"} & set(result["environment"])
+    assert found["draft"] is None and not found["use_draft"] and found["best"] in found["settings"]
+    begins = {
+        SUFFIX_KEY: "Use suffix decoding: ours, suffix",
+        "alone": "Run the main model alone: suffix decoding gains",
+    }
+    assert result["summary"][0].startswith(begins[found["best"]]) and "draft model" not in result["summary"][0]
+    assert result["exhaustive"]["choice"] in result["exhaustive"]["last"]
+    assert "recommended: " in (pair / "tune.html").read_text(encoding="utf-8")
+
+    kept = json.loads((pair / NAME).read_text(encoding="utf-8"))
+    assert kept == {"format": recommendation.FORMAT, **found}
+    done = run_here("samples/greedy_causal_lm.py", pair / "main", PROMPT, "--recommended", "--max-new-tokens", 4)
+    assert done.returncode == 0 and f"recommended by {pair / NAME}" in done.stderr
+    done = run_here("samples/speculative_greedy_lm.py", pair / "main", pair / "draft", PROMPT, "--recommended")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "was measured without a draft: tune with `python scripts/tune.py MAIN DRAFT`" in done.stderr
 
 
 @pytest.mark.posix("signals")
@@ -243,19 +283,19 @@ GROUP = (("DYNAMIC_QUANTIZATION_GROUP_SIZE", 256),)
 SCHEDULER = SCHEDULERS[0]
 
 
-def made_up(choosing, remeasured=None, gained=4):
+def made_up(choosing, remeasured=None, gained=4, drafts=(DRAFT,)):
     """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured again.
     An inference of the main model yields `gained` tokens with the draft."""
     arguments = SimpleNamespace(
-        main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
+        main=MAIN, drafts=list(drafts), minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
     )
     arguments.max_new_tokens = 60
     here = Place({"CPU": Device("CPU", "a processor")}, None, ["1"], machine=Machine("here", [], None))
     tuning = Tuning(arguments, [], [here])
     tuning.clock.bar.close()
-    tuning.alpha[DRAFT] = 0.8
+    tuning.alpha[tuning.drafts[0]] = 0.8
     for models in (tuning.default, tuning.default.with_properties(GROUP)):
-        tuning.costs[models, DRAFT] = Costs(0.1, {1: 1.0, 2: 1.1, 6: 1.2})
+        tuning.costs[models, tuning.drafts[0]] = Costs(0.1, {1: 1.0, 2: 1.1, 6: 1.2})
     for contest, found in ((tuning.choosing, choosing), (tuning.remeasured, remeasured or {})):
         for (engine, k, *more), throughputs in found.items():
             properties, scheduler = (*more, (), ())[:2]
@@ -321,7 +361,8 @@ def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gai
 def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
     verdict = tune_verdict.judge(made_up(figures, figures))
     found = verdict.as_dict()
-    assert not found["use_draft"] and found["best"] == "alone" and set(found["settings"]) == {"alone"}
+    best = SUFFIX_KEY if verdict.choice.copies else "alone"
+    assert not found["use_draft"] and found["best"] == best and set(found["settings"]) == {"alone", best}
     assert verdict.choice.draft is None and verdict.sentences[0] == verdict.reason
     assert verdict.reason.startswith("Do not use this draft: even its best setting gains too little")
     fastest = max(figures, key=lambda method: figures[method][0] if method[1] in (0, ADAPTIVE_LOOKUP) else 0)
@@ -413,13 +454,52 @@ def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
     assert not verdict.as_dict()["use_draft"] and verdict.choice.copies
     fastest = "The fastest method without a draft model, ours, suffix decoding, default properties, decodes at 1.50x"
     assert any(line.startswith(fastest) for line in verdict.sentences)
-    command = f'samples/suffix_decoding_lm.py {MAIN} "def fib(n):"'
+    command = f'samples/suffix_decoding_lm.py {MAIN} "def fib(n):" --recommended'
     assert any(command in line.replace("'", '"') for line in verdict.sentences)
+    assert verdict.settings[SUFFIX_KEY]["max_ngram_size"] == 16
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
     assert "max_ngram_size=16" in program
     assert_decodes(program)
     figures[SUFFIX] = [21.1, 21.1]  # no faster than without a draft
     assert not tune_verdict.judge(made_up(figures, figures)).choice.copies
+
+
+@pytest.mark.parametrize(
+    ("suffix", "gained", "gains", "words"),
+    [
+        ([33, 36], 4, True, "it copies 4.00 tokens per main-model forward pass, of which 75% are accepted"),
+        ([25.9, 25.9], 4, False, "decodes at 1.04x (1.04-1.04 over 2 rounds) the fastest method without suffix"),
+        ([33, 24], 4, False, "suffix decoding gains too little: ours, suffix decoding"),
+        ([33, 36], 1, False, "of which 0% are accepted, so a pass yields 1.00 tokens; verifying two tokens costs 1.10"),
+    ],
+)
+def test_without_a_draft_suffix_decoding_is_recommended_by_the_rule_for_drafts(suffix, gained, gains, words):
+    figures = {ALONE: [20, 20], OURS_ALONE: [25, 25], SUFFIX: suffix}
+    tuning = made_up(figures, figures, gained, drafts=[])
+    verdict = tune_verdict.judge(tuning)
+    found = verdict.as_dict()
+    assert problems(found, Recommendation) == []
+    best = SUFFIX_KEY if gains else "alone"
+    assert verdict.choice.copies == gains and found["draft"] is None and not found["use_draft"]
+    assert found["best"] == best and set(found["settings"]) == {"alone", best}
+    begin = "Use suffix decoding: ours, suffix decoding, " if gains else "Run the main model alone: suffix decoding"
+    assert verdict.sentences[0].startswith(begin) and words in verdict.reason
+    fastest = "he fastest method without suffix decoding"
+    assert any(fastest in line and "ours, main alone, default properties" in line for line in verdict.sentences)
+    command = f"samples/{recommendation.SAMPLE_OF[best]} {MAIN} 'def fib(n):' --recommended"
+    assert f"Run it: python {command}" in verdict.sentences
+
+
+def test_without_a_draft_suffix_decoding_is_tried_with_each_property_set_left():
+    tuning = made_up({ALONE: [20, 20], SUFFIX: [30, 30]}, drafts=[])
+    models = tuning.default.with_properties(GROUP)
+    tuning.fastest, tuning.fastest_alone = [models], models
+    alone = {Setting(models, GENAI), Setting(models, NATIVE), *(Setting(models, GENAI, None, 0, s) for s in SCHEDULERS)}
+    suffix = {Setting(one, NATIVE, draft_length=ADAPTIVE_LOOKUP) for one in (models, tuning.default)}
+    assert set(LengthStage(tuning).settings()) == alone | suffix
+    for setting in (*alone, *suffix):
+        tuning.candidates[setting] = Candidate(setting, 1.0, throughput=20.0)
+    assert set(Finals(tuning).finalists()) == {tuning.baseline, *alone, *suffix}
 
 
 @pytest.mark.parametrize("fastest", [USUAL, OURS], ids=[GENAI, NATIVE])
@@ -575,7 +655,9 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     ("arguments", "words"),
     [
         (["no/such/folder", DRAFT], ["no/such/folder"]),
-        ([MAIN], ["draft"]),
+        ([], ["required: main"]),
+        (["models/embedded/eagle3"], ["EAGLE-3", "not a standalone model"]),
+        (["no/such/folder"], ["no/such/folder"]),
         ([MAIN, DRAFT, "--minutes", "0"], ["'0'", "minutes"]),
         ([MAIN, DRAFT, "--minutes", "soon"], ["'soon'", "minutes"]),
         ([MAIN, DRAFT, "--devices", "GPX"], ["'GPX'", "is not a device"]),
@@ -692,7 +774,7 @@ def test_no_or_a_broken_recommendation_names_the_file_and_the_command(run_here, 
         recommended.file.write_text(content, encoding="utf-8")
     done = run_here("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended")
     assert done.returncode == (1 if content else 2) and done.stderr.count("\n") == 1
-    assert str(recommended.file) in done.stderr and "python scripts/tune.py MAIN DRAFT" in done.stderr
+    assert str(recommended.file) in done.stderr and "python scripts/tune.py MAIN [DRAFT]" in done.stderr
     with pytest.raises(ValueError, match="python scripts"):
         recommendation.read(recommended.file)
 
@@ -704,9 +786,33 @@ def test_an_engine_that_gains_nothing_names_the_sample_that_does(run_here, recom
     assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
 
 
+def test_suffix_decoding_starts_from_a_recommendation_of_its_own(run_here, recommended):
+    sample = ("samples/suffix_decoding_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 4)
+    done = run_here(*sample)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "samples/speculative_sampling_lm.py --recommended instead: for this pair, this method" in done.stderr
+    alone = recommended.content["settings"]["alone"]
+    recommended.content |= {"best": SUFFIX_KEY, "settings": {"alone": {**alone, "properties": {}}, SUFFIX_KEY: alone}}
+    recommended.content |= {"use_draft": False, "draft": None}
+    recommended.write()
+    done = run_here(*sample)
+    assert done.returncode == 0 and "inference in f32" in done.stderr and "recommended by " in done.stderr
+    with pytest.raises(ValueError, match="without a draft"):
+        recommendation.check(recommendation.read(recommended.file), recommended.main, recommended.draft)
+
+
+def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_model(recommended, monkeypatch):
+    settings = recommended.content["settings"]
+    monkeypatch.setattr(sys, "argv", ["serve_pair.py", str(recommended.main), "--suffix-decoding", "--recommended"])
+    assert serving_arguments.parse("").pair.main.properties == settings["alone"]["properties"]
+    settings[SUFFIX_KEY] = {"device": "CPU", "properties": {"KV_CACHE_PRECISION": "f32"}, "max_ngram_size": 16}
+    recommended.write()
+    assert serving_arguments.parse("").pair.main.properties == {"KV_CACHE_PRECISION": "f32"}
+
+
 def test_weights_have_a_fingerprint_and_engines_a_sample():
     assert recommendation.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
-    assert set(recommendation.SAMPLE_OF) == {"alone", GENAI, NATIVE}
+    assert set(recommendation.SAMPLE_OF) == {"alone", SUFFIX_KEY, GENAI, NATIVE}
     for sample in recommendation.SAMPLE_OF.values():
         assert (ROOT / "samples" / sample).exists()
 

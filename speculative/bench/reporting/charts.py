@@ -18,7 +18,8 @@ from speculative.bench.reporting.svg import (
 )
 from speculative.bench.reporting.tables import candidate_name, finite, how, method_name, section
 from speculative.bench.result import Drawn
-from speculative.pair.engines import GENAI, engine_id, shown_engine
+from speculative.pair.engines import GENAI, NATIVE, engine_id, shown_engine
+from speculative.pair.recommendation import ALONE, SUFFIX
 
 OTHER_ROWS = ("device_swap", "tune")  # programs whose rows differ in more than the decoding method
 FIGURES = ("throughput", "speedup", "speedup_range")  # results in a recommendation, besides its settings
@@ -209,7 +210,7 @@ def chosen(result: Drawn) -> Drawn | None:
     best = found.get("settings", {}).get(found.get("best"))
     if best is None:
         return None
-    engine = GENAI if found["best"] == "alone" else engine_id(found["best"])
+    engine = {ALONE: GENAI, SUFFIX: NATIVE}.get(found["best"]) or engine_id(found["best"])
     wanted = {key: value for key, value in best.items() if key not in FIGURES} | {"engine": engine}
     return next((one for one in result["candidates"] if _with_engine_id(one.get("settings")) == wanted), None)
 

@@ -2,11 +2,7 @@
 
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.session import DRAFTS_BY, FIRST_TOKENS, LEAST_RUN, REFERENCE_BY, Ended, Session
-from speculative.bench.tuning.settings import (
-    EXACT,
-    Setting,
-)
-from speculative.pair.engines import NATIVE
+from speculative.bench.tuning.settings import EXACT
 from speculative.sequence import metrics
 
 MOST_REFERENCES = 8  # texts in f32
@@ -50,7 +46,7 @@ class DraftStage:
 
     def try_drafts_on(self, bench: TuningClient) -> None:
         for draft in list(self.session.drafts):
-            setting, runs = Setting(self.session.default, NATIVE, draft, 4), []
+            setting, runs = self.session.drafting(self.session.default, draft, 4), []
             for ids in self.session.prompts[:4]:
                 run = self.session.decode(bench, setting, ids, 2 * FIRST_TOKENS)
                 runs += [run] if run else []

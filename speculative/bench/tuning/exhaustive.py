@@ -36,7 +36,7 @@ class EverySetting(LengthStage):
 
     def all_with(self, models: PropertySet) -> list[Setting]:
         found = [Setting(models, GENAI), Setting(models, NATIVE), Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP)]
-        for draft in self.session.drafts:
+        for draft in filter(None, self.session.drafts):
             found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
             if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):
                 found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", *THRESHOLDS)]

@@ -23,16 +23,15 @@ class Finals:
         self.session = session
 
     def finalists(self) -> list[Setting]:
-        found = [
-            one for one in self.session.candidates.values() if one.speedup and not one.dropped and one.setting.draft
-        ]
+        found = [one for one in self.session.candidates.values() if one.speedup and not one.dropped]
+        found = [one for one in found if self.session.drafts_with(one.setting)]
         found.sort(key=lambda one: -one.speedup)
         chosen = [one.setting for one in found[:2]]
         for engine in (GENAI, NATIVE):
             chosen += [one.setting for one in found if one.setting.engine == engine][:2]
-        usual = Setting(self.session.default, GENAI, self.session.drafts[0], SAMPLE_K)
-        steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen]  # the gain from properties alone
-        return self.session.possible([self.session.baseline, *self.session.alone(), usual, *steps, *chosen])
+        steps = [Setting(one.models, GENAI, one.draft, SAMPLE_K) for one in chosen if one.draft]  # properties' own gain
+        others = [*self.session.alone(), self.session.usual]
+        return self.session.possible([self.session.baseline, *others, *steps, *chosen])
 
     def remeasure(self) -> None:
         """Measure the choice and its baselines in new rounds. The fastest of many near-equals is partly the luckiest:

@@ -28,16 +28,19 @@ class LengthStage:
         """The settings to try with the remaining property sets: many with the fastest, few with the others. The first
         ones are tried whatever the budget, the rest as far as it goes."""
         best_set, draft = self.session.fastest[0], self.session.drafts[0]
+        sets = list(dict.fromkeys([*self.session.fastest, self.session.default]))
+        if not draft:
+            return [*self.session.alone(), *(self.session.drafting(models, None, 0) for models in sets)]
         best = self.lengths(best_set, draft)[0]
         found = [
-            Setting(self.session.default, GENAI, draft, SAMPLE_K),
+            self.session.usual,
             Setting(best_set, GENAI, draft, best),
             Setting(best_set, NATIVE, draft, best),
             Setting(best_set, NATIVE, draft, "adaptive"),
             *self.session.alone(),
         ]
         least = len(found)
-        for place, models in enumerate(dict.fromkeys([*self.session.fastest, self.session.default])):
+        for place, models in enumerate(sets):
             for draft in self.session.drafts if place == 0 else self.session.drafts[:1]:
                 lengths = self.lengths(models, draft)
                 fixed = lengths if place == 0 else [lengths[0], *([SAMPLE_K] if place == 1 else [])]
@@ -59,7 +62,7 @@ class LengthStage:
             self.session.note = "the budget had no time for all draft lengths: give more --minutes"
         return found[: max(least, affordable)]
 
-    def lengths(self, models: PropertySet, draft: Path) -> list[int]:
+    def lengths(self, models: PropertySet, draft: Path | None) -> list[int]:
         """Fixed lengths to try, most promising first. Accepted tokens come in runs, which favours longer drafts."""
         if not self.session.on_one(lambda bench: self.session.measure_costs(bench, models, draft)):
             return [self.session.k]
@@ -78,13 +81,14 @@ class LengthStage:
             settings = self.decode_round(settings, min(tokens, self.session.arguments.max_new_tokens), start, left / 2)
             start += LEAST_RUN
             found = [one for one in map(self.session.candidates.get, settings) if one and one.speedup]
-            drafted = sorted((one for one in found if one.setting.draft), key=lambda one: -one.speedup)
+            drafted = [one for one in found if self.session.drafts_with(one.setting)]
+            drafted.sort(key=lambda one: -one.speedup)
             if len(drafted) <= 6 or self.session.clock.until(LENGTHS_BY) <= 0:
                 break
             kept = {one.setting for one in drafted[: max(4, len(drafted) // 2)]}
             for engine in (GENAI, NATIVE):  # there are samples for both
                 kept |= {one.setting for one in [one for one in drafted if one.setting.engine == engine][:2]}
-            kept |= {one.setting for one in found if not one.setting.draft}
+            kept |= {one.setting for one in found if not self.session.drafts_with(one.setting)}
             self.session.drop(found, kept, f"lengths {round_}")
             best = drafted[0].setting
             if round_ == 1 and isinstance(best.draft_length, int):  # add the best one's neighbours, if untested

@@ -37,9 +37,8 @@ class PropertyStage:
             ask = lambda bench, found=found: self.session.tried(bench, found, "property_values", found.device)  # noqa: E731
             values = self.session.on_one(ask) or []
             self.session.sets += [found.with_properties(value) for value in values]
-            self.session.sets += [
-                found.with_draft_properties(value) for value in draft_property_values(found.draft_device)
-            ]
+            of_draft = draft_property_values(found.draft_device) if self.session.drafts[0] else []
+            self.session.sets += [found.with_draft_properties(value) for value in of_draft]
         self.session.sets = list(dict.fromkeys(self.session.sets))
 
         repeats, round_ = 5, 0
@@ -129,7 +128,7 @@ class PropertyStage:
                 one.alone, one.speedup = plain / alone, iteration / drafting
 
     def time_iterations(
-        self, bench: TuningClient, sets: list[PropertySet], draft: Path, repeats: int
+        self, bench: TuningClient, sets: list[PropertySet], draft: Path | None, repeats: int
     ) -> dict[PropertySet, tuple[float, float]]:
         """Seconds of a plain step and of an iteration with K draft tokens: medians of interleaved runs. Failed sets are
         left out."""

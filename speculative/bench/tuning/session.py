@@ -113,25 +113,27 @@ class Session:
         self.place = places[0]  # the others are identical
         self.benches = [TuningClient(place) for place in places]  # lost ones are removed
         self.machines = [place.name for place in places if place.machine]
-        self.drafts: list[Path] = arguments.drafts
+        self.drafts: list[Path | None] = arguments.drafts or [None]  # None: suffix decoding instead of a draft
         self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}
         self.clock = Clock(60 * arguments.minutes)
         fixed = merged((), tuple(arguments.property))
         devices = [(one, other) for one in arguments.devices for other in arguments.devices]
+        if not arguments.drafts:
+            devices = [(one, one) for one in arguments.devices]
         self.sets = [PropertySet(one, other, fixed, fixed) for one, other in devices]
         self.default = self.sets[0]
-        self.fastest: list[PropertySet] = []  # with the draft, at most two
-        self.fastest_alone = self.default  # without a draft
+        self.fastest: list[PropertySet] = []  # for drafting, at most two
+        self.fastest_alone = self.default  # for decoding without a draft
         self.baseline = Setting(self.default, GENAI)
         self.references: list[text_quality.ReferenceText] = []
         self.quality: dict[PropertySet, Quality] = {}
-        self.alpha: dict[Path, float] = {}  # per-token acceptance of each draft
+        self.alpha: dict[Path | None, float] = {}  # per-token acceptance of each draft
         self.property_candidates: dict[PropertySet, Candidate[PropertySet]] = {}
         self.candidates: dict[Setting, Candidate[Setting]] = {}
         self.choosing = Contest(CHOSEN_BY)  # the finalists; decides the choice
         self.remeasured = Contest(1.0, LEAST_ROUNDS)  # the choice and its baselines in new rounds; these are reported
         self.failed: dict[str, str] = {}
-        self.not_in_genai = {one: why for one in self.drafts if (why := genai_limit(arguments.main, one))}
+        self.not_in_genai = {one: why for one in arguments.drafts if (why := genai_limit(arguments.main, one))}
         self.failed |= {f"GenAI's pipeline with {draft}": why for draft, why in self.not_in_genai.items()}
         self.k = 0  # first estimate of the best draft length
         self.note = ""  # what the budget had no time for
@@ -183,7 +185,9 @@ class Session:
                 raise Ended(f"the baseline failed twice ({setting}): {reason}")
             self._shaken.add(str(setting))
 
-    def loads(self, bench: TuningClient, setting: Setting | PropertySet, drafts: list[Path] | None = None) -> bool:
+    def loads(
+        self, bench: TuningClient, setting: Setting | PropertySet, drafts: list[Path | None] | None = None
+    ) -> bool:
         """Load a candidate's models."""
         wanted = [] if isinstance(setting, Setting) else (drafts or self.drafts)
         return str(setting) not in self.failed and bool(self.tried(bench, setting, "load_models", setting, wanted))
@@ -213,15 +217,29 @@ class Session:
             return True
         return self.quality[models].fits(self.quality.get(self.default))
 
-    def measure_costs(self, bench: TuningClient, models: PropertySet, draft: Path) -> bool:
+    def measure_costs(self, bench: TuningClient, models: PropertySet, draft: Path | None) -> bool:
         if (models, draft) not in self.costs:
-            found = self.tried(bench, Setting(models, NATIVE, draft, 1), "measure_costs", models, draft)
+            found = self.tried(bench, self.drafting(models, draft, 1), "measure_costs", models, draft)
             if not found:
                 return False
             self.costs[models, draft] = found
         return True
 
-    def predicted(self, models: PropertySet, draft: Path) -> dict[int, float]:
+    def drafting(self, models: PropertySet, draft: Path | None, k: int) -> Setting:
+        """This project's engine with a draft, or by suffix decoding, which chooses K itself."""
+        return Setting(models, NATIVE, draft, k if draft else ADAPTIVE_LOOKUP)
+
+    def drafts_with(self, setting: Setting) -> bool:
+        """Whether the setting is one of those in question: with a draft, or by suffix decoding if none is given."""
+        return bool(setting.draft) or (setting.copies and None in self.drafts)
+
+    @property
+    def usual(self) -> Setting:
+        """The default settings of samples/speculative_decoding_lm.py, or without a draft of suffix_decoding_lm.py."""
+        draft = self.drafts[0]
+        return Setting(self.default, GENAI, draft, SAMPLE_K) if draft else self.drafting(self.default, None, 0)
+
+    def predicted(self, models: PropertySet, draft: Path | None) -> dict[int, float]:
         """Predicted speedup per K, from the costs of these models and the draft's acceptance."""
         measured = self.costs[models, draft]
         verify = measured.verify()
@@ -245,14 +263,14 @@ class Session:
                 one.dropped = where
 
     def alone(self) -> list[Setting]:
-        """The methods without a draft model, whose gains must not be credited to a draft: the main model alone with
-        each engine and scheduler, and suffix decoding."""
+        """The methods whose gains must not be credited to a draft: the main model alone with each engine and scheduler,
+        and suffix decoding, unless it is what is tried."""
         models = self.fastest_alone
         schedulers = SCHEDULERS if kind(models.device) != "NPU" else ()
         return [
             Setting(models, GENAI),
             Setting(models, NATIVE),
-            Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
+            *([] if None in self.drafts else [Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP)]),
             *(Setting(models, GENAI, scheduler=scheduler) for scheduler in schedulers),
         ]
 

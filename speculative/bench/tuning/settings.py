@@ -35,6 +35,7 @@ from speculative.models.vocabulary import SharedTokens, shared_tokens
 from speculative.pair import devices
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import GENAI, NATIVE, shown_engine
+from speculative.pair.recommendation import ALONE, SUFFIX
 
 Value = str | int | bool
 Properties = tuple[tuple[str, Value], ...]
@@ -63,7 +64,7 @@ class PropertySet:
         if self.draft_properties != self.properties:
             parts.append(f"draft: {shown(self.draft_properties) or 'default properties'}")
         if (self.device, self.draft_device) != ("CPU", "CPU"):
-            parts.insert(0, f"{self.device} + {self.draft_device}")
+            parts.insert(0, " + ".join(dict.fromkeys([self.device, self.draft_device])))
         return ", ".join(parts)
 
     def with_properties(self, added: Properties) -> "PropertySet":
@@ -109,6 +110,11 @@ class Setting:
     def copies(self) -> bool:
         """Whether draft tokens are copied from the text, by suffix decoding."""
         return self.draft_length == ADAPTIVE_LOOKUP
+
+    @property
+    def kept_as(self) -> str:
+        """Its name in recommended.json; see speculative/pair/recommendation.py."""
+        return self.engine if self.draft else SUFFIX if self.copies else ALONE
 
     @property
     def how_many(self) -> int:
@@ -304,14 +310,14 @@ class Models:
             group.append(setting)
         return [*groups, group]
 
-    def keep(self, settings: list, drafts: list[Path]) -> None:
+    def keep(self, settings: list, drafts: list[Path | None]) -> None:
         """Drop all models that none of `settings` needs."""
         needed = {key for setting in settings for key in self._keys(setting, drafts)}
         for key in set(self._loaded) - needed:
             del self._loaded[key]
         gc.collect()
 
-    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path | None]) -> bool:
         return set(self._keys(setting, drafts)) <= set(self._loaded)
 
     def _bytes(self, settings: list) -> float:
@@ -319,16 +325,17 @@ class Models:
         folders = [part for key in keys for part in key if isinstance(part, Path)]
         return sum((folder / "openvino_model.bin").stat().st_size for folder in folders)
 
-    def _keys(self, setting: Setting | PropertySet, drafts: list[Path]) -> list[tuple]:
+    def _keys(self, setting: Setting | PropertySet, drafts: list[Path | None]) -> list[tuple]:
         """The models a setting loads; for a property set, our engine's main model with `drafts`."""
         models = setting if isinstance(setting, PropertySet) else setting.models
         if isinstance(setting, Setting):
             if setting.engine == GENAI:
                 return [self._pipeline_key(setting)]
-            drafts = [setting.draft] if setting.draft else []
+            drafts = [setting.draft]
         main = (self.main, models.device, models.properties)
-        heads = [draft for draft in drafts if is_head(draft)]
-        others = [(draft, models.draft_device, models.draft_properties) for draft in drafts if draft not in heads]
+        found = [draft for draft in drafts if draft]
+        heads = [draft for draft in found if is_head(draft)]
+        others = [(draft, models.draft_device, models.draft_properties) for draft in found if draft not in heads]
         with_heads = [key for head in heads for key in self._head_keys(models, head)]
         return [*([main] if others or not heads else []), *others, *with_heads]
 

@@ -1,8 +1,8 @@
 """The recommendation of scripts/tune.py: decision, reason, command and Python code, from its measurements.
 
 A draft's gain is measured against the fastest method without one: GenAI's pipeline with any scheduler, this project's
-engine, or suffix decoding. The rounds that decide are not the rounds reported, as the fastest of many is partly the
-luckiest.
+engine, or suffix decoding. If no draft is given, suffix decoding takes its place. The rounds that decide are not the
+rounds reported, as the fastest of many is partly the luckiest.
 """
 
 import shlex
@@ -21,6 +21,7 @@ from speculative.bench.result import (
     CandidateSettings,
     FailedCandidate,
     MethodRow,
+    ModelFingerprint,
     QualityFigures,
     Recommendation,
     RecommendedSettings,
@@ -31,9 +32,10 @@ from speculative.drafting.policy import LONGEST, Costs
 from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.pair import recommendation, weights
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.recommendation import SUFFIX
 from speculative.sequence import metrics
 
-WORTH_IT = 1.05  # minimum speedup over the fastest method without a draft model to recommend one
+WORTH_IT = 1.05  # minimum speedup of drafting over the fastest method without, to recommend it
 AS_GOOD = 0.99  # fraction of the fastest within which the fewest properties win
 MEMORY_BOUND = 1.25  # verify ratio up to which a forward pass is limited by reading weights from memory
 HARDLY = 0.5  # draft tokens per forward pass below which a setting's acceptance rate says little
@@ -44,10 +46,10 @@ PROMPT = "def fib(n):"  # in the printed commands
 
 @dataclass
 class Verdict:
-    """The decision. `settings` is keyed by engine, as in recommended.json."""
+    """The decision. `settings` has the keys of recommended.json."""
 
     main: Path
-    draft: Path
+    draft: Path | None
     choice: Setting
     best: str
     reason: str
@@ -60,14 +62,14 @@ class Verdict:
         return {
             "program": "scripts/tune.py",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "use_draft": self.best != "alone",
+            "use_draft": self.best in (GENAI, NATIVE),
             "best": self.best,
             "reason": self.reason,
             "sentences": self.sentences,
             "settings": self.settings,
             "quality": self.quality,
-            "main": {"folder": self.main.name, "fingerprint": recommendation.fingerprint(self.main)},
-            "draft": {"folder": self.draft.name, "fingerprint": recommendation.fingerprint(self.draft)},
+            "main": _fingerprint(self.main),
+            "draft": _fingerprint(self.draft) if self.draft else None,
             "measured_on": self.measured_on,
         }
 
@@ -94,10 +96,10 @@ class Figures:
 class TuningChoice:
     """The fastest methods in a set of rounds."""
 
-    drafted: Figures
-    alone: Figures  # fastest without a draft model
+    drafted: Figures  # with a draft model, or by suffix decoding if none is given
+    alone: Figures  # fastest of the others
     sample_alone: Figures  # fastest that samples/greedy_causal_lm.py can run: GenAI without a scheduler config
-    of_engine: dict[str, Figures]  # fastest with a draft, per engine
+    of_engine: dict[str, Figures]  # fastest of `drafted`, per engine
 
     @property
     def settings(self) -> list[Setting]:
@@ -134,12 +136,12 @@ def figures_of(contest: Contest, baseline: Setting) -> list[Figures]:
 
 
 def choose(tuning: Session) -> TuningChoice | None:
-    """The fastest methods; None if nothing was decoded with a draft, or nothing without one."""
+    """The fastest methods; None if nothing was decoded by drafting, or nothing without it."""
     found = [
         one for one in figures(tuning) if tuning.fits(one.setting.models) and str(one.setting) not in tuning.failed
     ]
-    drafted = [one for one in found if one.setting.draft]
-    alone = [one for one in found if not one.setting.draft]
+    drafted = [one for one in found if tuning.drafts_with(one.setting)]
+    alone = [one for one in found if not tuning.drafts_with(one.setting)]
     sample_alone = [one for one in alone if one.setting.engine == GENAI and not one.setting.scheduler]
     if not sample_alone or not drafted:
         return None
@@ -156,7 +158,7 @@ def to_remeasure(tuning: Session) -> list[Setting]:
     if not choice:
         return []
     found = {one.setting: one for one in figures(tuning)}
-    usual = _usual(tuning)
+    usual = tuning.usual
     steps = [one.setting for one in _steps(found, found[usual], choice.drafted)] if usual in found else []
     return list(dict.fromkeys([tuning.baseline, *choice.settings, *([usual] if steps else []), *steps]))
 
@@ -174,25 +176,24 @@ def judge(tuning: Session) -> Verdict | None:
     best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
     use_draft = is_worth_it(tuning, best, best_alone)
-    settings = {"alone": _settings(choice.sample_alone)}
-    for engine, own in choice.of_engine.items():
-        if use_draft and is_worth_it(tuning, own, best_alone):
-            settings[engine] = _settings(own)
     chosen = best if use_draft else best_alone
+    worth_it = [one for one in choice.of_engine.values() if use_draft and is_worth_it(tuning, one, best_alone)]
+    settings: dict[str, RecommendedSettings] = {}
+    for one in (choice.sample_alone, *worth_it, chosen):
+        settings.setdefault(one.setting.kept_as, _settings(one))
     reason = _why(tuning, best) if use_draft else _why_not(tuning, best, best_alone, gains)
     sentences = _sentences(tuning, found, choice, is_remeasured) if use_draft else [reason]
-    sentences += [reason] if use_draft else _alone_in_sample(choice)
+    sentences += [reason] if use_draft else _alone_in_sample(tuning, choice)
     sentences += _text(tuning, chosen.setting.models)
-    sentences += _command(tuning, chosen.setting, choice.sample_alone.setting)
+    sentences += _command(tuning, chosen.setting, choice)
     if tuning.note:
         sentences.append(f"Note: {tuning.note}.")
     quality = tuning.quality.get(chosen.setting.models)
-    assert best.setting.draft is not None
     return Verdict(
         tuning.arguments.main,
         best.setting.draft,
         chosen.setting,
-        best.setting.engine if use_draft else "alone",
+        chosen.setting.kept_as,
         reason,
         sentences,
         settings,
@@ -202,8 +203,8 @@ def judge(tuning: Session) -> Verdict | None:
 
 
 def is_worth_it(tuning: Session, one: Figures, best_alone: Figures) -> bool:
-    """Whether a method with a draft gains enough over the fastest one without: 5 % in the median round, and some even
-    in the worst round. A draft cannot save more time than forward passes: a larger gain is noise."""
+    """Whether a method that drafts gains enough over the fastest one without: 5 % in the median round, and some even in
+    the worst round. A draft cannot save more time than forward passes: a larger gain is noise."""
     gains = one.over(best_alone)
     return statistics.median(gains) >= WORTH_IT and min(gains) > 1 and _tokens_each(tuning, one) >= WORTH_IT
 
@@ -215,9 +216,8 @@ def fastest(found: list[Figures]) -> Figures:
     return min(good, key=lambda one: (one.setting.how_many, -one.speedup))
 
 
-def _usual(tuning: Session) -> Setting:
-    """The default settings of samples/speculative_decoding_lm.py."""
-    return Setting(tuning.default, GENAI, tuning.drafts[0], 5)
+def _fingerprint(folder: Path) -> ModelFingerprint:
+    return {"folder": folder.name, "fingerprint": recommendation.fingerprint(folder)}
 
 
 def _contest(tuning: Session, setting: Setting) -> Contest | None:
@@ -235,7 +235,6 @@ def _tokens_each(tuning: Session, one: Figures) -> float:
     """Block efficiency: tokens per main-model forward pass."""
     contest = _contest(tuning, one.setting)
     if not contest:
-        assert one.setting.draft is not None
         return 1 + tuning.alpha[one.setting.draft]
     return metrics.block_efficiency([n for run in contest.methods[one.setting].runs() for n in run.gained]) or 1.0
 
@@ -245,21 +244,24 @@ def _tokens_each(tuning: Session, one: Figures) -> float:
 
 def _sentences(tuning: Session, found: list[Figures], choice: TuningChoice, is_remeasured: bool) -> list[str]:
     best, best_alone = choice.drafted, choice.alone
+    what = "this draft" if best.setting.draft else "suffix decoding"
     lines = [
-        f"Use this draft: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
+        f"Use {what}: {best.setting} decodes {statistics.median(best.throughputs):.1f} tokens/s, "
         f"{_times(best.speedups)} the main model alone with its defaults{_rounds(best, is_remeasured)}."
     ]
     if best_alone.setting != tuning.baseline:
         lines.append(
-            f"Speedup over the fastest method without a draft model ({best_alone.setting}): "
+            f"Speedup over the fastest method without {_questioned(tuning)} ({best_alone.setting}): "
             f"{_times(best.over(best_alone))}."
         )
     by_setting = {one.setting: one for one in found}
-    usual = by_setting.get(_usual(tuning))
+    usual = by_setting.get(tuning.usual)
     if usual and usual is not best:
+        defaults = "speculative_decoding_lm.py with its defaults (K = 5)"
+        if best.setting.copies:
+            defaults = f"{recommendation.SAMPLE_OF[SUFFIX]} with its defaults"
         lines.append(
-            f"Speedup over samples/speculative_decoding_lm.py with its defaults (K = 5): {_times(best.over(usual))}"
-            f"{_in_steps(by_setting, usual, best)}."
+            f"Speedup over samples/{defaults}: {_times(best.over(usual))}{_in_steps(by_setting, usual, best)}."
         )
     tau = _tokens_each(tuning, best)
     if best.speedup > UNLIKELY * tau:
@@ -268,6 +270,11 @@ def _sentences(tuning: Session, found: list[Figures], choice: TuningChoice, is_r
             "during the measurement. Tune again when it is idle, or with more --minutes."
         )
     return lines
+
+
+def _questioned(tuning: Session) -> str:
+    """What a method must have to be one of `drafted`."""
+    return "suffix decoding" if None in tuning.drafts else "a draft model"
 
 
 def _times(ratios: list[float]) -> str:
@@ -295,7 +302,7 @@ def _steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures) ->
     ]
     best_k = max(of_genai, key=lambda one: one.speedup, default=None)
     steps = [usual]
-    for after in (same_k, best_k if best.setting.engine == NATIVE else None, best):
+    for after in (same_k, best_k if draft and best.setting.engine == NATIVE else None, best):
         if after and after.setting != steps[-1].setting:
             steps.append(after)
     return steps[1:]
@@ -315,20 +322,22 @@ def _in_steps(by_setting: dict[Setting, Figures], usual: Figures, best: Figures)
     return f": {', '.join(gains)}" if gains else ""
 
 
-def _alone_in_sample(choice: TuningChoice) -> list[str]:
-    """The gain over plain decoding's sample, if another method without a draft model is faster."""
+def _alone_in_sample(tuning: Session, choice: TuningChoice) -> list[str]:
+    """The gain over plain decoding's sample, if another method of those not in question is faster."""
     if choice.alone.setting == choice.sample_alone.setting:
         return []
     verb = "decodes at" if choice.alone.setting.copies else "is the Python code below:"
     ratios = choice.alone.over(choice.sample_alone)
     return [
-        f"The fastest method without a draft model, {choice.alone.setting}, {verb} {_times(ratios)} "
+        f"The fastest method without {_questioned(tuning)}, {choice.alone.setting}, {verb} {_times(ratios)} "
         f"samples/greedy_causal_lm.py ({choice.sample_alone.setting})."
     ]
 
 
 def _why(tuning: Session, best: Figures) -> str:
     """Acceptance rate, cost ratio, verify ratio, and the main limit on the gain."""
+    if best.setting.copies:
+        return f"Why: {_copied(tuning, best)}."
     facts = _facts(tuning, best)
     if not facts:
         return "Why: not measured yet."
@@ -357,15 +366,16 @@ def _why(tuning: Session, best: Figures) -> str:
 
 def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[float]) -> str:
     """The measured speed, and how acceptance and costs explain it."""
-    assert best.setting.draft is not None
     measured: Costs = tuning.costs[tuning.default, best.setting.draft]
     c, v = measured.draft / measured.main[1], measured.main[2] / measured.main[1]
     alpha, tau = tuning.alpha[best.setting.draft], _tokens_each(tuning, best)
     spread = f" ({min(gains):.2f}-{max(gains):.2f} over {len(gains)} rounds)" if len(gains) > 1 else ""
     seen = (
-        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without a draft model "
-        f"({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
+        f"{best.setting} decodes at {statistics.median(gains):.2f}x{spread} the fastest method without "
+        f"{_questioned(tuning)} ({best_alone.setting}, {statistics.median(best_alone.throughputs):.1f} tokens/s)"
     )
+    if best.setting.copies:
+        return f"Run the main model alone: suffix decoding gains too little: {seen}; {_copied(tuning, best)}."
     costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
     contest = _contest(tuning, best.setting)
     runs = contest.methods[best.setting].runs() if contest else []
@@ -384,6 +394,22 @@ def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[fl
     return (
         f"Do not use this draft: {too_little}: {seen}. A draft token is accepted with probability {alpha:.2f}; "
         f"{costs}, so break-even is at a probability of {max(v + c - 1, 0):.2f}."
+    )
+
+
+def _copied(tuning: Session, one: Figures) -> str:
+    """How much suffix decoding drafts, how much of that is accepted, and what verification costs."""
+    seconds = tuning.costs[tuning.default, None].main
+    costs = f"verifying two tokens costs {seconds[2] / seconds[1]:.2f} of a main-model step"
+    contest = _contest(tuning, one.setting)
+    if not contest:
+        return costs
+    row = harness.row(contest.methods[one.setting], contest.methods[tuning.baseline])
+    if row["acceptance_rate"] is None:
+        return f"it found nothing worth copying; {costs}"
+    return (
+        f"it copies {row['mean_draft_length']:.2f} tokens per main-model forward pass, of which "
+        f"{row['acceptance_rate']:.0%} are accepted, so a pass yields {row['block_efficiency']:.2f} tokens; {costs}"
     )
 
 
@@ -448,16 +474,14 @@ def _first_differences(tuning: Session, models: PropertySet) -> str:
     )
 
 
-def _command(tuning: Session, setting: Setting, sample_alone: Setting) -> list[str]:
+def _command(tuning: Session, setting: Setting, choice: TuningChoice) -> list[str]:
     """The command, with --recommended and with explicit options, and the Python code. Without any draft the command is
-    that of `sample_alone`, as no sample runs the main model alone in our engine or with a scheduler config."""
+    that of `choice.sample_alone`, as no sample runs the main model alone in our engine or with a scheduler config."""
     main = str(tuning.arguments.main)
     python = _python(main, setting)
-    setting = setting if setting.draft or setting.copies else sample_alone
+    setting = setting if setting.draft or setting.copies else choice.sample_alone.setting
     models = setting.models
-    program = recommendation.SAMPLE_OF[setting.engine if setting.draft else "alone"]
-    if setting.copies:
-        program = "suffix_decoding_lm.py"
+    program = recommendation.SAMPLE_OF[setting.kept_as]
     folders = [main, str(setting.draft)] if setting.draft else [main]
     begin = ["python", f"samples/{program}", *folders, PROMPT]
     begin += ["--temperature", "0"] if setting.engine == NATIVE and setting.draft else []
@@ -472,8 +496,8 @@ def _command(tuning: Session, setting: Setting, sample_alone: Setting) -> list[s
         options += ["-k", "auto" if setting.draft_length == "adaptive" else f"{setting.draft_length:g}"]
     for name, value in setting.scheduler:
         options += ["--scheduler", f"{name}={value}"]
-    kept_beside = recommendation.place(tuning.arguments.main, tuning.drafts) and not tuning.arguments.out
-    kept_beside = kept_beside and not setting.copies  # whose sample reads no recommendation
+    beside = recommendation.place(tuning.arguments.main, choice.drafted.setting.draft)
+    kept_beside = beside and not tuning.arguments.out
     return [
         *([f"Run it: {shlex.join([*begin, '--recommended'])}"] if kept_beside else []),
         f"{'or' if kept_beside else 'Run it'}, with explicit options: {shlex.join([*begin, *options])}",

@@ -21,6 +21,7 @@ from speculative.decoder import GenerationResult
 from speculative.drafting import cost_model as costs
 from speculative.drafting.policy import Costs
 from speculative.models.cached_model import CachedModel
+from speculative.models.loading import DraftModel
 
 
 class TuningWorker:
@@ -32,7 +33,7 @@ class TuningWorker:
         self.load = BackgroundLoad()
         self.load.__enter__()
 
-    def load_models(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+    def load_models(self, setting: Setting | PropertySet, drafts: list[Path | None]) -> bool:
         """Returns True. Raises RuntimeError or ValueError if a device or plugin rejects the models."""
         if isinstance(setting, Setting):
             self.models.load(setting)
@@ -41,10 +42,10 @@ class TuningWorker:
                 self.models.pair(setting, draft)
         return True
 
-    def keep(self, settings: list, drafts: list[Path]) -> None:
+    def keep(self, settings: list, drafts: list[Path | None]) -> None:
         self.models.keep(settings, drafts)
 
-    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path]) -> bool:
+    def is_loaded(self, setting: Setting | PropertySet, drafts: list[Path | None]) -> bool:
         return self.models.is_loaded(setting, drafts)
 
     def groups(self, always: list, settings: list) -> list[list]:
@@ -81,35 +82,41 @@ class TuningWorker:
 
     # ---- times
 
-    def measure_costs(self, models: PropertySet, draft: Path) -> Costs:
+    def measure_costs(self, models: PropertySet, draft: Path | None) -> Costs:
         return costs.measure(*self.models.pair(models, draft))
 
-    def room(self, models: PropertySet, draft: Path) -> tuple[int, int]:
-        """The smaller logits width and the smaller capacity of the two models."""
-        pair = self.models.pair(models, draft)
+    def room(self, models: PropertySet, draft: Path | None) -> tuple[int, int]:
+        """The smaller logits width and the smaller capacity of the models."""
+        pair = self.loaded(models, draft)
         return min(model.vocab_size for model in pair), min(model.capacity for model in pair)
 
-    def iteration(self, models: PropertySet, draft: Path, tokens: np.ndarray, k: int) -> tuple[float, float, float]:
-        """Seconds of a plain step, a verification of k draft tokens and a draft step, after all but the last k + 1 of
-        `tokens`."""
-        main, drafter = self.models.pair(models, draft)
+    def iteration(
+        self, models: PropertySet, draft: Path | None, tokens: np.ndarray, k: int
+    ) -> tuple[float, float, float]:
+        """Seconds of a plain step, a verification of k draft tokens and a draft step (0 without a draft), after all but
+        the last k + 1 of `tokens`."""
+        main, *drafter = self.loaded(models, draft)
         context = len(tokens) - k - 1
-        for model, lengths in ((main, (1, k + 1)), (drafter, (1,))):
+        for model, lengths in ((main, (1, k + 1)), *((one, (1,)) for one in drafter)):
             if not isinstance(model, CachedModel) or model.common_prefix(tokens[:context]) < context:
                 model.logits(tokens[:context])
                 for n in lengths:  # a shape is compiled on first use
                     model.backend.run(context, tokens[context : context + n], n)
         seconds = []
-        for model, n in ((main, 1), (main, k + 1), (drafter, 1)):
+        for model, n in ((main, 1), (main, k + 1), *((one, 1) for one in drafter)):
             begin = time.perf_counter()
             model.backend.run(context, tokens[context : context + n], n)
             seconds.append(time.perf_counter() - begin)
-        plain, check, step = seconds
+        plain, check, step = [*seconds, 0.0][:3]
         return plain, check, step
 
-    def forget(self, models: PropertySet, draft: Path) -> None:
-        for model in self.models.pair(models, draft):
+    def forget(self, models: PropertySet, draft: Path | None) -> None:
+        for model in self.loaded(models, draft):
             model.reset()
+
+    def loaded(self, models: PropertySet, draft: Path | None) -> list[CachedModel | DraftModel]:
+        """The main model, and the draft if there is one."""
+        return [model for model in self.models.pair(models, draft) if model]
 
 
 def main() -> None:

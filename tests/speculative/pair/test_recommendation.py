@@ -47,7 +47,7 @@ def test_a_broken_file_of_format_1_stays_broken(file, broken):
 @pytest.mark.parametrize("content", ["[]", '{"format": 0}', '{"format": 3}', "{}", "{"])
 def test_other_formats_are_refused(file, content):
     file.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"recreate it with `python scripts/tune\.py MAIN DRAFT`"):
+    with pytest.raises(ValueError, match=r"recreate it with `python scripts/tune\.py MAIN \[DRAFT\]`"):
         recommendation.read(file)
 
 
