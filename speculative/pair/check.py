@@ -226,8 +226,8 @@ def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = S
     share, alike = shared.alike(text)
     message = (
         f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} "
-        f"of {'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of it alike: where a draft with the "
-        f"same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect {ALPHA * alike:.0%}"
+        f"of {'a sample' if text is SAMPLE else 'the'} text's, and splits {alike:.0%} of it alike: where a draft with "
+        f"the same tokenizer would have {ALPHA:.0%} of its tokens accepted, expect {ALPHA * alike:.0%}"
     )
     if not shared.pairs:
         yield Finding("error", OTHER_TOKENIZER, "no token of the draft is one of the main model; choose another draft")
