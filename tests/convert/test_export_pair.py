@@ -451,8 +451,11 @@ def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkp
     checkpoint = save_checkpoint("llama", "draft", other, tmp_path / "checkpoint")
     message = refuses(1, checkpoints / "main", checkpoint, tmp_path / "pair")
     assert "not a sound pair, before exporting" in message and "84 of 384 token ids differ" in message
-    message = refuses(1, irs / "main", save_ir(other, tmp_path / "ir"), tmp_path / "pair")
-    assert "not a sound pair" in message
+    ir = save_ir(other, tmp_path / "ir")
+    message = refuses(1, irs / "main", ir, tmp_path / "pair")
+    assert "not a sound pair" in message and "(--other-tokenizer converts it for that)" in message
+    assert export_pair.main([str(irs / "main"), str(ir), str(tmp_path / "other"), "--other-tokenizer"]) == 0
+    shutil.rmtree(tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "ir"]
 
 

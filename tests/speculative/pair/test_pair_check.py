@@ -7,6 +7,7 @@ import shutil
 import openvino_genai
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from speculative.pair.check import check_pair, tokenizer_fingerprint
 from tests.support.later import transformers
@@ -88,15 +89,33 @@ def test_swapped_roles_are_a_warning():
     assert "swapped" in message(check, "size")
 
 
-def test_other_token_ids_are_refused_and_shown(ir, tokenizer, tmp_path):
+def test_other_token_ids_are_a_draft_for_this_projects_engine(ir, tokenizer, tmp_path):
     other = save_ir(edited(tokenizer, swap_two_letters), tmp_path)
     check = check_pair(ir, other)
-    assert not check.sound
+    assert check.sound and not check.same_tokenizer
     text = message(check, "vocabulary")
-    assert "2 of 384 token ids differ" in text
+    assert "2 of 384 token ids differ" in text and "GenAI's pipeline needs a draft with the same tokenizer" in text
     assert "'e' in main and 't' in draft" in text
-    assert levels(check)["encodings"] == "error"
+    assert levels(check)["vocabulary"] == "warning" and levels(check)["shared tokens"] == "ok"
+    assert "has 384 of the main model's 384 tokens, which are 100% of a sample text's, and splits" in message(
+        check, "shared tokens"
+    )
     assert check.fingerprint != tokenizer_fingerprint(other)
+
+
+def test_a_draft_that_splits_text_otherwise_is_advised_against(ir, tmp_path):
+    letters_only = train_tokenizer(vocab_size=258)
+    check = check_pair(ir, save_ir(letters_only, tmp_path), text="def the_other(self):\n" * 3)
+    assert check.sound and levels(check)["shared tokens"] == "warning"
+    text = message(check, "shared tokens")
+    assert "of the text's" in text and "too little; choose another draft" in text
+
+
+def test_a_draft_without_a_common_token_is_refused(ir, tmp_path):
+    foreign = Tokenizer(WordLevel({"\u6f22\u5b57": 0, "\u6f22": 1}, unk_token="\u6f22"))
+    other = transformers.PreTrainedTokenizerFast(tokenizer_object=foreign)
+    check = check_pair(ir, save_ir(other, tmp_path))
+    assert not check.sound and "no token of the draft" in message(check, "shared tokens")
 
 
 def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
@@ -112,7 +131,7 @@ def test_the_engine_accepts_a_draft_with_other_token_ids(tmp_path):
     for part in ("openvino_tokenizer", "openvino_detokenizer"):
         for suffix in (".xml", ".bin"):
             shutil.copy(toy / (part + suffix), draft)
-    assert not check_pair(MAIN, draft).sound
+    assert not check_pair(MAIN, draft).same_tokenizer
     openvino_genai.LLMPipeline(str(MAIN), "CPU", draft_model=openvino_genai.draft_model(str(draft), "CPU"))
 
 
@@ -257,7 +276,9 @@ def test_checkpoints_are_compared_before_their_export(tokenizer, tmp_path):
     assert levels(check)["merges"] == "ok"
 
     edited(tokenizer, swap_two_letters).save_pretrained(draft)
-    assert levels(check_pair(main, draft))["vocabulary"] == "error"
+    check = check_pair(main, draft)
+    assert levels(check)["vocabulary"] == "warning" and not check.same_tokenizer
+    assert "after the export" in message(check, "shared tokens")
 
     tokenizer.pad_token = "a"
     tokenizer.save_pretrained(draft)

@@ -1,0 +1,74 @@
+"""A draft with another tokenizer, in both decoders and for programs that need the main model's.
+
+The embedded draft with its tokens renumbered gives each token the same probability, so texts and accepted tokens must
+be those of the embedded draft, greedy and sampled. Draws are compared in test_lossless_draws.py and
+test_batch_decoder.py, translated texts in models/test_vocabulary.py.
+"""
+
+import pytest
+from openvino_genai import GenerationConfig
+
+from speculative import batch_decoder, decoder
+from speculative.models.spec import ModelSpec
+from speculative.pair.draft_limits import alone_limit, genai_limit, native_limit, tokenizer_limit
+from tests.support.paths import DRAFT, MAIN
+from tests.support.steps import finish
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+LONG = "def add(a, b):\n    return a + b\n\n\n" * 70  # of which the draft encodes only the end again
+PROMPTS = ["def read_file(path):", "naïve = '你好", f"{LONG}def add(a, b):", f"{LONG}def mul(a, b):"]
+
+
+def config(do_sample, k=3):
+    return GenerationConfig(max_new_tokens=24, do_sample=do_sample, num_assistant_tokens=k)
+
+
+@pytest.fixture(scope="module")
+def drafts(renumbered_draft):
+    return [ModelSpec(folder, "CPU", EXACT) for folder in (DRAFT, renumbered_draft)]
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_one_request_at_a_time(do_sample, drafts):
+    same, other = (decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft) for draft in drafts)
+    for seed, prompt in enumerate(PROMPTS):
+        expected, found = (one.generate(prompt, config(do_sample), seed=seed) for one in (same, other))
+        assert (found.tokens, found.accepted) == (expected.tokens, expected.accepted)
+        assert sum(found.accepted) > 3
+
+
+def test_many_requests_in_a_batch(drafts):
+    """The long prompts have a common beginning, which the second takes from the prefix cache; of the draft, too."""
+    results, cached = [], []
+    for draft in drafts:
+        batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft, cache_tokens=4096)
+        requests = []
+        for prompts in (PROMPTS[:3], PROMPTS[3:]):
+            requests += [
+                batch.add_request(prompt, config(do_sample, 2), seed=seed)
+                for seed, prompt in enumerate(prompts)
+                for do_sample in (False, True)
+            ]
+            finish(batch)
+        assert not any(request.error for request in requests)
+        results.append([(request.result.tokens, request.result.accepted) for request in requests])
+        cached.append(requests[-1].cached_tokens)
+    assert results[0] == results[1] and cached[0] == cached[1] > 500
+
+
+def test_room_for_texts_that_the_draft_splits_into_more_tokens(drafts):
+    batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), drafts[1], cache_tokens=640)
+    assert batch.draft.context > batch.main.context * 0.5 and batch.has_room(600) and not batch.has_room(700)
+    batch.add_request([5] * 500, GenerationConfig(max_new_tokens=100))
+    assert not batch.has_room(200)
+
+
+def test_what_needs_the_main_models_tokenizer(renumbered_draft, run_here):
+    assert genai_limit(MAIN, renumbered_draft, "CPU", "CPU") == (
+        f"{renumbered_draft} has another tokenizer than {MAIN}, and GenAI needs the same: this project's engine drafts "
+        "with it"
+    )
+    assert tokenizer_limit(MAIN, DRAFT) == genai_limit(MAIN, DRAFT, "CPU", "CPU") == ""
+    assert alone_limit(renumbered_draft) == native_limit(renumbered_draft, "CPU", "CPU") == ""
+    done = run_here("scripts/benchmark.py", MAIN, renumbered_draft, "--paths", "draft,genai")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {renumbered_draft} has another tokenizer")
