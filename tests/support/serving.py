@@ -73,6 +73,7 @@ class Server:
         self.lines: list[str] = []  # of stderr, so far
         self._came: queue.Queue[str | None] = queue.Queue()
         ports = ("--port", self.port, "--metrics-port", self.metrics_port)
+        ports += ("--num-cpus", 1)  # the threads of small models mostly wait for each other
         folders = [main, draft] if draft else [main]
         self.process = subprocess.Popen(
             [sys.executable, ROOT / "samples/serve/serve_pair.py", *map(str, (*folders, *ports, *options))],
