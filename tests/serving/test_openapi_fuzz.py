@@ -16,7 +16,7 @@ from speculative import batch_decoder
 from speculative.serving import request_body
 from speculative.serving.middleware import digest
 from tests.support.paths import DRAFT, MAIN
-from tests.support.serving import Api
+from tests.support.serving import PLAIN, Api
 
 load_all_checks()
 CHECKED = [
@@ -52,7 +52,7 @@ def api():
 
 @pytest.fixture(scope="module")
 def document(api):
-    return httpx.get(f"{base(api)}/openapi.json").json()
+    return httpx.get(f"{base(api)}/openapi.json", **PLAIN).json()
 
 
 @pytest.fixture(scope="module")
