@@ -36,6 +36,8 @@ from tests.support.waiting import wait_until
 
 READY_SECONDS = 180
 PLAIN = {"verify": False}  # of HTTP without TLS: httpx else loads certificates for each request, which takes 27 ms
+# As where only requirements-serve.txt is installed: Ray Serve imports pandas if it can, half a second in each process.
+AS_SERVED = os.pathsep.join(filter(None, [str(ROOT / "tests/support/served"), os.environ.get("PYTHONPATH")]))
 METRICS_EXPORTED = {"RAY_metrics_report_interval_ms": "500"}  # by Ray's agent; every 10 seconds by default
 
 
@@ -55,6 +57,7 @@ def ray_cluster(**head):
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
         patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
+        patch.setenv("PYTHONPATH", AS_SERVED)
         patch.setenv("RAY_worker_niceness", "0")  # by default 15: other test processes would come first
         patch.setenv("RAY_health_check_period_ms", "500")  # by default 3 s: a node is lost when it misses five
         bare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # each takes a process
@@ -83,7 +86,7 @@ class Server:
             encoding="utf-8",
             errors="replace",
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONPATH": AS_SERVED, **(env or {})},
             **own_group(),  # Ctrl-C is then for the tests alone, and `interrupt` for it
         )
         threading.Thread(target=self._read, daemon=True).start()
