@@ -11,13 +11,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import openvino_genai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.serving import connections
+from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.serving import PLAIN, small_server
 from tests.support.waiting import PATIENCE, wait_until

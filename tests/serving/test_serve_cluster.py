@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import openai
 import psutil
 import pytest
 
 from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
 from speculative.bench.load.server import free_port
+from tests.support.later import openai
 from tests.support.serving import AS_SERVED, Server, ray_cluster, small_server
 from tests.support.waiting import PATIENCE, wait_until
 

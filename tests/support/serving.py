@@ -22,7 +22,6 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 import uvicorn
 
@@ -31,6 +30,7 @@ from speculative.cli.processes import interrupt_group, own_group
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
 from speculative.serving.settings import Limits
+from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import wait_until
 
@@ -107,7 +107,7 @@ class Server:
         self.end()
         raise AssertionError(f"the server said no {beginning!r}:\n" + "\n".join(self.lines))
 
-    def client(self, **options) -> openai.OpenAI:
+    def client(self, **options) -> "openai.OpenAI":
         """A client without retries: a test should see the first response."""
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
 
