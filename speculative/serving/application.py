@@ -1,7 +1,6 @@
 """Lifecycle of the Ray Serve application: start, drain, stop."""
 
 import time
-import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -102,8 +101,6 @@ def _answers(url: str) -> bool:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return True
-        except urllib.error.HTTPError:
-            return False
-        except OSError:
+        except OSError:  # also an HTTP error: a proxy may not know of the application yet
             time.sleep(0.1)
     return False

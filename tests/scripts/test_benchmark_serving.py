@@ -13,13 +13,14 @@ from speculative.bench.load.metrics import Load, RequestRecord, Span, break_even
 from speculative.bench.result import ServingResult
 from tests.support import load_benchmarks
 from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.serving import AS_SERVED
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVING = "scripts/benchmark_serving.py"
 
 
 def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
-    result = load_benchmarks.measure(SERVING, tmp_path, DRAFT)
+    result = load_benchmarks.measure(SERVING, tmp_path, DRAFT, env={"PYTHONPATH": AS_SERVED})
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
 
 

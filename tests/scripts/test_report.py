@@ -138,26 +138,36 @@ def draw(run_here, tmp_path):
     return draw
 
 
+@pytest.fixture(scope="module")
+def window(browser):
+    """One for all tests: each further one takes processes of its own."""
+    return browser.new_page()
+
+
 @pytest.fixture
-def show(browser):
-    """Open a page; any console message and any network request fails the test."""
-    contexts = []
+def show(window):
+    """Open a page in place of the last one; any console message and any network request fails the test."""
+    messages, asked, shown = [], [], []
+    listeners = {
+        "console": lambda message: messages.append(message.text),
+        "pageerror": lambda error: messages.append(str(error)),
+        "request": lambda request: asked.append(request.url),
+    }
+    for event, listener in listeners.items():
+        window.on(event, listener)
 
     def show(page, width=DESK, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        shown = context.new_page()
-        messages, asked = [], []
-        shown.on("console", lambda message: messages.append(message.text))
-        shown.on("pageerror", lambda error: messages.append(str(error)))
-        shown.on("request", lambda request: asked.append(request.url))
-        shown.goto(page.as_uri())
-        contexts.append((context, page, messages, asked))
-        return shown
+        window.set_viewport_size({"width": width, "height": 800})
+        window.emulate_media(color_scheme=scheme)
+        window.goto(page.as_uri())
+        shown.append(page.as_uri())
+        return window
 
     yield show
-    for context, page, messages, asked in contexts:
-        context.close()
-        assert messages == [] and asked == [page.as_uri()]
+    window.goto("about:blank")  # whatever the last page still does is seen
+    for event, listener in listeners.items():
+        window.remove_listener(event, listener)
+    assert messages == [] and [one for one in asked if one != "about:blank"] == shown
 
 
 def sections(shown):

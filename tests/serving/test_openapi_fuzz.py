@@ -1,33 +1,22 @@
 """Every response is one that the OpenAPI document describes: the server fuzzed with schemathesis."""
 
+import functools
 import json
 from collections import Counter
 
 import httpx
 import jsonschema
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import CHECKS, load_all_checks
-from schemathesis.config import SchemathesisConfig
 
 from speculative import batch_decoder
 from speculative.serving import request_body
 from speculative.serving.middleware import digest
+from tests.support.later import schemathesis
 from tests.support.paths import DRAFT, MAIN
-from tests.support.serving import Api
+from tests.support.serving import PLAIN, Api
 
-load_all_checks()
-CHECKED = [
-    CHECKS.get_one(name)
-    for name in (
-        "status_code_conformance",
-        "content_type_conformance",
-        "response_headers_conformance",
-        "response_schema_conformance",
-    )
-]
 RULES = settings(
     max_examples=40,
     deadline=None,
@@ -52,12 +41,14 @@ def api():
 
 @pytest.fixture(scope="module")
 def document(api):
-    return httpx.get(f"{base(api)}/openapi.json").json()
+    return httpx.get(f"{base(api)}/openapi.json", **PLAIN).json()
 
 
 @pytest.fixture(scope="module")
 def described(document):
-    config = SchemathesisConfig.from_dict({"generation": {"deterministic": True, "database": "none"}})
+    config = schemathesis.config.SchemathesisConfig.from_dict(
+        {"generation": {"deterministic": True, "database": "none"}}
+    )
     return schemathesis.openapi.from_dict(document, config=config)
 
 
@@ -65,11 +56,19 @@ def base(api):
     return api.url.removesuffix("/v1")
 
 
+@functools.cache
+def checked():
+    """The checks of a response."""
+    schemathesis.checks.load_all_checks()
+    names = ("status_code", "content_type", "response_headers", "response_schema")
+    return [schemathesis.checks.CHECKS.get_one(f"{name}_conformance") for name in names]
+
+
 def ask(api, case, document):
     """The response to a schemathesis case, checked against the document; a server error fails the test."""
     answer = case.call(base_url=base(api), timeout=60)
     assert answer.status_code < 500 or answer.status_code == 503, answer.text
-    case.validate_response(answer, checks=CHECKED)
+    case.validate_response(answer, checks=checked())
     content = case.operation.definition.raw["responses"][str(answer.status_code)]["content"]
     kind = answer.headers["content-type"][0].partition(";")[0]
     if kind == "text/event-stream":

@@ -11,15 +11,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import openvino_genai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.serving import connections
+from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
-from tests.support.serving import small_server
+from tests.support.serving import PLAIN, small_server
 from tests.support.waiting import PATIENCE, wait_until
 
 KEY = "a key that only tests know"
@@ -75,7 +75,7 @@ def long_answer(client, **asked):
 
 
 def load(server):
-    return httpx.get(server.url.replace("/v1", "/health")).json()
+    return httpx.get(server.url.replace("/v1", "/health"), **PLAIN).json()
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_a_chat_with_what_the_engine_cannot_do_is_refused(client, asked):
 def test_without_the_key_nothing_but_the_health_is_told(guarded, key):
     for path in ("/v1/models", "/v1/nothing", "/openapi.json"):
         url = guarded.url.replace("/v1", path)
-        answer = httpx.get(url, headers={"Authorization": f"Bearer {key}".encode()})
+        answer = httpx.get(url, headers={"Authorization": f"Bearer {key}".encode()}, **PLAIN)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert load(guarded)["status"] == "ok"
 
@@ -257,7 +257,7 @@ HALF = b'{"model": "embedded", "prompt": "\\ud800"}'  # of a character
 )
 def test_a_malformed_body_is_answered_with_an_error_object(server, body):
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{server.url}/completions", content=body, headers=headers)
+    answer = httpx.post(f"{server.url}/completions", content=body, headers=headers, **PLAIN)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
@@ -290,7 +290,7 @@ def test_whatever_is_sent_is_answered_or_refused_cleanly(server, request):
             body |= {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
         headers = {"Content-Type": "application/json"}
         content = json.dumps({**body, **fields}).encode()
-        answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60)
+        answer = httpx.post(f"{server.url}/{path}", content=content, headers=headers, timeout=60, **PLAIN)
         assert answer.status_code in (200, 400, 404), answer.text
         if answer.status_code != 200:
             error = answer.json()["error"]

@@ -25,15 +25,17 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving import application, arguments, connections, health, request_body
+from speculative.serving import arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
 from speculative.serving.middleware import digest
 from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message, ResponseBuilder
 from speculative.serving.settings import API_KEY_VARIABLE, Limits
+from tests.support.later import Later
 from tests.support.paths import DRAFT, MAIN
-from tests.support.serving import Api
+from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
 
+application = Later("speculative.serving.application")  # with Ray Serve
 ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1, "temperature": 0}
 HI = {"role": "user", "content": "Hi"}
 LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
@@ -59,7 +61,7 @@ def client(api):
 def post(api, body, path="/completions", **headers):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(
-        api.url + path, content=content, headers={"Content-Type": "application/json", **headers}, timeout=60
+        api.url + path, content=content, headers={"Content-Type": "application/json", **headers}, timeout=60, **PLAIN
     )
 
 
@@ -191,7 +193,7 @@ NAME = "x" * 5_000
          "a model's path", "a path"],
 )  # fmt: skip
 def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
-    answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60)
+    answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60, **PLAIN)
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and len(error["param"] or "") <= 100
     assert error["message"].count("x") <= 110 and len(error["message"]) < 300
@@ -502,7 +504,7 @@ def half_a_request(api):
 
 
 def get_health(api):
-    return httpx.get(api.url.replace("/v1", "/health"), timeout=PATIENCE)
+    return httpx.get(api.url.replace("/v1", "/health"), timeout=PATIENCE, **PLAIN)
 
 
 def test_slow_bodies_have_few_places_and_health_one_of_its_own(decoder):

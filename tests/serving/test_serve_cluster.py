@@ -13,14 +13,14 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import openai
 import psutil
 import pytest
 
 from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
 from speculative.bench.load.server import free_port
-from tests.support.serving import Server, ray_cluster, small_server
+from tests.support.later import openai
+from tests.support.serving import AS_SERVED, Server, ray_cluster, small_server
 from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
@@ -39,7 +39,7 @@ def head_of_a_cluster(address, log):
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder, log.open("w") as output:
         process = psutil.Popen(
             [*command, f"--object-store-memory={ROOM['object_store_memory']}"],
-            env={**os.environ, **TOKEN, "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"},
+            env={**os.environ, **TOKEN, "PYTHONPATH": AS_SERVED, "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,5 +1,6 @@
 """Modules that are imported when they are first used: every test process collects all files, and torch, transformers
-and optimum take it 10 s of processor time, but those who need them run in one process (see tests/conftest.py)."""
+and optimum take it 10 s of processor time, but those who need them run in one process (see tests/conftest.py). Clients
+of the server take a second each."""
 
 import importlib
 from types import ModuleType
@@ -16,3 +17,5 @@ class Later(ModuleType):
 
 torch = Later("torch")
 transformers = Later("transformers")
+openai = Later("openai")
+schemathesis = Later("schemathesis")

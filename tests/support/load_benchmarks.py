@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -12,13 +13,15 @@ from tests.support.typed import problems
 
 QUICK = ["--max-concurrency", "1,3", "--seconds", "0.5", "--rounds", "1"]
 QUICK += ["--max-new-tokens", "12", "--max-prompts", "4", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
+QUICK += ["--property", "INFERENCE_NUM_THREADS=1"]  # several mostly wait for each other
 
 
-def measure(program, folder, *draft):
+def measure(program, folder, *draft, env=None):
     """The result of one run in exact arithmetic, with these arguments for the draft, whose files are in `folder`."""
     files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
     command = [sys.executable, program, str(MAIN), *map(str, draft), *QUICK, *files]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=500)
+    environment = {**os.environ, **(env or {})}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=500)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr
     result = json.loads(process.stdout.splitlines()[-1])

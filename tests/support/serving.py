@@ -22,7 +22,6 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 import uvicorn
 
@@ -31,10 +30,14 @@ from speculative.cli.processes import interrupt_group, own_group
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
 from speculative.serving.settings import Limits
+from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.waiting import wait_until
 
 READY_SECONDS = 180
+PLAIN = {"verify": False}  # of HTTP without TLS: httpx else loads certificates for each request, which takes 27 ms
+# As where only requirements-serve.txt is installed: Ray Serve imports pandas if it can, half a second in each process.
+AS_SERVED = os.pathsep.join(filter(None, [str(ROOT / "tests/support/served"), os.environ.get("PYTHONPATH")]))
 METRICS_EXPORTED = {"RAY_metrics_report_interval_ms": "500"}  # by Ray's agent; every 10 seconds by default
 
 
@@ -54,6 +57,7 @@ def ray_cluster(**head):
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
         patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
+        patch.setenv("PYTHONPATH", AS_SERVED)
         patch.setenv("RAY_worker_niceness", "0")  # by default 15: other test processes would come first
         patch.setenv("RAY_health_check_period_ms", "500")  # by default 3 s: a node is lost when it misses five
         bare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # each takes a process
@@ -73,6 +77,7 @@ class Server:
         self.lines: list[str] = []  # of stderr, so far
         self._came: queue.Queue[str | None] = queue.Queue()
         ports = ("--port", self.port, "--metrics-port", self.metrics_port)
+        ports += ("--num-cpus", 1)  # the threads of small models mostly wait for each other
         folders = [main, draft] if draft else [main]
         self.process = subprocess.Popen(
             [sys.executable, ROOT / "samples/serve/serve_pair.py", *map(str, (*folders, *ports, *options))],
@@ -81,7 +86,7 @@ class Server:
             encoding="utf-8",
             errors="replace",
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONPATH": AS_SERVED, **(env or {})},
             **own_group(),  # Ctrl-C is then for the tests alone, and `interrupt` for it
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -102,14 +107,14 @@ class Server:
         self.end()
         raise AssertionError(f"the server said no {beginning!r}:\n" + "\n".join(self.lines))
 
-    def client(self, **options) -> openai.OpenAI:
+    def client(self, **options) -> "openai.OpenAI":
         """A client without retries: a test should see the first response."""
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
 
     def metrics(self) -> Counter:
         """The sums of its metrics so far, by name; those of an outcome also by (name, outcome)."""
         sums: Counter = Counter()
-        for line in httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics").text.splitlines():
+        for line in httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", **PLAIN).text.splitlines():
             if line.startswith(("ray_speculative_", "ray_spec_decode_")):
                 name, value = line.partition("{")[0].removeprefix("ray_"), float(line.rsplit(" ", 1)[1])
                 sums[name] += value

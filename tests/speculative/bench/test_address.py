@@ -27,6 +27,7 @@ pytestmark = pytest.mark.posix("Ray's clusters are for Linux")
 SWAP, TUNE = "scripts/device_swap.py", "scripts/tune.py"
 ROOM = {"object_store_memory": 80 * 2**20}
 QUICK = ["--max-prompts", 1, "--max-new-tokens", 12, "--rounds", 1, "--property", "EXECUTION_MODE_HINT=ACCURACY"]
+QUICK += ["--property", "INFERENCE_NUM_THREADS=1"]  # several mostly wait for each other
 
 
 @pytest.fixture(scope="module")
