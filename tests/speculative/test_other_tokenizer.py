@@ -1,8 +1,8 @@
 """A draft with another tokenizer, in both decoders and for programs that need the main model's.
 
-The embedded draft with its tokens renumbered gives each token the same probability, so texts and accepted tokens must
-be those of the embedded draft, greedy and sampled. Draws are compared in test_lossless_draws.py and
-test_batch_decoder.py, translated texts in models/test_vocabulary.py.
+The embedded draft with its tokens renumbered gives each token the same probability, so greedy texts and their accepted
+tokens must be those of the embedded draft; sampled tokens need not be the ones that a tokenizer would write. Draws are
+compared in test_lossless_draws.py and test_batch_decoder.py, translated texts in models/test_vocabulary.py.
 """
 
 import pytest
@@ -19,48 +19,47 @@ LONG = "def add(a, b):\n    return a + b\n\n\n" * 70  # of which the draft encod
 PROMPTS = ["def read_file(path):", "naïve = '你好", f"{LONG}def add(a, b):", f"{LONG}def mul(a, b):"]
 
 
-def config(do_sample, k=3):
-    return GenerationConfig(max_new_tokens=24, do_sample=do_sample, num_assistant_tokens=k)
-
-
 @pytest.fixture(scope="module")
 def drafts(renumbered_draft):
     return [ModelSpec(folder, "CPU", EXACT) for folder in (DRAFT, renumbered_draft)]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_one_request_at_a_time(do_sample, drafts):
+def config(k=3, **sampling):
+    return GenerationConfig(max_new_tokens=24, num_assistant_tokens=k, **sampling)
+
+
+def test_one_request_at_a_time(drafts):
     same, other = (decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft) for draft in drafts)
-    for seed, prompt in enumerate(PROMPTS):
-        expected, found = (one.generate(prompt, config(do_sample), seed=seed) for one in (same, other))
+    for prompt in PROMPTS:
+        expected, found = (one.generate(prompt, config()) for one in (same, other))
         assert (found.tokens, found.accepted) == (expected.tokens, expected.accepted)
         assert sum(found.accepted) > 3
+    sampled = [other.generate(PROMPTS[0], config(do_sample=True), seed=1).tokens for _ in range(2)]
+    assert sampled[0] == sampled[1] != other.generate(PROMPTS[0], config(do_sample=True), seed=2).tokens
 
 
 def test_many_requests_in_a_batch(drafts):
-    """The long prompts have a common beginning, which the second takes from the prefix cache; of the draft, too."""
-    results, cached = [], []
+    """The long prompts have a common beginning, which the second takes from the prefix cache. How much of it the draft
+    has to read, and so the first tokens that it proposes, depends on the tokenizer."""
+    results, accepted, cached = [], [], []
     for draft in drafts:
         batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft, cache_tokens=4096)
         requests = []
         for prompts in (PROMPTS[:3], PROMPTS[3:]):
-            requests += [
-                batch.add_request(prompt, config(do_sample, 2), seed=seed)
-                for seed, prompt in enumerate(prompts)
-                for do_sample in (False, True)
-            ]
+            requests += [batch.add_request(prompt, config(k)) for prompt in prompts for k in (2, 3)]
             finish(batch)
         assert not any(request.error for request in requests)
-        results.append([(request.result.tokens, request.result.accepted) for request in requests])
+        results.append([request.result.tokens for request in requests])
+        accepted.append([request.result.accepted for request in requests[:4]])
         cached.append(requests[-1].cached_tokens)
-    assert results[0] == results[1] and cached[0] == cached[1] > 500
+    assert results[0] == results[1] and accepted[0] == accepted[1] and cached[0] == cached[1] > 500
 
 
 def test_room_for_texts_that_the_draft_splits_into_more_tokens(drafts):
     batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), drafts[1], cache_tokens=640)
-    assert batch.draft.context > batch.main.context * 0.5 and batch.has_room(600) and not batch.has_room(700)
-    batch.add_request([5] * 500, GenerationConfig(max_new_tokens=100))
-    assert not batch.has_room(200)
+    assert batch.draft.context == 800 and batch.main.context == 640
+    batch.add_request([5] * 300, GenerationConfig(max_new_tokens=200))  # 500 tokens, or 625 of the draft
+    assert batch.has_room(120) and not batch.has_room(160)
 
 
 def test_what_needs_the_main_models_tokenizer(renumbered_draft, run_here):

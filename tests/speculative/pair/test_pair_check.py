@@ -7,10 +7,11 @@ import shutil
 import openvino_genai
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
+from speculative.models import vocabulary
 from speculative.pair.check import check_pair, tokenizer_fingerprint
 from tests.support.later import transformers
+from tests.support.letters import letters
 from tests.support.paths import DRAFT, MAIN
 from tests.support.tiny_checkpoints import TRAINING_TEXT, save_checkpoint, save_ir, train_tokenizer
 
@@ -105,16 +106,16 @@ def test_other_token_ids_are_a_draft_for_this_projects_engine(ir, tokenizer, tmp
 
 def test_a_draft_that_splits_text_otherwise_is_advised_against(ir, tmp_path):
     letters_only = train_tokenizer(vocab_size=258)
-    check = check_pair(ir, save_ir(letters_only, tmp_path), text="def the_other(self):\n" * 3)
+    check = check_pair(ir, save_ir(letters_only, tmp_path), text="\n".join(TRAINING_TEXT))
     assert check.sound and levels(check)["shared tokens"] == "warning"
     text = message(check, "shared tokens")
     assert "of the text's" in text and "too little; choose another draft" in text
 
 
-def test_a_draft_without_a_common_token_is_refused(ir, tmp_path):
-    foreign = Tokenizer(WordLevel({"\u6f22\u5b57": 0, "\u6f22": 1}, unk_token="\u6f22"))
-    other = transformers.PreTrainedTokenizerFast(tokenizer_object=foreign)
-    check = check_pair(ir, save_ir(other, tmp_path))
+def test_a_draft_without_a_common_token_is_refused(ir, tokenizer, tmp_path, monkeypatch):
+    others = iter([letters(["a"]), letters(["b"])])
+    monkeypatch.setattr(vocabulary, "read", lambda folder: next(others))
+    check = check_pair(ir, save_ir(edited(tokenizer, swap_two_letters), tmp_path))
     assert not check.sound and "no token of the draft" in message(check, "shared tokens")
 
 
