@@ -158,7 +158,7 @@ DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our eng
 ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
     "draft": {
-        "help": "folder of the draft (OpenVINO IR): a smaller model with the same tokenizer, or an EAGLE-3 head of the "
+        "help": "folder of the draft (OpenVINO IR): a smaller model, best with the same tokenizer, or an EAGLE-3 head of the "
         "main model"
     },
     "[draft]": {
