@@ -1,14 +1,15 @@
 """Benchmark every decoding method for a model pair, interleaved, on your prompts and devices.
 
     python scripts/benchmark.py models/embedded/main models/embedded/draft
+    python scripts/benchmark.py models/embedded/main --prompts scripts/prompts/repeats.jsonl
 
 The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
 the draft, greedy, for each K; `lookup`, draft tokens copied from the text, by GenAI's prompt lookup and our suffix
 decoding, which is also adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at
-`--temperature`, lossless. GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each
-GenAI path and our engine run in their own process, each with its own copy of the main model: choose fewer paths if
-memory is short. As the memory a model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes
-three times.
+`--temperature`, lossless. Without DRAFT, the path is `lookup`. GenAI's own sampled mode with a draft is not lossless
+(scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each with its own copy of the
+main model: choose fewer paths if memory is short. As the memory a model is loaded into changes its speed by 5 to 10 %,
+`--starts 3` starts the processes three times.
 
 With an EAGLE-3 draft, the `draft` path is left out, as it cannot decode alone, and our engine decodes without a draft
 in a process of its own, whose main model computes no hidden states for the draft. `--tree-depth` adds GenAI's trees to
@@ -60,11 +61,13 @@ from speculative.cli.arguments import (
     add_paths_argument,
     add_run_arguments,
     add_starts_argument,
+    choose_paths,
     lengths,
     limit_in_genai,
     model_specs,
     refuse,
     refuse_unusable,
+    require_draft_for,
     whole,
 )
 from speculative.models.eagle3_graph import is_head
@@ -79,7 +82,7 @@ REPEATS_ITSELF = 0.25  # repetition above which the summary warns
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
+    add_pair_arguments(parser, without_draft="the path lookup is measured")
     add_run_arguments(parser, max_prompts=20)
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
@@ -104,7 +107,10 @@ def parse_arguments() -> argparse.Namespace:
     add_huge_pages_argument(parser)
     parser.add_argument("--no-starts", action="store_true", help="skip measuring load time and peak memory")
     add_output_arguments(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    choose_paths(parser, arguments, PATHS)
+    require_draft_for(parser, arguments, "--draft-device", "--num-assistant-tokens", "--tree-depth")
+    return arguments
 
 
 def leave_out_paths(arguments: argparse.Namespace) -> list[str]:
@@ -113,6 +119,8 @@ def leave_out_paths(arguments: argparse.Namespace) -> list[str]:
     Exits with status 2 if no path is left, or GenAI cannot draft the trees asked for.
     """
     draft = arguments.draft
+    if not draft:
+        return []
     native = native_limit(draft, arguments.device, arguments.draft_device)
     alone = alone_limit(draft) or tokenizer_limit(arguments.main, draft)
     limits = {"draft": alone, "genai": limit_in_genai(arguments), "engine": native, "sampled": native}
@@ -327,14 +335,14 @@ def summary(
 
 
 def gain_sentences(best: dict | None, kind: str) -> list[str]:
-    """The gain of the fastest method with a draft, if there is one, and what makes it uncertain."""
+    """The gain of the fastest method that drafts, if there is one, and what makes it uncertain."""
     if not best:
         return []
     low, high = best["speedup_range"]
     if best["speedup"] < 1:
         return [
-            f"No {kind} method with a draft is faster than the main model alone: the best, {best['name']}, reaches "
-            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not use a draft here."
+            f"No {kind} method that drafts is faster than the main model alone: the best, {best['name']}, reaches "
+            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not draft here."
         ]
     lines = [
         f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "

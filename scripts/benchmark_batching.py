@@ -9,7 +9,7 @@ at once for `--seconds`, and a new text joins when one ends. All get the same to
 `--max-new-tokens` long. GenAI always drafts K tokens (`-k`); our engine adapts its draft length to the batch. GenAI
 alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as its output is
 otherwise wrong. Its prefix cache is off. `--suffix-decoding` also measures our engine with draft tokens copied from the
-text instead of a draft. Sampled requests are not compared: GenAI's are not lossless with a draft
+text, which needs no DRAFT. Sampled requests are not compared: GenAI's are not lossless with a draft
 (scripts/verify_lossless.py).
 
 Throughput: new tokens per second of all texts together, prompts and queueing included; median and range over the
@@ -39,18 +39,19 @@ from speculative.cli.arguments import (
     lengths,
     limit_in_genai,
     refuse_unusable,
+    require_draft_for,
     whole,
 )
 from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
-SUFFIX = "ours, suffix decoding"
+DRAFT, SUFFIX = "ours, adaptive draft", "ours, suffix decoding"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
+    add_pair_arguments(parser, without_draft="--suffix-decoding is measured")
     add_load_arguments(parser)
     add_starts_argument(parser)
     add_huge_pages_argument(parser)
@@ -70,7 +71,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="KV-cache size of our engine for all texts together (default: %(default)s); GenAI's grows as needed",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not arguments.draft and not arguments.suffix_decoding:
+        parser.error(f"no draft given for {arguments.main}: add its folder, or --suffix-decoding")
+    require_draft_for(parser, arguments, "--draft-device", "--num-assistant-tokens")
+    return arguments
 
 
 def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
@@ -86,14 +91,14 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         "huge_pages": arguments.huge_pages,
         "texts": max(arguments.max_concurrency),
     }
-    draft = {"draft": str(arguments.draft)}
-    of_genai = [{**shared, "name": "GenAI, draft", "engine": GENAI, **draft}]
+    pair, suffix = {**shared, "draft": str(arguments.draft)}, {**shared, "suffix_decoding": True}
+    in_genai = arguments.draft and not limit_in_genai(arguments)
     return [
         {**shared, "name": "GenAI, main alone", "engine": GENAI},
-        *([] if limit_in_genai(arguments) else of_genai),
+        *([{**pair, "name": "GenAI, draft", "engine": GENAI}] if in_genai else []),
         {**shared, "name": "ours, main alone", "engine": NATIVE},
-        {**shared, "name": "ours, draft", "engine": NATIVE, **draft},
-        *([{**shared, "name": SUFFIX, "engine": NATIVE, "suffix_decoding": True}] if arguments.suffix_decoding else []),
+        *([{**pair, "name": "ours, draft", "engine": NATIVE}] if arguments.draft else []),
+        *([{**suffix, "name": SUFFIX, "engine": NATIVE}] if arguments.suffix_decoding else []),
     ]
 
 
@@ -104,7 +109,7 @@ def methods_of(processes: list[BatchingProcess], ks: list[int]) -> list[Load]:
         if name == "GenAI, draft":
             methods += [process.method(f"GenAI, K = {k}", k) for k in ks]
         else:
-            methods.append(process.method("ours, adaptive draft" if name == "ours, draft" else name, 0))
+            methods.append(process.method(DRAFT if name == "ours, draft" else name, 0))
     return methods
 
 
@@ -135,19 +140,20 @@ def measure(
 
 
 def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
-    """Per number of texts: our engine over GenAI's, both alone; ours with a draft over the best of GenAI's and over
-    ours alone; suffix decoding over ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
+    """Per number of texts: our engine over GenAI's, both alone; ours with a draft, or without one by suffix decoding,
+    over the best of GenAI's; both over ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {method.name: method for method in methods}
-    ours, alone = by_name["ours, adaptive draft"], by_name["ours, main alone"]
+    alone = by_name["ours, main alone"]
+    drafting = {what: by_name[name] for what, name in (("ours, draft", DRAFT), (SUFFIX, SUFFIX)) if name in by_name}
+    first = next(iter(drafting))
     genai = [method for method in methods if method.name.startswith("GenAI")]
     found = []
     for n in clients:
         best = max(genai, key=lambda method: statistics.median(span.throughput for span in method.rounds[n]))
         for what, one, other in (
             ("ours, main alone / GenAI, main alone", alone, by_name["GenAI, main alone"]),
-            (f"ours, draft / {best.name}, the best of GenAI", ours, best),
-            ("ours, draft / ours, main alone", ours, alone),
-            *([(f"{SUFFIX} / ours, main alone", by_name[SUFFIX], alone)] if SUFFIX in by_name else []),
+            (f"{first} / {best.name}, the best of GenAI", drafting[first], best),
+            *((f"{name} / ours, main alone", method, alone) for name, method in drafting.items()),
         ):
             figures = row(one, n, other)
             if figures["speedup"] is not None:
@@ -168,7 +174,7 @@ def summary(
 ) -> list[str]:
     """The result in sentences."""
     alone = [one for one in comparisons if one["what"].startswith("ours, main alone /")]
-    copied = [one for one in comparisons if one["what"].startswith(SUFFIX)]
+    copied = [one for one in comparisons if one["what"].startswith(f"{SUFFIX} / ours")]
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
     surely = [one for one in over_best if one["range"][0] > 1]
     slower = [one for one in over_best if one["range"][1] < 1]
@@ -183,8 +189,7 @@ def summary(
         ]
     for compared in filter(None, (alone, over_best, copied)):
         lines.append("; ".join(f"{one['what']}: {one['ratio']:.2f}x ({_range(one)})" for one in compared) + ".")
-    ours = [row for row in rows if row["method"] == "ours, adaptive draft"]
-    lines += break_even(ours)
+    lines += break_even([row for row in rows if row["method"] == DRAFT])
     lines += [
         f"{one['name']}, {counted(one['texts'], 'text')} at once: {one['peak_bytes'] / 1e6:,.0f} MB peak memory of its "
         "process" + (f", including {one['cache_bytes'] / 1e6:,.0f} MB of KV caches." if one["cache_bytes"] else ".")

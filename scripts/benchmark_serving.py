@@ -187,9 +187,8 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
         if arguments.main:
-            if arguments.draft:
-                refuse_unsound(arguments.main, arguments.draft)
-                refuse_in_native(arguments)
+            refuse_unsound(arguments.main, arguments.draft)
+            refuse_in_native(arguments)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
         methods, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])

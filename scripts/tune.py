@@ -64,7 +64,6 @@ from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
 from speculative.cli.ray_cluster import ray_address
 from speculative.pair import recommendation
-from speculative.pair.model_info import require_ir
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until something is measured
 
@@ -319,10 +318,9 @@ def result_of(arguments: argparse.Namespace, outcome: Outcome, sentences: list[s
 def main() -> int:
     prepare_output()
     arguments = parse_arguments()
-    for draft in arguments.drafts:
+    for draft in arguments.drafts or [None]:
         refuse_unsound(arguments.main, draft)
     with exit_on(ValueError, status=2):
-        require_ir(arguments.main)
         outcome = run(arguments)
     if not outcome.verdict and not outcome.interrupted:
         reasons = [outcome.ended] if outcome.ended else list(outcome.tuning.failed.values())

@@ -3,7 +3,7 @@
     python scripts/verify_lossless.py models/embedded/main models/embedded/draft
 
 The main model alone always runs, in both engines. `--paths` adds: `engine`, this project's engine with the draft;
-`genai`, GenAI's pipeline with the draft; `lookup`, GenAI's prompt lookup and our suffix decoding.
+`genai`, GenAI's pipeline with the draft; `lookup`, GenAI's prompt lookup and our suffix decoding, which need no DRAFT.
 
 Greedy: every path's tokens are compared with those of the main model alone in GenAI (or, if that fails, in this
 project's engine) for each prompt. The first difference is shown with its logit margin: a near-tie, decided by rounding,
@@ -42,11 +42,13 @@ from speculative.bench.result import LosslessEnvironment
 from speculative.cli.arguments import (
     above_zero,
     add_paths_argument,
+    choose_paths,
     lengths,
     limit_in_genai,
     model_specs,
     refuse,
     refuse_unusable,
+    require_draft_for,
     whole,
 )
 from speculative.cli.properties import PROPERTY
@@ -66,7 +68,9 @@ FEWEST_DRAWS = 100  # with fewer, even GenAI's defect may go undetected
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
+    parser.add_argument(
+        "draft", type=Path, nargs="?", help="draft model (IR folder); without one, the path lookup is checked"
+    )
     parser.add_argument(
         "--prompts", type=Path, help='JSON lines with "prompt", or one prompt per line (default: three built-in ones)'
     )
@@ -91,6 +95,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--strict", action="store_true", help="also fail if one of GenAI's paths does not pass")
     arguments = parser.parse_args()
+    choose_paths(parser, arguments, PATHS)
+    require_draft_for(parser, arguments, "--draft-device")
     if arguments.draws is not None and arguments.draws < FEWEST_DRAWS:
         parser.error(f"--draws {arguments.draws} is too few for a result: use {FEWEST_DRAWS} or more")
     if arguments.top_p > 1:
@@ -117,11 +123,11 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(arguments: argparse.Namespace, requests: Requests, properties: dict, cells: int) -> LosslessEnvironment:
+    draft = {"draft": str(arguments.draft), "draft_device": arguments.draft_device or arguments.device}
     return {
         "main": str(arguments.main),
-        "draft": str(arguments.draft),
         "device": arguments.device,
-        "draft_device": arguments.draft_device or arguments.device,
+        **(draft if arguments.draft else {}),
         "properties": properties,
         "paths": arguments.paths,
         "sampling": requests.sampling,

@@ -34,7 +34,7 @@ class Machine(TypedDict):
 
 
 class Environment(Machine):
-    """What every published result states. PairEnvironment has the keys that a pair and a measurement add."""
+    """What every published result states. PairEnvironment has the keys that the models and a measurement add."""
 
     command: str  # the program and its arguments
     properties: Properties  # given with --property
@@ -50,10 +50,10 @@ class MainEnvironment(Environment):
     other_load: float  # share of the processor time that other programs used, from 0 to 1
 
 
-class PairEnvironment(MainEnvironment):
-    """The environment of a program that measures one pair on one device each."""
+class PairEnvironment(MainEnvironment, total=False):
+    """The environment of a program that measures one pair on one device each, or a main model without a draft."""
 
-    draft: str  # as of the main model
+    draft: str  # as of the main model; missing without a draft, as are the next three
     draft_device: str
     draft_device_name: str
     draft_precision: str
@@ -112,13 +112,9 @@ class SweepEnvironment(PairEnvironment):
     rounds: int  # complete rounds
 
 
-class TuneEnvironment(MainEnvironment, total=False):
+class TuneEnvironment(PairEnvironment, total=False):
     """The environment of scripts/tune.py; device and draft_device are the first of those tried."""
 
-    draft: str  # as of the main model; missing without a draft, as are the next three
-    draft_device: str
-    draft_device_name: str
-    draft_precision: str
     machines: dict[str, str]  # of the cluster: name and kind
 
 
@@ -822,9 +818,7 @@ class _LosslessEnvironment(TypedDict):
     """The environment of scripts/verify_lossless.py."""
 
     main: str  # folder of the main model
-    draft: str  # folder of the draft model
     device: str  # of the main model
-    draft_device: str  # of the draft model
     properties: Properties  # of both models
     sampling: Sampling
     max_new_tokens: int  # new tokens per greedy text
@@ -842,6 +836,8 @@ class _LosslessEnvironment(TypedDict):
 class LosslessEnvironment(_LosslessEnvironment, total=False):
     """The environment of scripts/verify_lossless.py."""
 
+    draft: str  # folder of the draft model; missing without one
+    draft_device: str  # of the draft model; missing without one
     paths: list[str]  # chosen, of "engine", "genai" and "lookup"; results before version 0.1.0 have all
 
 

@@ -45,7 +45,7 @@ def start_costs(kinds: list[Start], arguments: argparse.Namespace, repeats: int)
     Returns medians and ranges of the seconds, and the largest peak memory. Raises RuntimeError with the reason if a
     start fails."""
     found: dict[Start, list[list[OneStart]]] = {kind: [] for kind in kinds}
-    read_files(arguments.main, arguments.draft)
+    read_files(*filter(None, (arguments.main, arguments.draft)))
     with ctrl_c_raises():  # do not leave a temporary folder behind
         for _ in range(repeats):
             for kind, pairs in found.items():

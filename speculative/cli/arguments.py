@@ -11,25 +11,30 @@ from speculative.pair import devices
 from speculative.pair.check import check_pair
 from speculative.pair.draft_limits import genai_limit, native_limit
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.pair.model_info import require_ir
 
 PROMPTS = Path(__file__).resolve().parents[2] / "scripts/prompts/embedded_code.jsonl"
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+def add_pair_arguments(parser: argparse.ArgumentParser, without_draft: str = "") -> None:
+    """Main model, draft, devices and properties; the draft is optional if `without_draft` says what is done then."""
     parser.add_argument("main", type=Path, help="main model (IR folder)")
-    parser.add_argument("draft", type=Path, help="draft: a model or an EAGLE-3 head (IR folder)")
+    parser.add_argument(
+        "draft",
+        type=Path,
+        nargs="?" if without_draft else None,
+        help="draft: a model or an EAGLE-3 head (IR folder)" + (without_draft and f"; without one, {without_draft}"),
+    )
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
 
 
-def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec]:
-    """Main model and draft of the arguments, each on its device, both with `properties`, by default the --property."""
+def model_specs(arguments: argparse.Namespace, properties: dict | None = None) -> tuple[ModelSpec, ModelSpec | None]:
+    """Main model and draft, if given, each on its device, both with `properties`, by default the --property."""
     given = dict(arguments.property) if properties is None else properties
-    return (
-        ModelSpec(arguments.main, arguments.device, given),
-        ModelSpec(arguments.draft, arguments.draft_device or arguments.device, given),
-    )
+    draft = arguments.draft and ModelSpec(arguments.draft, arguments.draft_device or arguments.device, given)
+    return ModelSpec(arguments.main, arguments.device, given), draft
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> None:
@@ -76,15 +81,33 @@ def add_starts_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_paths_argument(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
-    """`--paths`: some of the `known` paths of decoding, by default all."""
+    """`--paths`: some of the `known` paths of decoding; by default all, without a draft "lookup" (`choose_paths`)."""
 
     def paths(text: str) -> list[str]:
         if not set(text.split(",")) <= set(known):
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(known)}")
         return text.split(",")
 
-    every = ",".join(known)
-    parser.add_argument("--paths", type=paths, default=every, help=f"comma-separated, from {every} (default: all)")
+    parser.add_argument(
+        "--paths", type=paths, help=f"comma-separated, from {','.join(known)} (default: all; without a draft: lookup)"
+    )
+
+
+def choose_paths(parser: argparse.ArgumentParser, arguments: argparse.Namespace, known: Sequence[str]) -> None:
+    """Set the default of `--paths`. Exits with status 2 if a path needs the draft that is not given."""
+    arguments.paths = arguments.paths or (list(known) if arguments.draft else ["lookup"])
+    drafted = [path for path in arguments.paths if path != "lookup"]
+    if drafted and not arguments.draft:
+        parser.error(f"--paths {','.join(drafted)} requires a draft: add its folder, or measure --paths lookup")
+
+
+def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *options: str) -> None:
+    """Exit with status 2 if one of these options of a draft is given without one."""
+    usual = vars(parser.parse_args([str(arguments.main)]))
+    for option in options:
+        name = option.strip("-").replace("-", "_")
+        if not arguments.draft and vars(arguments)[name] != usual[name]:
+            parser.error(f"{option} requires a draft: add its folder")
 
 
 def whole(text: str) -> int:
@@ -126,16 +149,22 @@ def lengths(text: str) -> list[int]:
     return list(dict.fromkeys(values))
 
 
-def refuse_unsound(main: Path, draft: Path) -> None:
-    """Exit with status 2 and the first reason if the two folders are not a sound pair."""
-    for finding in check_pair(main, draft).findings:
-        if finding.level == "error":
-            refuse(f"{finding.what}: {finding.message}")
+def refuse_unsound(main: Path, draft: Path | None) -> None:
+    """Exit with status 2 and the first reason if the folders are not a sound pair, or main model without a draft."""
+    if draft:
+        for finding in check_pair(main, draft).findings:
+            if finding.level == "error":
+                refuse(f"{finding.what}: {finding.message}")
+        return
+    try:
+        require_ir(main)
+    except ValueError as error:
+        refuse(str(error))
 
 
 def refuse_unusable(arguments: argparse.Namespace, *engines: str) -> None:
-    """Exit with status 2 if main model and draft are not a sound pair, OpenVINO does not find a requested device, or
-    one of `engines` cannot run the draft on the devices."""
+    """Exit with status 2 if main model and draft, if given, are not sound, OpenVINO does not find a requested device,
+    or one of `engines` cannot run the draft on the devices."""
     refuse_unsound(arguments.main, arguments.draft)
     refuse_missing_devices(arguments)
     if NATIVE in engines:
@@ -153,13 +182,14 @@ def refuse(reason: str) -> None:
 
 def refuse_in_native(arguments: argparse.Namespace) -> None:
     """Exit with status 2 if this project's engine cannot run the draft on the devices."""
-    refuse(native_limit(arguments.draft, arguments.device, arguments.draft_device or arguments.device))
+    devices = (arguments.device, arguments.draft_device or arguments.device)
+    refuse(native_limit(arguments.draft, *devices) if arguments.draft else "")
 
 
 def limit_in_genai(arguments: argparse.Namespace) -> str:
-    """Why GenAI's pipeline cannot run the draft on the devices; "" if it can."""
+    """Why GenAI's pipeline cannot run the draft on the devices; "" if it can, or there is none."""
     devices = (arguments.device, arguments.draft_device or arguments.device)
-    return genai_limit(arguments.main, arguments.draft, *devices)
+    return genai_limit(arguments.main, arguments.draft, *devices) if arguments.draft else ""
 
 
 def refuse_missing_devices(arguments: argparse.Namespace) -> None:

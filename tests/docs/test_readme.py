@@ -30,10 +30,11 @@ LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.in.md", R
 SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
 DRAFT = "--draft-shape layers=4,hidden=512,heads=8,kv_heads=4,head_dim=64,intermediate=1408,vocabulary=5000,tied=1"
 FEW, ONE = "--prompts few_prompts.jsonl", "--prompts one_prompt.jsonl"
-BENCHMARK = "--starts 1 --rounds 1 -k 4 --max-new-tokens 8 --max-prompts 1 --no-starts"
+BENCHMARK = "--starts 1 --rounds 1 --max-new-tokens 8 --max-prompts 1 --no-starts"
 SHORTER = {
-    "scripts/benchmark.py models/embedded": f"--paths engine {BENCHMARK}",
-    "scripts/benchmark.py": BENCHMARK,
+    "scripts/benchmark.py models/embedded/main --": BENCHMARK,
+    "scripts/benchmark.py models/embedded": f"--paths engine -k 4 {BENCHMARK}",
+    "scripts/benchmark.py": f"-k 4 {BENCHMARK}",
     "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_batching.py": "--starts 1 --max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
@@ -93,7 +94,7 @@ SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
     r"build/tinyllama|scripts/(benchmark_(batching|costs|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
-    r"convert/make_draft.py"
+    r"scripts/benchmark.py models/embedded/main --|convert/make_draft.py"
 )
 
 

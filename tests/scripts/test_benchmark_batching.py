@@ -1,11 +1,16 @@
 """benchmark_batching.py as users run it, on the embedded pair; what it counts and says: test_benchmark_serving.py."""
 
+import json
+
 import pytest
 
 from speculative.bench.result import BatchingResult
 from speculative.models.spec import ModelSpec
 from tests.support import load_benchmarks
 from tests.support.paths import DRAFT, MAIN
+from tests.support.typed import problems
+
+PROGRAM = "scripts/benchmark_batching.py"
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +20,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return load_benchmarks.measure("scripts/benchmark_batching.py", folder, DRAFT, "--suffix-decoding")
+    return load_benchmarks.measure(PROGRAM, folder, DRAFT, "--suffix-decoding")
 
 
 def test_every_method_is_measured_with_every_number_of_texts(result, folder):
@@ -31,6 +36,36 @@ def test_both_engines_get_the_same_prompts(result):
     assert all(one["same_text"] == one["texts"] > 0 for one in engines)
     copied = [one for one in compared if one["what"].startswith("ours, suffix decoding / ours, main alone")]
     assert [one["clients"] for one in copied] == [1, 3] and all(one["same_text"] == one["texts"] for one in copied)
+
+
+def test_without_a_draft_suffix_decoding_takes_its_place(run_here):
+    """The embedded draft serves as the main model, because it is fast."""
+    short = ["--max-concurrency", "2", "--seconds", "0.1", "--rounds", "1", "--max-new-tokens", "8"]
+    process = run_here(PROGRAM, DRAFT, "--suffix-decoding", *short)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, BatchingResult) == [] and "draft" not in result["environment"]
+    methods = ["GenAI, main alone", "ours, main alone", "ours, suffix decoding"]
+    assert [row["method"] for row in result["rows"]] == [start["name"] for start in result["starts"]] == methods
+    assert [one["what"] for one in result["comparisons"]] == [
+        "ours, main alone / GenAI, main alone, 2 texts",
+        "ours, suffix decoding / GenAI, main alone, the best of GenAI, 2 texts",
+        "ours, suffix decoding / ours, main alone, 2 texts",
+    ]
+    assert not any("draft" in line for line in result["summary"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no draft given for"),
+        (["--suffix-decoding", "-k", "2"], "--num-assistant-tokens requires a draft: add its folder"),
+        (["--suffix-decoding", "--draft-device", "GPU"], "--draft-device requires a draft: add its folder"),
+    ],
+)
+def test_what_needs_a_draft_is_refused_without_one(run_here, arguments, words):
+    process = run_here(PROGRAM, MAIN, *arguments)
+    assert process.returncode == 2 and f"error: {words}" in process.stderr and process.stdout == ""
 
 
 def test_genai_alone_has_its_default_scheduler(monkeypatch):

@@ -227,7 +227,7 @@ def test_nothing_overflows_and_all_can_be_read(draw, show, result, width, scheme
 def test_the_answer_comes_first(draw, show):
     words = show(draw(ALL)).inner_text("body")
     title, first, second = words.split("\n\n")[:3] if "\n\n" in words[:200] else words.splitlines()[:3]
-    assert title.strip() == "Speedup with a draft: pair/main with pair/draft"
+    assert title.strip() == "Speedup of speculative decoding: pair/main with pair/draft"
     assert (first.strip(), second.strip()) == tuple(MINIMAL["summary"])
 
 

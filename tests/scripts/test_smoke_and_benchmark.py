@@ -320,6 +320,48 @@ def test_benchmark_refuses_before_it_measures(run_here, arguments, word):
     assert "Traceback" not in process.stderr
 
 
+def test_benchmark_without_a_draft_measures_what_needs_none(run_here, tmp_path):
+    """The embedded draft serves as the main model, because it is fast."""
+    page, rows, plot = (tmp_path / name for name in ("page.html", "rows.csv", "speedup.png"))
+    process = run_here(
+        "scripts/benchmark.py", DRAFT, "--max-prompts", "1", "--max-new-tokens", TOKENS, "--rounds", "1",
+        "--prompts", "scripts/prompts/repeats.jsonl", "--property", "EXECUTION_MODE_HINT=ACCURACY",
+        "--json", tmp_path / "result.json",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    result = last_line(process)
+    assert problems(result, BenchmarkResult) == [] and "draft" not in result["environment"]
+    assert [row["name"] for row in result["rows"]] == [
+        "GenAI, main alone", "GenAI, prompt lookup", "ours, main alone", "ours, suffix decoding",
+        "ours, suffix decoding, adaptive",
+    ]  # fmt: skip
+    assert all(row["same_text"] == row["texts"] == 1 for row in result["rows"])
+    assert [start["name"] for start in result["starts"]] == ["GenAI, main alone"]
+    assert run_here("scripts/report.py", tmp_path / "result.json", page, rows).returncode == 0
+    assert f"<h1>Speedup of speculative decoding: {DRAFT}</h1>" in page.read_text(encoding="utf-8")
+    assert rows.read_text(encoding="utf-8").count("\n") == 6
+    process = run_here("scripts/report.py", tmp_path / "result.json", plot)
+    assert process.returncode == 1 and process.stderr.endswith("or benchmark.py with a draft\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--paths", "genai,lookup,engine"],
+            "--paths genai,engine requires a draft: add its folder, or measure",
+        ),
+        (["--draft-device", "GPU"], "--draft-device requires a draft: add its folder"),
+        (["-k", "3"], "--num-assistant-tokens requires a draft: add its folder"),
+        (["--tree-depth", "3"], "--tree-depth requires a draft: add its folder"),
+        (["--device", "GPX"], "there is no GPX"),
+    ],
+)
+def test_benchmark_without_a_draft_refuses_what_needs_one(run_here, arguments, words):
+    process = run_here("scripts/benchmark.py", MAIN, *arguments)
+    assert process.returncode == 2 and f"error: {words}" in process.stderr and process.stdout == ""
+
+
 def test_benchmark_behind_other_text_and_tells_starts(run, run_here, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(width, height):\n", encoding="utf-8")

@@ -268,8 +268,13 @@ def without_reference(monkeypatch):
     load_only(monkeypatch, lambda draft: draft is not None, "no reference")
 
 
-def test_only_the_chosen_paths_run(run_tiny):
-    document, greedy, sampled = by_path(run_tiny("lookup"))
+@pytest.mark.parametrize("with_draft", [True, False])
+def test_only_the_chosen_paths_run_which_need_no_draft(run_here, tiny, with_draft):
+    given = (*tiny, "--paths", "lookup") if with_draft else tiny[:1]
+    process = run_here(SCRIPT, *given, "--draws", "100", *FEW)
+    assert process.returncode == 0, process.stderr
+    document, greedy, sampled = by_path(process)
+    assert ("draft" in document["environment"]) == ("draft_device" in document["environment"]) == with_draft
     methods = ["engine lookup, K = 2", "engine lookup, adaptive", "GenAI lookup, K = 2"]
     assert document["environment"]["paths"] == ["lookup"] and document["ok"]
     assert list(greedy) == ["GenAI main alone", "engine main alone", *methods]
@@ -387,6 +392,9 @@ def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
     ("arguments", "status", "word"),
     [
         (["no/such/folder", DRAFT], 2, "no/such/folder"),
+        (["no/such/folder"], 2, "error: there is no folder no/such/folder"),
+        ([MAIN, "--paths", "engine,lookup"], 2, "error: --paths engine requires a draft: add its folder, or measure"),
+        ([MAIN, "--draft-device", "CPU"], 2, "error: --draft-device requires a draft: add its folder"),
         ([MAIN, DRAFT, "--draws", "0"], 2, "0"),
         ([MAIN, DRAFT, "--draws", "99"], 2, "99"),
         ([MAIN, DRAFT, "--temperature", "0"], 2, "--temperature"),

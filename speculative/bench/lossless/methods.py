@@ -133,7 +133,7 @@ class CheckedMethod:
 def checked_methods(
     engine: Decoder,
     main: ModelSpec,
-    draft: ModelSpec,
+    draft: ModelSpec | None,
     paths: Collection[str] = PATHS,
     ks: list[int] | None = None,
     seed: int = 1,
@@ -142,7 +142,7 @@ def checked_methods(
 
     Args:
         engine: decoder of the pair; without a draft if `paths` lacks "engine".
-        main, draft: the models of GenAI's pipelines, which are loaded on use.
+        main, draft: the models of GenAI's pipelines, which are loaded on use; no draft if `paths` is "lookup".
         paths: from PATHS.
         ks: draft lengths, instead of the default ones.
         seed: of the engine's random numbers.

@@ -16,11 +16,11 @@ from speculative.bench.result import Drawn
 
 STYLE = Path(__file__).with_name("report.css")
 TITLES = {
-    "benchmark": "Speedup with a draft",
+    "benchmark": "Speedup of speculative decoding",
     "sweep_draft_length": "Speedup by draft length",
     "device_swap": "Devices for main model and draft",
     "tune": "Recommended settings",
-    "benchmark_serving": "Speedup with a draft under load",
+    "benchmark_serving": "Speedup of speculative decoding under load",
     "benchmark_batching": "Batched generation",
 }
 INDENT = "    "  # marks a sentence as a line of code

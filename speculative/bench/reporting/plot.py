@@ -20,7 +20,7 @@ def png(points: Sequence[Drawn]) -> bytes:
     """
     if not points:
         raise ValueError(
-            "the result has no speedup by draft length; give a result of sweep_draft_length.py or benchmark.py"
+            "the result has no speedup by draft length: give one of sweep_draft_length.py, or benchmark.py with a draft"
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

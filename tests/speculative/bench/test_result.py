@@ -108,6 +108,10 @@ def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
     pair = argparse.Namespace(main=MAIN, draft=DRAFT, device="CPU", draft_device="CPU", property=given)
     facts = as_json(harness.environment(pair, harness.BackgroundLoad()))
     assert problems(facts, result.PairEnvironment) == []
+    assert set(facts) == set(get_type_hints(result.PairEnvironment))
+    pair.draft = None
+    alone = as_json(harness.environment(pair, harness.BackgroundLoad()))
+    assert problems(alone, result.MainEnvironment) == []
     assert problems(as_json(harness.environment(argparse.Namespace())), result.Environment) == []
     facts["properties"]["EXECUTION_MODE_HINT"] = 1.5
     assert problems(facts, result.PairEnvironment) == ["result['properties']['EXECUTION_MODE_HINT'] is 1.5, not str"]
