@@ -158,8 +158,8 @@ DRAFT_LENGTH = ("-k", "--num-assistant-tokens")  # names the variant for our eng
 ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "main": {"help": "folder of the main model (OpenVINO IR)"},
     "draft": {
-        "help": "folder of the draft (OpenVINO IR): a smaller model, best with the same tokenizer, or an EAGLE-3 head of "
-        "the main model"
+        "help": "folder of the draft (OpenVINO IR): a smaller model, best with the same tokenizer, or an EAGLE-3 head "
+        "of the main model"
     },
     "[draft]": {
         "nargs": "?",
