@@ -51,10 +51,13 @@ class Vocabulary(NamedTuple):
 
 
 def read(folder: Path) -> Vocabulary | None:
-    """The vocabulary of an IR folder; None if it has no detokenizer, which names the tokens."""
+    """The vocabulary of an IR folder; None if it has no detokenizer, or one that does not name the tokens."""
     if not (folder / "openvino_detokenizer.xml").is_file():
         return None
     tokenizer = openvino_genai.Tokenizer(str(folder))
+    spelled = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    if not spelled:
+        return None
 
     def encode(text: str, special: bool = False) -> np.ndarray:
         ids = tokenizer.encode(text, add_special_tokens=special).input_ids.data
@@ -62,7 +65,7 @@ def read(folder: Path) -> Vocabulary | None:
 
     text, whole = encode("a"), encode("a", special=True)
     return Vocabulary(
-        {token_id: token for token, token_id in tokenizer.get_vocab().items()},
+        spelled,
         _known(tokenizer.get_bos_token_id()),
         _known(tokenizer.get_eos_token_id()),
         encode,
@@ -83,7 +86,7 @@ class SharedTokens:
         self.pairs = {main_id: draft_of[token] for token, main_id in main.ids().items() if token in draft_of}
         self.pieces = main.tokens()  # what each main token adds to the text that the draft reads
         if main.eos is not None and draft.eos is not None and main.eos not in self.pairs:
-            self.pieces[main.eos] = draft.spelled[draft.eos]
+            self.pieces[main.eos] = draft.spelled.get(draft.eos, b"")
             if draft.eos not in self.pairs.values():
                 self.pairs[main.eos] = draft.eos
         self._longer = len(draft.encode(SAMPLE)) / len(main.encode(SAMPLE))
@@ -132,7 +135,7 @@ def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
     if all(_same_file(main / name, draft / name) for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin")):
         return None
     ours, theirs = read(main), read(draft)
-    if ours is None or theirs is None or ours.spelled == theirs.spelled:
+    if not ours or not theirs or ours.spelled == theirs.spelled:
         return None
     shared = SharedTokens(ours, theirs)
     if not shared.pairs:
