@@ -200,7 +200,7 @@ class Models:
     def __init__(self, main: Path, capacity: int):
         self.main = main
         self.capacity = capacity
-        self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}  # for the adaptive length
+        self.costs: dict[tuple[PropertySet, Path | None], Costs] = {}  # for the adaptive length and suffix decoding
         self._rules: dict[Setting, DraftLengthPolicy] = {}
         self._shared: dict[Path, SharedTokens | None] = {}
         self._loaded: dict[tuple, Any] = {}  # CachedModel, and LLMPipeline of GenAI
@@ -293,7 +293,8 @@ class Models:
         """The adaptive length of a setting, which learns from one run for the next."""
         if setting not in self._rules:
             if setting.copies:
-                self._rules[setting] = LookupDraftLength(cost_model.measure(main, None))
+                known = (costs for (models, _), costs in self.costs.items() if models == setting.models)
+                self._rules[setting] = LookupDraftLength(next(known, None) or cost_model.measure(main, None))
             else:
                 self._rules[setting] = AdaptiveDraftLength(self.costs[setting.models, setting.draft])
         return self._rules[setting]

@@ -83,7 +83,8 @@ class TuningWorker:
     # ---- times
 
     def measure_costs(self, models: PropertySet, draft: Path | None) -> Costs:
-        return costs.measure(*self.models.pair(models, draft))
+        self.models.costs[models, draft] = found = costs.measure(*self.models.pair(models, draft))
+        return found
 
     def room(self, models: PropertySet, draft: Path | None) -> tuple[int, int]:
         """The smaller logits width and the smaller capacity of the models."""
