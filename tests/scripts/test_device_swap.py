@@ -24,6 +24,7 @@ from speculative.bench.devices.results import ResultsFile
 from speculative.bench.methods import genai_pipeline
 from speculative.bench.result import SwapResult
 from speculative.models.spec import ModelSpec
+from tests.support.in_process import run_here as run_in_process
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
@@ -67,13 +68,7 @@ def swapped(tmp_path_factory):
     """The results file, the finished process and what it wrote, of a matrix with an emulated NPU and an absent GPU."""
     folder = tmp_path_factory.mktemp("swap")
     files = ["--json", folder / "a.json", "--csv", folder / "a.csv", "--html", folder / "a.html"]
-    process = subprocess.run(
-        [sys.executable, PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", folder / "cells.jsonl", *files],
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    process = run_in_process(PROGRAM, DRAFT, DRAFT, *EMULATED, "--results", folder / "cells.jsonl", *files)
     assert process.returncode == 0, process.stderr
     return folder, process
 
@@ -244,7 +239,7 @@ def test_genai_reads_each_prompt_again_with_every_method(monkeypatch):
 
 
 @posix
-def test_an_interrupted_run_goes_on_and_fresh_starts_over(tmp_path):
+def test_an_interrupted_run_goes_on_and_fresh_starts_over(run_here, tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "AUTO:CPU")
     child = second_cell(process, results)
@@ -257,24 +252,23 @@ def test_an_interrupted_run_goes_on_and_fresh_starts_over(tmp_path):
     assert first["AUTO:CPU", "none"]["status"] == "ok" and first["AUTO:CPU", "AUTO:CPU"]["status"] == "not run"
     assert "1 cells are not measured yet" in out and "main \\ draft" in out
 
-    process = start(results, "--devices", "AUTO:CPU")
-    out, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert "1 of 2 cells are already in" in stderr
-    second = cells_of(result_of(out))
+    again = (PROGRAM, DRAFT, DRAFT, "--results", results, *QUICK, "--devices", "AUTO:CPU")
+    process = run_here(*again)
+    assert process.returncode == 0, process.stderr
+    assert "1 of 2 cells are already in" in process.stderr
+    second = cells_of(result_of(process.stdout))
     assert second["AUTO:CPU", "none"]["measured"] == first["AUTO:CPU", "none"]["measured"]
     assert second["AUTO:CPU", "AUTO:CPU"]["measured"] > first["AUTO:CPU", "none"]["measured"]
 
-    process = start(results, "--devices", "AUTO:CPU", "--fresh")
-    out, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+    process = run_here(*again, "--fresh")
+    assert process.returncode == 0, process.stderr
     newest = max(cell["measured"] for cell in second.values())
-    assert all(cell["measured"] > newest for cell in cells_of(result_of(out)).values())
+    assert all(cell["measured"] > newest for cell in cells_of(result_of(process.stdout)).values())
     assert len(results.read_text(encoding="utf-8").splitlines()) == 2
 
 
 @posix
-def test_a_crash_costs_one_cell(tmp_path):
+def test_a_crash_costs_one_cell(run_here, tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "HETERO:CPU")
     second_cell(process, results).send_signal(signal.SIGSEGV)
@@ -291,11 +285,11 @@ def test_a_crash_costs_one_cell(tmp_path):
         and "Traceback" not in stderr
     )
 
-    kept, _ = start(results, "--devices", "HETERO:CPU").communicate(timeout=120)
-    assert cells_of(result_of(kept)) == cells
-    again, _ = start(results, "--devices", "HETERO:CPU", "--retry").communicate(timeout=120)
-    assert cells_of(result_of(again))["HETERO:CPU", "HETERO:CPU"]["status"] == "ok"
-    assert cells_of(result_of(again))["HETERO:CPU", "none"]["measured"] == cells["HETERO:CPU", "none"]["measured"]
+    command = (PROGRAM, DRAFT, DRAFT, "--results", results, *QUICK, "--devices", "HETERO:CPU")
+    assert cells_of(result_of(run_here(*command).stdout)) == cells
+    again = cells_of(result_of(run_here(*command, "--retry").stdout))
+    assert again["HETERO:CPU", "HETERO:CPU"]["status"] == "ok"
+    assert again["HETERO:CPU", "none"]["measured"] == cells["HETERO:CPU", "none"]["measured"]
 
 
 @posix
@@ -308,16 +302,16 @@ def test_a_cell_ends_when_the_program_is_killed(tmp_path):
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
-def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run, tmp_path):
+def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run_here, tmp_path):
     common = [DRAFT, DRAFT, "--devices", "CPU", "--engine", "ours", "--results", tmp_path / "cells.jsonl", *QUICK]
-    process = run(PROGRAM, *common, "--timeout", "0.3", "-k", "adaptive")
+    process = run_here(PROGRAM, *common, "--timeout", "0.3", "-k", "adaptive")
     assert process.returncode == 1, process.stderr
     result = result_of(process.stdout)
     assert {cell["status"] for cell in result["matrix"]["cells"]} == {"timeout"}
     assert "timed out after 0.3 seconds" in result["matrix"]["cells"][0]["reason"]
     assert "Nothing was measured." in result["summary"]
 
-    process = run(PROGRAM, *common, "--timeout", "100", "-k", "adaptive")
+    process = run_here(PROGRAM, *common, "--timeout", "100", "-k", "adaptive")
     assert process.returncode == 0, process.stderr
     cells = cells_of(result_of(process.stdout))
     assert {cell["status"] for cell in cells.values()} == {"ok"}
@@ -325,8 +319,8 @@ def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_said_and_loses_no_table(run):
-    process = run(PROGRAM, DRAFT, DRAFT, "--devices", "CPU", "--results", "/dev/full", *QUICK)
+def test_a_full_disk_is_said_and_loses_no_table(run_here):
+    process = run_here(PROGRAM, DRAFT, DRAFT, "--devices", "CPU", "--results", "/dev/full", *QUICK)
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1].startswith("error: /dev/full was not written: No space left on device")
     assert {cell["status"] for cell in result_of(process.stdout)["matrix"]["cells"]} == {"ok"}
@@ -402,8 +396,8 @@ def test_a_missing_model_and_a_broken_prompts_file_are_named(run_here, tmp_path)
     assert process.returncode == 2 and "line 2" in process.stderr and not (tmp_path / "cells.jsonl").exists()
 
 
-def test_where_nothing_is_here_the_reasons_are_listed(run, tmp_path):
-    process = run(PROGRAM, DRAFT, DRAFT, "--devices", "GPU,HETERO:GPU,CPU", "--results", tmp_path / "cells.jsonl")
+def test_where_nothing_is_here_the_reasons_are_listed(run_here, tmp_path):
+    process = run_here(PROGRAM, DRAFT, DRAFT, "--devices", "GPU,HETERO:GPU,CPU", "--results", tmp_path / "cells.jsonl")
     if process.returncode == 0:
         pytest.skip("this machine has a GPU")
     assert process.returncode == 1

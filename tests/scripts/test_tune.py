@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,7 @@ from speculative.pair import recommendation
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.recommendation import SUFFIX as SUFFIX_KEY
 from speculative.serving import arguments as serving_arguments
+from tests.support.in_process import run_here as run_in_process
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.progress import EACH_STEP
 from tests.support.typed import problems
@@ -69,26 +71,8 @@ def tune_pair(tmp_path_factory):
     def tune_pair(main, draft, *options, prompts=("def area(width, height):", "class Box:", "import os", "x = [")):
         file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
         file.write_text("\n".join(prompts), encoding="utf-8")
-        command = [
-            sys.executable,
-            "scripts/tune.py",
-            main,
-            *([draft] if draft else []),
-            "--minutes",
-            0.05,
-            "--prompts",
-            file,
-            *SHORT,
-            *options,
-        ]
-        return subprocess.run(
-            list(map(str, command)),
-            cwd=ROOT,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=400,
-            stdin=subprocess.DEVNULL,
-        )
+        models = [main, draft] if draft else [main]
+        return run_in_process("scripts/tune.py", *models, "--minutes", 0.05, "--prompts", file, *SHORT, *options)
 
     return tune_pair
 
@@ -173,7 +157,7 @@ def test_the_commands_and_the_lines_of_python_run(tuned, run):
 def test_the_budget_is_kept(tuned):
     """A load or run that has begun is completed, and no comparison is shorter than its minimum."""
     assert tuned.seconds < 3 + 120
-    assert tuned.result["environment"]["command"].startswith("python scripts/tune.py")
+    assert shlex.split(tuned.result["environment"]["command"])[:2] == ["python", str(ROOT / "scripts/tune.py")]
 
 
 def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run_here):
