@@ -517,7 +517,7 @@ def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     assert "--layers is for --kind eagle3" in refuses(2, main, out, *PRUNED, "--layers", 0, 1, 2)
     assert "--keep-layers is for --kind pruned" in refuses(2, main, out, "--keep-layers", 1)
     assert "nowhere holds no OpenVINO model" in refuses(2, main, out, "--compare", tmp_path / "nowhere")
-    assert "is no draft of the main model" in refuses(2, main, out, "--compare", MAIN)
+    assert "is no draft of the main model" in refuses(2, main, out, "--compare", MAIN.parent / "eagle3")
     prompts.write_text("Write a poem.\n")
     assert "is not a JSONL file of prompts" in refuses(2, main, out, "--prompts", prompts)
     prompts.write_text('{"prompt": "Write a poem."}\n' * 12)
