@@ -310,7 +310,9 @@ def test_another_tokenizer_is_found_before_the_conversion(ggufs, checkpoints, tm
     save_checkpoint("llama", "draft", other, tmp_path / "draft")
     path = save_gguf(tmp_path / "draft", other, tmp_path / "draft.gguf", "Q8_0")
     wrong = check_pair(ggufs / "main" / "main.gguf", path)
-    assert [finding.what for finding in wrong.findings if finding.level == "error"] == ["vocabulary", "logits width"]
+    assert not wrong.same_tokenizer
+    found = [finding.what for finding in wrong.findings if finding.level == "warning"]
+    assert found[:2] == ["vocabulary", "shared tokens"]
     assert check_pair(ggufs / "main" / "main.gguf", checkpoints / "draft").sound
 
 
