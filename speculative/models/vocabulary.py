@@ -19,7 +19,6 @@ SPACE = "▁".encode()  # a space as SentencePiece spells it
 BYTE = re.compile(rb"<0x([0-9A-F]{2})>")  # a byte as SentencePiece spells it, for characters that are no tokens
 SAMPLE = Path(__file__).read_text(encoding="utf-8")  # English and Python, to compare tokenizers on
 MARGIN = 1.25  # for texts that a draft splits into more tokens than the sample
-UNUSED = re.compile(rb"\[PAD\d+\]")  # an unused id in GGUF files
 
 
 class Vocabulary(NamedTuple):
@@ -39,7 +38,7 @@ class Vocabulary(NamedTuple):
         for token_id, token in sorted(self.spelled.items()):
             if has_bytes and (byte := BYTE.fullmatch(token)):
                 tokens[token_id] = bytes([int(byte[1], 16)])
-            elif token and not UNUSED.fullmatch(token):
+            elif token:
                 tokens[token_id] = token.replace(joined, b" ") if joined else token
         return tokens
 
@@ -54,8 +53,16 @@ def read(folder: Path) -> Vocabulary | None:
     """The vocabulary of an IR folder; None if it has no detokenizer, or one that does not name the tokens."""
     if not (folder / "openvino_detokenizer.xml").is_file():
         return None
-    tokenizer = openvino_genai.Tokenizer(str(folder))
-    spelled = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    return of(openvino_genai.Tokenizer(str(folder)))
+
+
+def of(tokenizer: openvino_genai.Tokenizer) -> Vocabulary | None:
+    """The vocabulary of a tokenizer that has a detokenizer; None if that does not name the tokens."""
+    spelled = {
+        token_id: token
+        for token, token_id in tokenizer.get_vocab().items()
+        if token != f"[PAD{token_id}]".encode()  # of GGUF: the name of an unused id
+    }
     if not spelled:
         return None
 
@@ -66,8 +73,8 @@ def read(folder: Path) -> Vocabulary | None:
     text, whole = encode("a"), encode("a", special=True)
     return Vocabulary(
         spelled,
-        _known(tokenizer.get_bos_token_id()),
-        _known(tokenizer.get_eos_token_id()),
+        known(tokenizer.get_bos_token_id()),
+        known(tokenizer.get_eos_token_id()),
         encode,
         whole[: len(whole) - len(text)] if whole[len(whole) - len(text) :].tolist() == text.tolist() else whole[:0],
     )
@@ -126,18 +133,24 @@ class SharedTokens:
         return int(tokens * max(1.0, self._longer) * MARGIN)
 
 
-def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
-    """What the vocabularies of two IR folders share; None if they have the same tokens with the same ids, or a folder
-    does not list its tokens.
-
-    Raises ValueError if they share no token.
-    """
+def differing(main: Path, draft: Path) -> tuple[Vocabulary, Vocabulary] | None:
+    """The vocabularies of two IR folders; None if they have the same tokens with the same ids, or a folder does not
+    list its tokens."""
     if all(_same_file(main / name, draft / name) for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin")):
         return None
     ours, theirs = read(main), read(draft)
-    if not ours or not theirs or ours.spelled == theirs.spelled:
+    return (ours, theirs) if ours and theirs and ours.spelled != theirs.spelled else None
+
+
+def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
+    """What the vocabularies of two IR folders share; None unless they are `differing`.
+
+    Raises ValueError if they share no token.
+    """
+    vocabularies = differing(main, draft)
+    if not vocabularies:
         return None
-    shared = SharedTokens(ours, theirs)
+    shared = SharedTokens(*vocabularies)
     if not shared.pairs:
         raise ValueError(f"{draft} shares no token with {main}, so it cannot draft for it: choose another draft")
     return shared
@@ -147,5 +160,6 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
-def _known(token_id: int) -> int | None:
+def known(token_id: int) -> int | None:
+    """A special token's id; None for -1, by which OpenVINO says that there is none."""
     return None if token_id == -1 else token_id

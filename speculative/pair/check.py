@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from speculative.models import vocabulary
 from speculative.models.eagle3_graph import check_head, is_head
 from speculative.models.gguf_file import SUFFIX
-from speculative.models.vocabulary import SAMPLE
+from speculative.models.vocabulary import SAMPLE, SharedTokens
 from speculative.pair.model_info import (
     TEST_TEXT,
     ModelFacts,
@@ -216,13 +215,11 @@ def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = S
         "tokenizer, this project's engine drafts the tokens that both have"
     )
     yield Finding("warning", "vocabulary", message)
-    if not main.encode or not draft.encode:
+    if not main.vocabulary or not draft.vocabulary:
         message = "run scripts/check_pair.py after the export: it counts the tokens that both have"
         yield Finding("warning", OTHER_TOKENIZER, message)
         return
-    ours, theirs = vocabulary.read(main.folder), vocabulary.read(draft.folder)
-    assert ours and theirs  # both list their tokens
-    shared = vocabulary.SharedTokens(ours, theirs)
+    shared = SharedTokens(main.vocabulary, draft.vocabulary)
     share, alike = shared.alike(text)
     message = (
         f"the draft has {len(shared.pairs):,} of the main model's {len(main.tokens):,} tokens, which are {share:.0%} "

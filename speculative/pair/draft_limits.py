@@ -1,22 +1,19 @@
 """What a draft cannot do, in a sentence for programs that leave it out or refuse it; "" if it can."""
 
-import contextlib
 from pathlib import Path
 
+from speculative.models import vocabulary
 from speculative.models.config import read_config, text_config
 from speculative.models.eagle3_graph import HeadGraph, is_head
 from speculative.models.eagle3_head import NEEDS_PAGED, has_paged_attention
-from speculative.models.vocabulary import shared_tokens
 
 LEAST_LAYERS = 10  # of a main model whose layers GenAI chooses by itself
 
 
 def tokenizer_limit(main: Path, draft: Path) -> str:
     """Why the draft cannot do what needs the main model's tokenizer."""
-    with contextlib.suppress(ValueError):  # a folder that other checks refuse
-        if not is_head(draft) and shared_tokens(main, draft):
-            return f"{draft} has another tokenizer than {main}"
-    return ""
+    differs = not is_head(draft) and vocabulary.differing(main, draft)
+    return f"{draft} has another tokenizer than {main}" if differs else ""
 
 
 def alone_limit(draft: Path) -> str:

@@ -16,9 +16,10 @@ import openvino as ov
 import openvino_genai
 
 from speculative.error_text import engine_lines
-from speculative.models import gguf_file
+from speculative.models import gguf_file, vocabulary
 from speculative.models.config import context_length, hidden_state_draft, sliding_window, text_config
 from speculative.models.eagle3_graph import is_head
+from speculative.models.vocabulary import Vocabulary, known
 
 # One test string per line: code, digits, several scripts, emoji, unusual white space.
 TEST_TEXT = """\
@@ -55,6 +56,7 @@ class ModelFacts:
 
     folder: Path
     tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
+    vocabulary: Vocabulary | None = None  # of these tokens; IR only
     rules: TokenizerRules | None = None
     special_ids: dict[str, int | None] = field(default_factory=dict)  # bos, eos, pad
     encode: Callable[[list[str]], list[list[int]]] | None = None  # texts -> token ids of each; IR only
@@ -108,15 +110,12 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
         ) from error
     facts = ModelFacts(folder, weight_bytes=(folder / "openvino_model.bin").stat().st_size)
     if (folder / "openvino_detokenizer.xml").is_file():  # a draft does not need it, and some are published without
-        facts.tokens = {
-            token_id: token
-            for token, token_id in tokenizer.get_vocab().items()
-            if token != f"[PAD{token_id}]".encode()  # of GGUF: the name of an unused id
-        }
+        facts.vocabulary = vocabulary.of(tokenizer)
+        facts.tokens = facts.vocabulary.spelled if facts.vocabulary else {}
     facts.special_ids = {
-        "bos": _known(tokenizer.get_bos_token_id()),
-        "eos": _known(tokenizer.get_eos_token_id()),
-        "pad": _known(tokenizer.get_pad_token_id()),
+        "bos": known(tokenizer.get_bos_token_id()),
+        "eos": known(tokenizer.get_eos_token_id()),
+        "pad": known(tokenizer.get_pad_token_id()),
     }
     facts.encode = partial(_encode_all, tokenizer)
     facts.chat_template = tokenizer.chat_template
@@ -316,10 +315,6 @@ def _checkpoint_bytes(folder: Path) -> int:
         if sizes:
             return sum(sizes)
     return 0
-
-
-def _known(token_id: int) -> int | None:
-    return None if token_id == -1 else token_id
 
 
 def _cause(error: Exception) -> str:

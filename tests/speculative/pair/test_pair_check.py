@@ -114,7 +114,7 @@ def test_a_draft_that_splits_text_otherwise_is_advised_against(ir, tmp_path):
 
 def test_a_draft_without_a_common_token_is_refused(ir, tokenizer, tmp_path, monkeypatch):
     others = iter([letters(["a"]), letters(["b"])])
-    monkeypatch.setattr(vocabulary, "read", lambda folder: next(others))
+    monkeypatch.setattr(vocabulary, "of", lambda tokenizer: next(others))
     check = check_pair(ir, save_ir(edited(tokenizer, swap_two_letters), tmp_path))
     assert not check.sound and "no token of the draft" in message(check, "shared tokens")
 
