@@ -27,10 +27,11 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Prompt, check_sources, encode
+from speculative.decoder import Prompt, check_ngram_size, encode
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.combined import TRUSTED, CombinedEstimate, CombinedProposer, Estimate
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
@@ -61,15 +62,23 @@ T = TypeVar("T")
 class Request:
     """A request being decoded, created by `BatchDecoder.add_request`; `result` grows with every step."""
 
-    def __init__(self, sequence: Sequence, output: OutputProcessor, policy: DraftLengthPolicy | AcceptanceEstimate):
+    def __init__(
+        self,
+        sequence: Sequence,
+        output: OutputProcessor,
+        policy: DraftLengthPolicy | Estimate,
+    ):
         self.sequence = sequence
         self.output = output
         self.policy = policy  # its own policy, or its acceptance estimate for the batch's policy
         self.slot: Slot  # in the main model's cache
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
+        self.of_model: DraftModelProposer | None = None  # the proposer, or the part of it that uses the draft model
+        self.suffix: SuffixProposer | None = None  # likewise, suffix decoding
+        self.looked_up = -1  # draft tokens after which a match was looked for last
         self.confidence: Confidence | None = None  # in the last draft token
-        self.foreseen: Proposal | None = None  # the next draft token, which may be declined as it is not random
+        self.foreseen: Proposal | None = None  # the next draft token if it is a copy: not random, so may be declined
         self.idle = False  # has finished drafting in this iteration
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
@@ -83,7 +92,7 @@ class Request:
     @property
     def follows_batch(self) -> bool:
         """Whether the batch's policy decides its draft length."""
-        return isinstance(self.policy, AcceptanceEstimate)
+        return isinstance(self.policy, (AcceptanceEstimate, CombinedEstimate))
 
 
 class RequestOutput(NamedTuple):
@@ -106,19 +115,22 @@ class BatchDecoder:
     def __init__(
         self,
         main: BatchModel,
-        draft: BatchModel | SuffixProposer | None,
+        draft: BatchModel | None,
         draft_length: BatchDraftLength,
         tokenizer: openvino_genai.Tokenizer | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
         subtract_penalties: bool = False,
         shared: SharedTokens | None = None,
+        suffix: SuffixProposer | None = None,
     ):
-        """Without `draft`, decoding is plain. `draft_length` applies to requests whose GenerationConfig sets no draft
+        """Without `draft` and `suffix`, decoding is plain; with both, each draft token comes from the source that is
+        worth more. `draft_length` applies to requests whose GenerationConfig sets no draft
         length. Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` apply when a
         GenerationConfig sets none. `subtract_penalties` gives penalties OpenAI's meaning instead of GenAI's. `shared`
         is for a draft with another tokenizer."""
         self.main = main
         self.draft = draft
+        self.suffix = suffix
         self.draft_length = draft_length
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
@@ -136,7 +148,7 @@ class BatchDecoder:
     @property
     def cache_bytes(self) -> int:
         """Memory in bytes of the KV caches for all requests, main and draft."""
-        return self.main.cache_bytes + (self.draft.cache_bytes if isinstance(self.draft, BatchModel) else 0)
+        return self.main.cache_bytes + (self.draft.cache_bytes if self.draft else 0)
 
     def encode(self, prompt: Prompt, config: GenerationConfig | None = None) -> np.ndarray:
         """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
@@ -146,7 +158,7 @@ class BatchDecoder:
         """Whether a request of up to `tokens` tokens, prompt included, would be accepted now."""
         with self._lock:
             fits = self.main.has_room(tokens)
-            return fits and (not isinstance(self.draft, BatchModel) or self.draft.has_room(self._draft_length(tokens)))
+            return fits and (not self.draft or self.draft.has_room(self._draft_length(tokens)))
 
     def add_request(
         self,
@@ -172,11 +184,11 @@ class BatchDecoder:
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
-        if isinstance(self.draft, SuffixProposer):
-            request.proposer = self.draft.of_request(salt)
+        if self.suffix:
+            request.suffix = request.proposer = self.suffix.of_request(salt)
         with self._lock:
             request.slot = self.main.slot(text.max_length, salt)
-            if isinstance(self.draft, BatchModel):
+            if self.draft:
                 try:
                     longest = self._draft_length(text.max_length)
                     request.draft_slot = self.draft.slot(longest, salt, request.slot)
@@ -184,7 +196,13 @@ class BatchDecoder:
                     request.slot.free_blocks()
                     raise
                 retokenizer = Retokenizer(self._shared) if self._shared else None
-                request.proposer = DraftModelProposer(request.draft_slot, self.main.vocab_size, retokenizer)
+                model = DraftModelProposer(request.draft_slot, self.main.vocab_size, retokenizer)
+                request.of_model = request.proposer = model
+                if self.suffix:  # past answers would make seeded text depend on other requests
+                    seeded = params.do_sample and params.seed is not None
+                    request.proposer = CombinedProposer(self.suffix.of_request(salt, past=not seeded), model)
+                    if isinstance(request.policy, CombinedEstimate):
+                        request.policy.continues_copies = request.proposer.continues_copies
             self._came.append(request)
         return request
 
@@ -210,7 +228,7 @@ class BatchDecoder:
         running = [request for request in requests if not request.sequence.is_prefill]
         prompts = self._prompts([request for request in requests if request.sequence.is_prefill], len(running))
         read = sum(part.missing for part in prompts.values())
-        if running and self.draft:
+        if running and (self.draft or self.suffix):
             self._draft(running, read)
         running = [request for request in running if not request.error]
         verified = sum(request.sequence.num_logits for request in running)
@@ -232,9 +250,11 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if isinstance(request.policy, AcceptanceEstimate) and request in steps:
+            if request in steps and isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate)):
                 step = steps[request]
-                if request.foreseen and step.accepted == step.proposed:
+                if isinstance(request.policy, CombinedEstimate):
+                    request.policy.see(step.tokens)
+                elif request.foreseen and step.accepted == step.proposed:
                     request.policy.learn_declined(step.tokens[-1] == request.foreseen.token)
                 request.policy.update(step.proposed, step.accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
@@ -259,21 +279,22 @@ class BatchDecoder:
         pass also includes `read` prompt tokens."""
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
-            request.confidence, request.foreseen, request.idle = None, None, False
-            if isinstance(request.policy, AcceptanceEstimate):
+            request.confidence, request.foreseen, request.idle, request.looked_up = None, None, False, -1
+            if isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate)):
                 request.policy.begin()
         drafting = [request.policy for request in running if request.sequence.can_draft]
-        self.draft_length.begin([policy for policy in drafting if isinstance(policy, AcceptanceEstimate)], len(running))
+        followers = [policy for policy in drafting if isinstance(policy, (AcceptanceEstimate, CombinedEstimate))]
+        self.draft_length.begin(followers, len(running))
         while True:
             begin = time.perf_counter()
-            if isinstance(self.draft, SuffixProposer):
+            if self.suffix:
                 for request in running:
                     self._try(request, self._foresee, request)
             looked_up = time.perf_counter() - begin
             if not (chosen := self._choose(running, read)):
                 break
             begin = time.perf_counter() - looked_up
-            computed = self._read(self.draft, chosen) if isinstance(self.draft, BatchModel) else 0
+            computed = self._read(self.draft, [one for one in chosen if not one.foreseen]) if self.draft else 0
             for request in chosen:
                 if not request.idle:
                     self._try(request, self._propose, request)
@@ -283,12 +304,12 @@ class BatchDecoder:
         """The requests that draft another token."""
         own: list[Request] = []
         others: list[Request] = []
-        histories: list[AcceptanceEstimate] = []  # of `others`
+        histories: list[Estimate] = []  # of `others`
         for request in running:
             policy, drafted = request.policy, request.sequence.drafted
             if not request.sequence.can_draft or request.idle or request.error:
                 continue
-            if isinstance(policy, AcceptanceEstimate):
+            if isinstance(policy, (AcceptanceEstimate, CombinedEstimate)):
                 if drafted < LONGEST:
                     others.append(request)
                     histories.append(policy)
@@ -308,8 +329,8 @@ class BatchDecoder:
         """
         asked = {}
         for request in requests:
-            slot, proposer = request.draft_slot, request.proposer
-            if not slot or not isinstance(proposer, DraftModelProposer):
+            slot, proposer = request.draft_slot, request.of_model
+            if not slot or not proposer:
                 continue
             if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
                 slot.match_prefix(proposer.final_ids(ids))
@@ -323,23 +344,32 @@ class BatchDecoder:
             request.idle = request not in parts or not parts[request].last
         return computed
 
-    @staticmethod
-    def _foresee(request: Request) -> None:
-        """Look for the next draft token of a request that follows the batch's policy, so that it can decide by it."""
-        text = request.sequence
-        if not isinstance(request.policy, AcceptanceEstimate) or request.idle or request.foreseen or not text.can_draft:
+    def _foresee(self, request: Request) -> None:
+        """Look for a token that the request may copy next, so that the policy can decide by it."""
+        text, source, policy = request.sequence, request.proposer, request.policy
+        if request.idle or request.looked_up == text.drafted or not text.can_draft:
             return
-        assert request.proposer
-        request.foreseen = request.proposer.propose(text.token_ids, text.distribution, text.random)
-        if request.foreseen:
-            request.policy.foresee(request.foreseen.confidence())
-        else:
-            request.idle = True
+        request.looked_up = text.drafted
+        asked = text.token_ids, text.distribution, text.random
+        if isinstance(source, CombinedProposer):
+            match = source.match(*asked)
+            if isinstance(policy, CombinedEstimate):
+                policy.foresee(match, self.draft_length.step_worth)
+                copies = policy.copies
+                request.idle = not copies and not policy.can_use_model
+            else:
+                copies = match is not None and match.confidence() >= TRUSTED
+            request.foreseen = match if copies else None
+        elif source and isinstance(policy, AcceptanceEstimate):
+            request.foreseen = source.propose(*asked)
+            request.idle = request.foreseen is None
+            if request.foreseen:
+                policy.foresee(request.foreseen.confidence())
 
     def _propose(self, request: Request) -> None:
         text = request.sequence
-        source = request.proposer
-        proposal = request.foreseen
+        source = request.of_model or request.proposer
+        proposal = copy = request.foreseen
         if source and not proposal:
             proposal = source.propose(text.token_ids, text.distribution, text.random)
         if proposal is None:
@@ -348,7 +378,9 @@ class BatchDecoder:
         request.foreseen = None
         text.draft(proposal)
         request.confidence = proposal.confidence
-        if isinstance(request.policy, AcceptanceEstimate):
+        if isinstance(request.policy, CombinedEstimate):
+            request.policy.draft(proposal, copied=copy is not None)
+        elif isinstance(request.policy, AcceptanceEstimate):
             request.policy.draft(proposal.confidence())
 
     @staticmethod
@@ -356,8 +388,8 @@ class BatchDecoder:
         """Share the request's cached blocks with others, now that their tokens are verified."""
         if not request.error:
             request.slot.cache_full_blocks(request.sequence.token_ids)
-            if request.draft_slot and isinstance(request.proposer, DraftModelProposer):
-                request.draft_slot.cache_full_blocks(request.proposer.final_ids(request.sequence.token_ids))
+            if request.draft_slot and request.of_model:
+                request.draft_slot.cache_full_blocks(request.of_model.final_ids(request.sequence.token_ids))
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)
@@ -368,16 +400,20 @@ class BatchDecoder:
 
     def _finish(self, request: Request) -> str:
         if request.proposer:
-            policy = self.draft_length if isinstance(request.policy, AcceptanceEstimate) else request.policy
+            policy = (
+                self.draft_length
+                if isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate))
+                else request.policy
+            )
             request.result.draft_length = policy.describe()
         else:
             request.result.draft_length = "no draft"
         rest = request.output.end()
         request.finished = True
-        if isinstance(request.proposer, SuffixProposer) and not (request.cancelled or request.error):
+        if request.suffix and not (request.cancelled or request.error):
             text = request.sequence
             end = text.num_prompt_tokens + len(request.result.tokens)
-            request.proposer.remember(text.token_ids[:end], text.num_prompt_tokens)
+            request.suffix.remember(text.token_ids[:end], text.num_prompt_tokens)
         return rest
 
     def _finalize(self) -> list[RequestOutput]:
@@ -400,12 +436,16 @@ class BatchDecoder:
         """How many tokens the draft's cache needs for `tokens` tokens of the main model."""
         return self._shared.draft_length(tokens) if self._shared else tokens
 
-    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | AcceptanceEstimate:
+    def _policy(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
         if policy := policy_from_params(params):
             return policy
-        is_random = not isinstance(self.draft, SuffixProposer)  # otherwise the text does not depend on its draft length
+        is_random = self.draft is not None  # otherwise the text does not depend on its draft length
         repeatable = is_random and params.do_sample and params.seed is not None
-        return FixedDraftLength(SEEDED_DRAFT) if repeatable else self.draft_length.estimate()
+        return (
+            FixedDraftLength(SEEDED_DRAFT)
+            if repeatable
+            else self.draft_length.estimate(combined=bool(self.draft and self.suffix))
+        )
 
     @staticmethod
     def _try(request: Request, act: Callable[..., T], *arguments: object) -> T | None:
@@ -450,7 +490,7 @@ def load(
     `subtract_penalties` is passed to `BatchDecoder`. Costs are measured at load and updated while decoding. Raises
     ValueError for a model or device without paged attention.
     """
-    check_sources(draft, max_ngram_size)
+    check_ngram_size(max_ngram_size)
     if past_answers < 0:
         raise ValueError(f"past_answers is {past_answers}, but must be at least 0 tokens")
     if past_answers and not max_ngram_size:
@@ -461,10 +501,11 @@ def load(
         main, draft, capacity=cache_tokens, draft_capacity=cache_tokens, use_huge_pages=use_huge_pages
     )
     batch = BatchModel(main_model, config_facts(main.folder).context_length, prefix_cache)
-    source: BatchModel | SuffixProposer | None = None
+    source: BatchModel | None = None
+    suffix: SuffixProposer | None = None
     if max_ngram_size:
         past = PastAnswers(past_answers) if past_answers else None
-        source = SuffixProposer(batch.vocab_size, max_ngram_size, past)
+        suffix = SuffixProposer(batch.vocab_size, max_ngram_size, past)
     if draft and draft_model:
         context = config_facts(draft.folder).context_length
         if isinstance(draft_model, EagleHead):
@@ -474,5 +515,5 @@ def load(
     policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return BatchDecoder(
-        batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties, shared
+        batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties, shared, suffix
     )

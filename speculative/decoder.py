@@ -21,6 +21,7 @@ import openvino_genai
 from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import (
     AdaptiveDraftLength,
@@ -176,12 +177,17 @@ class Decoder:
             seconds = drafted_at - begin, time.perf_counter() - drafted_at
             if declined is not None and step.accepted == step.proposed and isinstance(policy, LookupDraftLength):
                 policy.learn_declined(step.tokens[-1] == declined)
+            if isinstance(policy, CombinedDraftLength):
+                policy.see(step.tokens)
             if not is_prefill:
                 policy.update(step.proposed, step.accepted, *seconds)
             yield step
 
     def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> int | None:
         """Draft tokens until `policy` stops. Returns the token that it declined to draft, None if it saw none."""
+        if isinstance(policy, CombinedDraftLength):
+            self._draft_combined(text, policy)
+            return None
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
         while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
             proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
@@ -192,6 +198,21 @@ class Decoder:
                 return proposal.token
             text.draft(proposal)
         return None
+
+    def _draft_combined(self, text: Sequence, policy: CombinedDraftLength) -> None:
+        """Draft tokens until `policy` stops, each from the source that it chooses."""
+        assert isinstance(self.draft, CombinedProposer)
+        while text.can_draft:
+            asked = text.token_ids, text.distribution, text.random
+            match = self.draft.match(*asked)
+            copies = policy.copies_next(text.drafted, match)
+            if copies is None:
+                break
+            proposal = match if copies else self.draft.draft_model.propose(*asked)
+            if proposal is None:
+                break
+            policy.draft(proposal, copies)
+            text.draft(proposal)
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
@@ -218,10 +239,8 @@ def encode(
     return ids.astype(np.int64)
 
 
-def check_sources(draft: ModelSpec | str | Path | None, max_ngram_size: int | None) -> None:
-    """Raise ValueError unless there is at most one source of draft tokens."""
-    if draft and max_ngram_size:
-        raise ValueError("draft and max_ngram_size (suffix decoding) exclude each other: pass only one")
+def check_ngram_size(max_ngram_size: int | None) -> None:
+    """Raise ValueError for a longest match of suffix decoding that has no tokens."""
     if max_ngram_size is not None and max_ngram_size < 1:
         raise ValueError(f"max_ngram_size is {max_ngram_size}, but must be at least 1 ({LONGEST_MATCH} is typical)")
 
@@ -245,13 +264,14 @@ def load(
     Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
     CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
     ModelSpec only its own. A draft may be an EAGLE-3 head, and may have another tokenizer: it then proposes the tokens
-    that both have. `max_ngram_size` selects suffix decoding instead of a draft
-    model, with matches of at most so many tokens. `capacity` is the main model's longest sequence in tokens, by default
-    its context length, at most 16,384. The draft length is adaptive; its cost model is measured on the first load and
-    cached (in CACHE_DIR if the main model's properties set one, else in the user's cache folder). `use_huge_pages`
-    (Linux) suits long-running processes: loading takes seconds longer per gigabyte of weights, decoding is faster.
+    that both have. `max_ngram_size` selects suffix decoding, with matches of at most so many tokens; with a draft, too,
+    each draft token comes from the source that is worth more. `capacity` is the main model's longest sequence in
+    tokens, by default its context length, at most 16,384. The draft length is adaptive; its cost model is measured on
+    the first load and cached (in CACHE_DIR if the main model's properties set one, else in the user's cache folder).
+    `use_huge_pages` (Linux) suits long-running processes: loading takes seconds longer per gigabyte of weights,
+    decoding is faster.
     """
-    check_sources(draft, max_ngram_size)
+    check_ngram_size(max_ngram_size)
     main = ModelSpec.of(main)
     draft = ModelSpec.of(draft, like=main) if draft else None
     main_model, draft_model, shared = load_models(main, draft, capacity=capacity, use_huge_pages=use_huge_pages)
@@ -260,13 +280,17 @@ def load(
     if draft_model or max_ngram_size:
         key = cost_model.key(main, draft)
         measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
+        suffix = SuffixProposer(main_model.vocab_size, max_ngram_size) if max_ngram_size else None
         if draft_model:
             if isinstance(main_model.backend, PagedModel):  # others would have to remove the padding
                 main_model.pass_width = PassWidth(measured.verify(), measured.main_change)
             retokenizer = Retokenizer(shared) if shared else None
             source = DraftModelProposer(draft_model, main_model.vocab_size, retokenizer)
             policy = AdaptiveDraftLength(measured)
-        elif max_ngram_size:
-            source, policy = SuffixProposer(main_model.vocab_size, max_ngram_size), LookupDraftLength(measured)
+            if suffix:
+                source = CombinedProposer(suffix, source)
+                policy = CombinedDraftLength(measured, source.continues_copies)
+        else:
+            source, policy = suffix, LookupDraftLength(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return Decoder(main_model, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer))

@@ -14,6 +14,7 @@ class AcceptanceEstimate:
     FADE = 0.99  # decay of the statistics per judged draft token
     PRIOR = 4.0  # weight of the prior, in draft tokens
     PRIOR_ACCEPTANCE = 0.7
+    copies = False  # whether the next draft token needs no draft model although there is one
     PROBE_FIRST, PROBE_LAST = 8, 64  # plain iterations between probes; doubled after each unsuccessful one
 
     def __init__(
@@ -105,6 +106,10 @@ class AcceptanceEstimate:
         """The probability that the next draft token is accepted: by its confidence, if that is known."""
         return self.mean() if self._next is None else self._of_bin(self._next)
 
+    def ahead(self, longest: int) -> np.ndarray:
+        """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted, float64 [longest]."""
+        return self.mean() ** np.arange(1, longest + 1)
+
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self.BINS), self.BINS - 1)
 
@@ -115,6 +120,34 @@ class AcceptanceEstimate:
     def describe(self) -> str:
         """The measured acceptance, in a few words."""
         return describe_acceptance(self.judged, self.accepted)
+
+
+class MatchEstimate(AcceptanceEstimate):
+    """Learns the acceptance probability of tokens copied from a match, whether they were copied or not.
+
+    The confidence in such a token is an acceptance measured elsewhere (`suffix.MATCH_ACCEPTANCE`), so it is the prior.
+    """
+
+    LONG = 6  # bin of a token after a long match, but not the longest
+
+    def see(self, confidence: float, was_right: bool) -> None:
+        """Record whether a token that was not copied was right."""
+        for estimate in (self, self._pool) if self._pool else (self,):
+            estimate._count(self._bin(confidence), was_right)
+
+    def of(self, confidence: float) -> float:
+        """The acceptance probability of a token copied with this `confidence`."""
+        return self._of_bin(self._bin(confidence))
+
+    def ahead_of(self, confidence: float, longest: int) -> np.ndarray:
+        """Like `ahead`, with this `confidence` in the next token: the matches of those after it are longer."""
+        first = self._bin(confidence)
+        each = [self._of_bin(min(first + i, max(first, self.LONG))) for i in range(self.LONG)]
+        return np.cumprod([*each, *each[-1:] * longest][:longest])
+
+    def _of_bin(self, bin_: int) -> float:
+        prior = self._pool._of_bin(bin_) if self._pool else (bin_ + 0.5) / self.BINS
+        return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
 
 
 def describe_acceptance(judged: int, accepted: int) -> str:

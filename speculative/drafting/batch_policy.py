@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.acceptance import AcceptanceEstimate, MatchEstimate
 from speculative.drafting.budget import DraftBudget
+from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 
@@ -39,11 +40,14 @@ class BatchDraftLength:
         self.draft = draft
         self.draft_further = draft_further
         self._all = AcceptanceEstimate()
+        self._matches = MatchEstimate()  # likewise for copied tokens, beside a draft model
+        self.step_worth = 0.0  # what a forward pass of the draft model takes, in tokens of a request, in this iteration
         self._rate = 0.0  # tokens per second to beat, in this iteration
         self._alike = 0.0  # best rate of drafting for all requests alike
         self._tokens = self._usual = 0.0  # recent tokens; and those of drafting for all alike in the same time
         self._seconds = 0.0  # of this iteration so far, by the cost model
         self._drafted = False  # in this iteration
+        self._computed = False  # likewise, by the draft model
         self._alone: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
         self._plain = 0  # consecutive iterations without a draft
         self._budget = DraftBudget()
@@ -57,13 +61,14 @@ class BatchDraftLength:
         self._lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
         self._totals = np.zeros(4)  # requests in all iterations, tokens; both as in `_lately`, of all iterations
 
-    def estimate(self) -> AcceptanceEstimate:
-        """The estimate for a new request; its prior is that of all requests."""
-        return AcceptanceEstimate(pool=self._all)
+    def estimate(self, combined: bool = False) -> Estimate:
+        """The estimate for a new request, `combined` for two sources; its prior is that of all requests."""
+        estimate = AcceptanceEstimate(pool=self._all)
+        return CombinedEstimate(estimate, MatchEstimate(pool=self._matches)) if combined else estimate
 
-    def begin(self, estimates: Sequence[AcceptanceEstimate], texts: int) -> None:
+    def begin(self, estimates: Sequence[Estimate], texts: int) -> None:
         """Start an iteration with `texts` requests; this policy decides for those in `estimates`."""
-        self._seconds, self._drafted, self._alone = 0.0, False, None
+        self._seconds, self._drafted, self._computed, self._alone = 0.0, False, False, None
         self._texts, self._without, self._drafting, self._forced = texts, 0.0, 0.0, False
         acceptance = np.array([estimate.mean() for estimate in estimates])
         n, K = len(estimates), np.arange(LONGEST + 1)
@@ -72,8 +77,9 @@ class BatchDraftLength:
         rates = gained / (self.main(texts + n * K) + drafting)
         self._alike = float(rates.max())
         self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
+        self.step_worth = self._rate * self.draft(n) / n if n else 0.0
 
-    def choose(self, estimates: Sequence[AcceptanceEstimate], tokens: int, anyway: int) -> list[int]:
+    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
         """The indices of the `estimates` to draft another token for.
 
         The main model's next forward pass already has `tokens` tokens; `anyway` requests draft a token in any case.
@@ -87,25 +93,28 @@ class BatchDraftLength:
             return []
         return self._wanted(estimates, tokens, anyway)
 
-    def _wanted(self, estimates: Sequence[AcceptanceEstimate], tokens: int, anyway: int) -> list[int]:
+    def _wanted(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])
         acceptance = np.array([estimate.next() for estimate in estimates])
-        chosen = self._worth(survival, acceptance, tokens, anyway)
+        models = np.array([not estimate.copies for estimate in estimates])
+        chosen = self._worth(survival, acceptance, models, tokens, anyway)
         first = not any(estimate.drafted for estimate in estimates)
         due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]
         if due:  # probe requests whose acceptance is believed to be poor, unless the batch is too full for any draft
             hoped = np.maximum(acceptance[due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
-            chosen += [due[i] for i in self._worth(survival[due], hoped, tokens + len(chosen), anyway + len(chosen))]
+            others = anyway + int(models[chosen].sum())
+            more = self._worth(survival[due], hoped, models[due], tokens + len(chosen), others)
+            chosen += [due[i] for i in more]
         if first and not chosen and not anyway and self._plain >= self.UNASKED:
             return [min(range(len(estimates)), key=lambda i: estimates[i].plain)]  # the fewest tokens to catch up
         return chosen
 
     def update_draft(self, tokens: int, seconds: float) -> None:
         """Record a drafting round that computed `tokens` tokens in `seconds`."""
-        curve = self.draft_further if self._drafted else self.draft
+        curve = self.draft_further if self._computed else self.draft
         expected = curve(tokens)
-        self._alone = None if self._drafted or not expected else (tokens, seconds / expected)
-        self._drafted = True
+        self._alone = None if self._computed or not expected else (tokens, seconds / expected)
+        self._drafted, self._computed = True, self._computed or tokens > 0
         self._drafting += seconds
         self._seconds += expected
         curve.update(tokens, seconds)
@@ -159,12 +168,15 @@ class BatchDraftLength:
         """Seconds of a further drafting round: never more than a first one."""
         return np.minimum(self.draft(n), self.draft_further(n))
 
-    def _worth(self, survival: np.ndarray, acceptance: np.ndarray, tokens: int, anyway: int) -> list[int]:
+    def _worth(
+        self, survival: np.ndarray, acceptance: np.ndarray, models: np.ndarray, tokens: int, anyway: int
+    ) -> list[int]:
         order = np.argsort(-survival * acceptance, kind="stable")
         gains = survival[order, None] * np.cumsum(acceptance[order, None] ** STEPS, axis=1)  # [texts, steps]
         n = np.arange(1, len(order) + 1)[:, None]
-        further = self._further(anyway + n) - self._further(anyway)
-        next_ = further if self._drafted else self.draft(anyway + n) - self.draft(anyway)
+        computed = anyway + models[order].cumsum()[:, None]  # requests that need a forward pass of the draft model
+        further = self._further(computed) - self._further(anyway)
+        next_ = further if self._computed else self.draft(computed) - self.draft(anyway)
         seconds = next_ + (STEPS - 1) * further
         seconds = seconds + self.main(tokens + n * STEPS) - self.main(tokens)
         net = gains.cumsum(axis=0) - self._rate * seconds
@@ -182,8 +194,10 @@ class BatchDraftLength:
 
     def _came_to(self) -> str:
         shown = self._all.describe()
+        if self._matches.judged:
+            shown += f", {self._matches.describe()} copied from matches"
         texts, gained, worth, taken = self._totals
-        if self._all.judged and texts:
+        if self._all.judged + self._matches.judged and texts:
             shown += f", {gained / texts:.2f} tokens per request and forward pass"
             shown += f", speedup {worth / taken:.2f}x over plain decoding"
         return shown

@@ -157,11 +157,12 @@ class AdaptiveDraftLength:
         return drafted < LONGEST and self._is_worth_it(drafted)
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+        steps = self._draft_steps(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
-            self._drafting.update(drafted, draft_seconds)
+            self._drafting.update(steps, draft_seconds)
             self._verify.update(drafted + 1, main_seconds)
-        drafting, verify = float(self._drafting.seconds[drafted]), float(self._verify.seconds[drafted + 1])
+        drafting, verify = float(self._drafting.seconds[steps]), float(self._verify.seconds[drafted + 1])
         self._tokens = self._tokens * self.FADE + accepted + 1
         self._seconds = self._seconds * self.FADE + drafting + verify
         expected = drafting + verify
@@ -169,6 +170,10 @@ class AdaptiveDraftLength:
         self._compare_with_plain(drafted, accepted, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
         self._all_seconds += seconds
+
+    def _draft_steps(self, drafted: int) -> int:
+        """Forward passes of the draft model for `drafted` tokens, in this iteration."""
+        return drafted
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""

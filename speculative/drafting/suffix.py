@@ -42,9 +42,9 @@ class SuffixProposer:
         self.past = past
         self._salt = salt
 
-    def of_request(self, salt: bytes) -> "SuffixProposer":
-        """The same for a request with this `salt`."""
-        return SuffixProposer(self._vocab_size, self._max_ngram_size, self.past, salt)
+    def of_request(self, salt: bytes, past: bool = True) -> "SuffixProposer":
+        """The same for a request with this `salt`; without `past`, it does not copy from past answers."""
+        return SuffixProposer(self._vocab_size, self._max_ngram_size, self.past if past else None, salt)
 
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         suffix = tokens[: -self._max_ngram_size - 1 : -1].tolist()  # the last token first

@@ -79,13 +79,13 @@ def make(models, tokenizer):
     main, draft = models
 
     def make(source="model", context=None):
-        chosen = {
-            "model": lambda: BatchModel(draft, context),
-            "lookup": lambda: SuffixProposer(main.vocab_size),
-            "past answers": lambda: SuffixProposer(main.vocab_size, past=PastAnswers(500)),
-            None: lambda: None,
-        }
-        return BatchDecoder(BatchModel(main, context), chosen[source](), costs(), tokenizer, frozenset({0}))
+        model = BatchModel(draft, context) if source in ("model", "two sources") else None
+        suffix = {
+            "lookup": SuffixProposer(main.vocab_size),
+            "past answers": SuffixProposer(main.vocab_size, past=PastAnswers(500)),
+            "two sources": SuffixProposer(main.vocab_size),
+        }.get(source)
+        return BatchDecoder(BatchModel(main, context), model, costs(), tokenizer, frozenset({0}), suffix=suffix)
 
     return make
 
@@ -116,7 +116,7 @@ def blocks_are_back(decoder):
     return all(pool.free == pool.blocks and pool.reserved == 0 for pool in pools)
 
 
-@pytest.mark.parametrize("source", ["model", "lookup", "past answers", None])
+@pytest.mark.parametrize("source", ["model", "lookup", "past answers", "two sources", None])
 def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
     """Requests with different lengths and policies join when there is room, and some are cancelled."""
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 24)  # so that prompts come in pieces
@@ -361,7 +361,6 @@ def test_load_measures_and_serves(noisy_draft):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (dict(draft=DRAFT, max_ngram_size=16), "exclude each other"),
         (dict(max_ngram_size=0), "max_ngram_size is 0"),
         (dict(past_answers=100), "pass max_ngram_size, too"),
         (dict(max_ngram_size=16, past_answers=-1), "past_answers is -1"),
@@ -444,14 +443,15 @@ def exact_cells(main, prompt, options, later=None):
     )
 
 
-def crowd(tiny, requests, source=None, shared=None):
-    """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave. `source`
-    proposes draft tokens, by default the draft model; `shared` is for a draft with another tokenizer.
+def crowd(tiny, requests, suffix=None, shared=None, model=True):
+    """The generations of all `requests` (prompt, config, seed), many at a time, joining as others leave. Draft tokens
+    come from the draft `model` and from `suffix`; `shared` is for a draft with another tokenizer.
 
     A failed request has none: with a planted bug, the model may read cache entries that were never written.
     """
     random = np.random.default_rng(0)
-    decoder = BatchDecoder(BatchModel(tiny[0], 64), source or BatchModel(tiny[1], 64), costs(), shared=shared)
+    draft = BatchModel(tiny[1], 64) if model else None
+    decoder = BatchDecoder(BatchModel(tiny[0], 64), draft, costs(), shared=shared, suffix=suffix)
     waiting, going, most = list(reversed(requests)), 0, 0
     added = []
     while waiting or decoder.has_unfinished_requests:
@@ -466,7 +466,7 @@ def crowd(tiny, requests, source=None, shared=None):
     return [None if request.error else request.result for request in added]
 
 
-def texts_drawn(tiny, rule, draws, seed=0, source=None, shared=None):
+def texts_drawn(tiny, rule, draws, seed=0, **sources):
     """The first tokens of many concurrent requests, `draws` for each prompt; None if a request failed."""
     random = np.random.default_rng(seed)
     prompts = [prompt for prompt in TEXTS for _ in range(draws)]
@@ -478,7 +478,7 @@ def texts_drawn(tiny, rule, draws, seed=0, source=None, shared=None):
         config = GenerationConfig(do_sample=True, max_new_tokens=length, **options)
         requests.append((prompt, config, int(random.integers(2**60))))
     drawn = {prompt: [] for prompt in TEXTS}
-    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, source, shared), strict=True):
+    for (prompt, *_), generation in zip(requests, crowd(tiny, requests, **sources), strict=True):
         if generation is None:
             return None
         drawn[prompt].append(generation.tokens[:LENGTH])
@@ -502,11 +502,12 @@ def test_concurrent_draws_have_the_exact_joint_distribution(rule, drawn, cells):
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
 
+@pytest.mark.parametrize("model", [False, True], ids=["alone", "beside the draft model"])
 @pytest.mark.parametrize("rule", [{}, {"num_assistant_tokens": 3}], ids=str)
-def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution(rule, tiny, cells):
+def test_concurrent_draws_with_suffix_decoding_have_the_exact_joint_distribution(rule, model, tiny, cells):
     """The drafts come from the text and from the answers before, which are samples of the same few texts."""
     source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
-    found = p_values(texts_drawn(tiny, rule, DRAWS, seed=9, source=source), cells)
+    found = p_values(texts_drawn(tiny, rule, DRAWS, seed=9, suffix=source, model=model), cells)
     assert len(source.past.of(b"").tokens) > 250
     assert min(found) > FALSE_ALARM and pooled(found) > pooled_draws.FALSE_ALARM
 
@@ -553,7 +554,7 @@ def a_second_draw_where_the_first_is_not_the_draft(patch):
 def test_draws_with_suffix_decoding_show_a_planted_bug(bug, draws, tiny, cells, monkeypatch):
     bug(monkeypatch)
     source = SuffixProposer(VOCABULARY, past=PastAnswers(300))
-    drawn = texts_drawn(tiny, {"num_assistant_tokens": 3}, draws, source=source)
+    drawn = texts_drawn(tiny, {"num_assistant_tokens": 3}, draws, suffix=source, model=False)
     assert min(p_values(drawn, cells)) < FALSE_ALARM
 
 

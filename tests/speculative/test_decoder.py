@@ -20,6 +20,7 @@ from speculative import decoder
 from speculative.bench import genai
 from speculative.decoder import Decoder
 from speculative.drafting import cost_model
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.policy import AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
@@ -67,6 +68,9 @@ def maker_of(main, draft, tokenizer):
         draft_source = {
             "model": lambda: DraftModelProposer(draft, main.vocab_size),
             "lookup": lambda: SuffixProposer(main.vocab_size),
+            "two sources": lambda: CombinedProposer(
+                SuffixProposer(main.vocab_size), DraftModelProposer(draft, main.vocab_size)
+            ),
             None: lambda: None,
         }[source]()
         return Decoder(main, draft_source, rule, tokenizer, frozenset({0}))
@@ -116,8 +120,9 @@ def assert_greedy_tokens_are_those_of(plain, decoders, prompts, tokens=48):
 
 
 def every_kind(make):
-    """A decoder without a draft, with prompt lookup, and with each draft-length policy."""
-    return [make(source=None), make(source="lookup"), *(make(rule) for rule in RULES)]
+    """A decoder without a draft, with prompt lookup, with both at once, and with each draft-length policy."""
+    both = [make(rule, source="two sources") for rule in (FixedDraftLength(5), CombinedDraftLength(COSTS))]
+    return [make(source=None), make(source="lookup"), *both, *(make(rule) for rule in RULES)]
 
 
 def test_greedy_tokens_are_those_of_the_main_model_alone(make, plain):
@@ -328,7 +333,6 @@ def test_a_chat_needs_a_tokenizer(models, chat):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (dict(draft=DRAFT, max_ngram_size=3), "only one"),
         (dict(max_ngram_size=0), "max_ngram_size is 0"),
     ],
 )

@@ -22,6 +22,8 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.decoder import Decoder
+from speculative.drafting import combined
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, ConfidenceDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
@@ -76,7 +78,10 @@ ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it i
     "wide": (0.3, 0.98),
     "eagle3": (0.3, 0.9),
     "other tokenizer": (0.05, 0.8),
+    "two sources": (0.2, 0.9),
+    "two sources, eagle3": (0.1, 0.9),
 }
+TWO_SOURCES = "two sources"  # suffix decoding and the good draft, or a head
 FILTERS = {
     "all tokens": {},
     "top-k": {"top_k": 4},
@@ -99,6 +104,11 @@ OTHERS = [  # settings, widths of logits and caches beyond those of all drafts a
     ("other tokenizer", "K=4", 1.0, "all tokens", "paged"),
     ("other tokenizer", "adaptive", 1.0, "penalties", "paged"),
     ("other tokenizer", "K=2", 1.5, "stop", "stateful"),
+    (TWO_SOURCES, "K=4", 1.0, "all tokens", "paged"),
+    (TWO_SOURCES, "adaptive", 1.0, "all tokens", "paged"),
+    (TWO_SOURCES, "adaptive", 1.5, "penalties", "paged"),
+    (TWO_SOURCES, "confidence", 1.0, "stop", "paged"),
+    (f"{TWO_SOURCES}, eagle3", "adaptive", 1.0, "all tokens", "paged"),
 ]
 SHORT = [
     ("same", "K=8", 1.0, "top-p", "paged"),
@@ -224,10 +234,15 @@ def load(folders):
     def load(draft, backend="paged", once=False):
         if draft == "eagle3":
             return decoder_with_head()
+        if draft == f"{TWO_SOURCES}, eagle3":
+            decoder = decoder_with_head()
+            return Decoder(decoder.main, CombinedProposer(SuffixProposer(VOCABULARY), decoder.draft))
         keep = ComputedOnce if once else lambda model: model
         main, source = keep(model("main", backend)), SuffixProposer(VOCABULARY)
         if draft == "other tokenizer":
             source = DraftModelProposer(keep(model("useless", backend)), VOCABULARY, Retokenizer(shared_letters()))
+        elif draft == TWO_SOURCES:
+            source = CombinedProposer(source, DraftModelProposer(keep(model("good", backend)), VOCABULARY))
         elif draft != "lookup":
             source = DraftModelProposer(keep(model(draft, backend)), VOCABULARY)
         return Decoder(main, source)
@@ -241,6 +256,11 @@ def rule(name, draft):
         policy = LookupDraftLength(Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}))
         policy.SWITCH = 0.0  # it declines some drafts all the same, because of its balance
         return policy
+    if name == "adaptive" and draft.startswith(
+        TWO_SOURCES
+    ):  # a draft model that costs more, so that copies are worth it
+        costs = Costs(draft=0.35, main={1: 1.0, LONGEST + 1: 1.5})
+        return CombinedDraftLength(costs, continues_copies=draft == TWO_SOURCES)
     if name == "adaptive":
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}))
     if name == "confidence":
@@ -314,6 +334,15 @@ def test_draws_have_the_exact_joint_distribution(case, checked):
     assert comparison.p_value > FALSE_ALARM
     low, high = ACCEPTANCE[case[0]]
     assert low <= acceptance <= high
+
+
+@pytest.mark.parametrize("draft", [TWO_SOURCES, f"{TWO_SOURCES}, eagle3"])
+def test_with_two_sources_both_draft(draft, load):
+    decoder = load(draft)
+    decoder.draft_length = rule("adaptive", draft)
+    sample(decoder, settings(), draws=200)
+    estimate = decoder.draft_length.estimate
+    assert estimate.of_draft.judged > 50 and estimate.of_matches.judged > 50
 
 
 def test_all_draws_together_have_the_exact_joint_distribution(checked, pytestconfig):
@@ -486,6 +515,37 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
             break
     print(bug.__name__, len(drawn), "draws", comparison)
     return comparison.p_value
+
+
+def a_copy_where_the_draft_is_unsure(patch):
+    """With two sources: the choice depends on the draft model's token, which is taken back."""
+    propose = DraftModelProposer.propose
+
+    def wrong(self, tokens, transform, random):
+        proposal = propose(self.draft_model, tokens, transform, random)
+        return proposal if proposal.q[proposal.token] >= 0.3 else self.match(tokens, transform, random)
+
+    patch.setattr(CombinedProposer, "propose", wrong)
+
+
+def copies_as_if_drawn_by_the_draft_model(patch):
+    """With two sources: the other source's distribution."""
+    propose = CombinedProposer.propose
+
+    def wrong(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        q = self.draft_model.propose(tokens, transform, random).q
+        return proposal._replace(q=q) if q[proposal.token] > 0 else proposal
+
+    patch.setattr(CombinedProposer, "propose", wrong)
+
+
+@pytest.mark.parametrize("bug", [a_copy_where_the_draft_is_unsure, copies_as_if_drawn_by_the_draft_model])
+def test_the_same_check_finds_a_bug_planted_in_the_choice_of_a_source(bug, load, exact_logits, monkeypatch):
+    bug(monkeypatch)
+    monkeypatch.setattr(combined, "TRUSTED", 0.3)  # the texts are too short for long matches
+    case = (TWO_SOURCES, "K=4", 1.0, "all tokens", "paged")
+    assert check(case, load, exact_cells(exact_logits, config_of(case)), 2000)[1].p_value < FALSE_ALARM
 
 
 @pytest.mark.parametrize("bug", BUGS)
