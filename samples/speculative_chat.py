@@ -155,13 +155,13 @@ def main():
         "--property",
         "--draft-property",
         "--recommended",
+        "--suffix-decoding",
     )
 
     main_model = ModelSpec(args.main, args.device, args.property)
-    if "draft" in args:
-        engine = load(main_model, ModelSpec(args.draft, args.draft_device, args.draft_property))
-    else:
-        engine = load(main_model, max_ngram_size=LONGEST_MATCH)
+    draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property) if "draft" in args else None
+    copies = args.suffix_decoding or not draft_model
+    engine = load(main_model, draft_model, max_ngram_size=LONGEST_MATCH if copies else None)
     if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: use an instruct model.")
 

@@ -4,7 +4,8 @@
 
 The output has exactly the main model's distribution (Leviathan et al. 2023, Chen et al. 2023). GenAI's own pipeline
 samples from a wrong distribution with a draft model, so this sample uses `speculative/decoder.py`.
-The same --seed gives the same text. Without -k the draft length is adaptive, and the summary explains it.
+The same --seed gives the same text. Without -k the draft length is adaptive, and the summary explains it. With
+--suffix-decoding, draft tokens are also copied from the text so far, where that is worth more.
 The text streams to standard output; a summary follows on standard error.
 """
 
@@ -17,12 +18,12 @@ from speculative import ModelSpec, load
 def main():
     args = console.parse_arguments(
         __doc__, "main", "draft", "prompt", "--device", "--draft-device", "-k", "--temperature", "--top-k", "--top-p",
-        "--seed", "--max-new-tokens", "--property", "--draft-property", "--recommended",
+        "--seed", "--max-new-tokens", "--property", "--draft-property", "--recommended", "--suffix-decoding",
     )  # fmt: skip
 
     main_model = ModelSpec(args.main, args.device, args.property)
     draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property)
-    engine = load(main_model, draft_model)
+    engine = load(main_model, draft_model, max_ngram_size=16 if args.suffix_decoding else None)
 
     config = openvino_genai.GenerationConfig()  # ignores the model's generation_config.json
     config.max_new_tokens = args.max_new_tokens

@@ -49,7 +49,7 @@ from speculative.bench.harness import (
     row,
     write_outputs,
 )
-from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP, TREE
+from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP, TREE, TWO_SOURCES
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
@@ -182,7 +182,7 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
         name = "GenAI, prompt lookup"
         found.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
     ours = list(our_methods(ks, paths, arguments.temperature))
-    drafted = [one for one in ours if one[1] in (*ks, "adaptive")]
+    drafted = [one for one in ours if one[1] in (*ks, "adaptive", TWO_SOURCES)]
     if ours and (not drafted or is_head(draft.folder)):
         others = tuple(one for one in ours if one not in drafted)
         found.append(replace(alone, name="ours, main alone", engine=NATIVE, methods=others))
@@ -203,6 +203,8 @@ def our_methods(ks: list[int], paths: list[str], temperature: float):
             for k in ks:
                 yield f"{kind}, K = {k}", k, t
             yield f"{kind}, adaptive", "adaptive", t
+            if "lookup" in paths:
+                yield f"{kind}, draft and suffix decoding", TWO_SOURCES, t
         if path == "engine" and "lookup" in paths:
             yield "ours, suffix decoding", f"lookup {LOOKUP}", 0.0
             yield "ours, suffix decoding, adaptive", ADAPTIVE_LOOKUP, 0.0
@@ -297,6 +299,11 @@ def compare(methods: list[Method]) -> list[Ratio]:
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
         if ADAPTIVE_LOOKUP in table:
             facts.append(ratio("suffix decoding, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
+        if TWO_SOURCES in table:
+            others = [table[key] for key in ("adaptive", ADAPTIVE_LOOKUP) if key in table]
+            better = max(others, key=throughput)
+            name = better.name.removeprefix("ours, ")
+            facts.append(ratio(f"draft and suffix decoding / {name}, {kind}", table[TWO_SOURCES], better))
     return facts
 
 

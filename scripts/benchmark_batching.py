@@ -46,7 +46,7 @@ from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
-DRAFT, SUFFIX = "ours, adaptive draft", "ours, suffix decoding"
+DRAFT, SUFFIX, BOTH = "ours, adaptive draft", "ours, suffix decoding", "ours, draft and suffix decoding"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -63,7 +63,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="K",
         help="GenAI's draft lengths, 4 or 2,4,8 (default: 4)",
     )
-    parser.add_argument("--suffix-decoding", action="store_true", help="also measure our engine with suffix decoding")
+    parser.add_argument(
+        "--suffix-decoding",
+        action="store_true",
+        help="also measure our engine with suffix decoding, and beside a draft",
+    )
     parser.add_argument(
         "--cache-tokens",
         type=whole,
@@ -92,6 +96,7 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         "texts": max(arguments.max_concurrency),
     }
     pair, suffix = {**shared, "draft": str(arguments.draft)}, {**shared, "suffix_decoding": True}
+    both = {**pair, **suffix, "name": BOTH, "engine": NATIVE}
     in_genai = arguments.draft and not limit_in_genai(arguments)
     return [
         {**shared, "name": "GenAI, main alone", "engine": GENAI},
@@ -99,6 +104,7 @@ def jobs(arguments: argparse.Namespace, prompts: list[str]) -> list[dict]:
         {**shared, "name": "ours, main alone", "engine": NATIVE},
         *([{**pair, "name": "ours, draft", "engine": NATIVE}] if arguments.draft else []),
         *([{**suffix, "name": SUFFIX, "engine": NATIVE}] if arguments.suffix_decoding else []),
+        *([both] if arguments.suffix_decoding and arguments.draft else []),
     ]
 
 
@@ -144,7 +150,11 @@ def compare(methods: list[Load], clients: list[int]) -> list[LoadRatio]:
     over the best of GenAI's; both over ours alone. `same_text`: how many of the `texts` decoded by both are equal."""
     by_name = {method.name: method for method in methods}
     alone = by_name["ours, main alone"]
-    drafting = {what: by_name[name] for what, name in (("ours, draft", DRAFT), (SUFFIX, SUFFIX)) if name in by_name}
+    drafting = {
+        what: by_name[name]
+        for what, name in (("ours, draft", DRAFT), (SUFFIX, SUFFIX), (BOTH, BOTH))
+        if name in by_name
+    }
     first = next(iter(drafting))
     genai = [method for method in methods if method.name.startswith("GenAI")]
     found = []

@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to start servers")
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument(
-        "--suffix-decoding", action="store_true", help="copy draft tokens from the text, without a draft"
+        "--suffix-decoding", action="store_true", help="copy draft tokens from the text, without a draft or beside it"
     )
     parser.add_argument(
         "--past-answers",
@@ -72,8 +72,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("give either MAIN and DRAFT, to start servers, or the --url of a running server")
     if arguments.main and not arguments.draft and not arguments.suffix_decoding:
         parser.error(f"no draft given for {arguments.main}: add its folder, or --suffix-decoding")
-    if arguments.suffix_decoding and (arguments.draft or arguments.url):
-        parser.error(f"--suffix-decoding replaces a draft: leave out {arguments.draft or '--url'}")
+    if arguments.suffix_decoding and arguments.url:
+        parser.error("--suffix-decoding is for servers that this program starts: leave out --url")
     if arguments.past_answers and not arguments.suffix_decoding:
         parser.error("--past-answers requires --suffix-decoding")
     if arguments.baseline_url and not arguments.url:
@@ -107,7 +107,8 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
             "--max-queue",
             str(max(arguments.max_concurrency)),
         ]
-        draft = [arguments.draft] if arguments.draft else ["--suffix-decoding"]
+        draft = [arguments.draft] if arguments.draft else []
+        draft += ["--suffix-decoding"] if arguments.suffix_decoding else []
         draft += ["--past-answers", arguments.past_answers] if arguments.past_answers else []
         servers = {}
         with ctrl_c_waits():

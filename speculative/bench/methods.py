@@ -17,9 +17,10 @@ from speculative.bench import genai
 from speculative.bench.genai import Run, Tree
 from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength
-from speculative.drafting.proposers import Proposer
+from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.eagle3_graph import is_head
 from speculative.models.spec import ModelSpec
@@ -27,6 +28,7 @@ from speculative.pair.engines import GENAI, NATIVE
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and GenAI's maximum n-gram length
 ADAPTIVE_LOOKUP = "lookup adaptive"
+TWO_SOURCES = "adaptive, two sources"  # the draft and suffix decoding
 TREE = "tree {} x {}, K = {}"  # the draft length of GenAI's trees: depth, branching factor, tokens
 
 
@@ -85,13 +87,20 @@ def our_method(
     max_new_tokens: int,
     keep_caches: bool = False,
 ) -> Method:
-    """A method of `engine`, which has a draft if `draft_length` says so, and a draft or prompt lookup for lookups;
+    """A method of `engine`, with its draft, suffix decoding, both or neither, as `draft_length` says;
     `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
     source: Proposer | None = engine.draft if draft_length else None
     policy = engine.draft_length
-    if isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
+    if (
+        draft_length == TWO_SOURCES
+        and isinstance(source, DraftModelProposer)
+        and isinstance(policy, AdaptiveDraftLength)
+    ):
+        source = CombinedProposer(SuffixProposer(engine.main.vocab_size), source)
+        policy = CombinedDraftLength(policy.costs, source.continues_copies)
+    elif isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
         lookup = str(draft_length).startswith("lookup")
         source = SuffixProposer(engine.main.vocab_size) if lookup else source
         policy = (LookupDraftLength if lookup else AdaptiveDraftLength)(policy.costs)

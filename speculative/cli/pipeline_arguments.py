@@ -182,6 +182,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH}; auto: adaptive; a threshold like 0.4: until the "
         "draft's confidence in a token is lower (default: auto)",
     },
+    "--suffix-decoding": {
+        "action": "store_true",
+        "help": "also copy draft tokens from the text so far, where that is worth more than the draft model's",
+    },
     "--tree-depth": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
         "metavar": "D",

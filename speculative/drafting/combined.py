@@ -153,6 +153,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
     where copies take no time to draft. The rest is as in `AdaptiveDraftLength`: probes, and a bound on the loss.
     """
 
+    MARGIN = 1.3  # copies must be worth more than their cost by this factor
     _acceptance: CombinedEstimate  # type: ignore[assignment]
 
     def __init__(self, costs: Costs, continues_copies: bool = True):
@@ -177,9 +178,17 @@ class CombinedDraftLength(AdaptiveDraftLength):
         if not drafted and (self._budget.left(self._plain_cost()) <= 0 or self._is_to_compare()):
             return None
         sources = [copies for copies in (True, False) if (match if copies else estimate.can_use_model)]
-        worth = [copies for copies in sources if self._worth(copies, drafted, self._rate(drafted)) > 0]
+        plans = {copies: self._plan(copies, drafted) for copies in sources}
+        rate = self._rate(drafted)
+        worth = [copies for copies, (tokens, seconds) in plans.items() if (tokens > rate * seconds).any()]
+        if match and len(worth) == 2:
+            steps, rate = self._draft_steps(drafted), self._rate(1)
+            further = max(float((tokens - rate * seconds).max()) for tokens, seconds in plans.values())
+            step = rate * float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
+            less = estimate.of_draft.mean() - estimate.of_matches.of(match.confidence())
+            return less * (estimate.survival + max(further, 0.0)) < step
         if worth:
-            return max(worth, key=lambda copies: self._worth(copies, drafted, self._rate(1)))
+            return worth[0]
         return False if not drafted and estimate.is_due else None
 
     @property
@@ -195,18 +204,19 @@ class CombinedDraftLength(AdaptiveDraftLength):
         """Record, before `update`, the iteration's tokens."""
         self._acceptance.see(tokens)
 
-    def _worth(self, copies: bool, drafted: int, rate: float) -> float:
-        """What the next tokens of a source are worth, in tokens, if time costs `rate` tokens per second."""
+    def _plan(self, copies: bool, drafted: int) -> tuple[np.ndarray, np.ndarray]:
+        """The expected tokens and seconds of drafting 1, 2, ... more tokens from a source, float64 [LONGEST - drafted]
+        each."""
         left, match = LONGEST - drafted, self._acceptance.match
         seconds = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
         if copies:
             assert match
-            gains = np.cumsum(self._acceptance.of_matches.ahead_of(match.confidence(), left))
+            gains = self._acceptance.of_matches.ahead_of(match.confidence(), left).cumsum() / self.MARGIN
         else:
             steps = self._draft_steps(drafted)
             seconds = seconds + self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
             gains = self._gains[:left]
-        return float((self._acceptance.survival * gains - rate * seconds).max())
+        return self._acceptance.survival * gains, seconds
 
     def _draft_steps(self, drafted: int) -> int:
         return self._acceptance.copied.count(False)

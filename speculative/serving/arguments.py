@@ -38,8 +38,6 @@ def parse(description: str) -> Settings:
         alone = [SUFFIX, ALONE] if args.suffix_decoding else [ALONE]
         args = take_recommendation(parser, args, *([NATIVE] if "draft" in args else alone))
         args.num_assistant_tokens = draft_length
-    if args.suffix_decoding and "draft" in args:
-        console.fail(f"--suffix-decoding replaces a draft, but {args.draft} is given: leave out one of them.")
     if args.past_answers and not args.suffix_decoding:
         console.fail("--past-answers is for suffix decoding: add --suffix-decoding.")
     args.draft = Path(args.draft) if "draft" in args else None
@@ -76,7 +74,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
     parser.add_argument(
         "--suffix-decoding", action="store_true",
-        help="copy draft tokens from the prompt and the answer so far, instead of a draft",
+        help="copy draft tokens from the prompt and the answer so far; beside a draft, where that is worth more",
     )  # fmt: skip
     parser.add_argument(
         "--past-answers", type=whole_number(1, LARGEST), default=Pair.past_answers, metavar="TOKENS",

@@ -19,7 +19,7 @@ class Pair:
     draft_length: int | float = 0  # tokens per iteration; below 1: confidence threshold; 0: adaptive
     cache_tokens: int = CAPACITY  # for all texts together
     prefix_cache: bool = True  # share the KV cache of common prefixes
-    suffix_decoding: bool = False  # instead of a draft
+    suffix_decoding: bool = False  # instead of a draft, or beside it
     past_answers: int = 0  # tokens of past answers for suffix decoding to copy from
 
 

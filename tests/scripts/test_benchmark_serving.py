@@ -29,7 +29,7 @@ def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
     [
         ([], 2, "--url"),
         ([MAIN], 2, "no draft"),
-        ([MAIN, DRAFT, "--suffix-decoding"], 2, "replaces a draft"),
+        (["--url", "http://127.0.0.1:9", "--suffix-decoding"], 2, "leave out --url"),
         ([MAIN, DRAFT, "--past-answers", "100"], 2, "requires --suffix-decoding"),
         ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
         ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),

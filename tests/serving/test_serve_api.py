@@ -802,8 +802,11 @@ def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
         assert (cached(api, LONG_PROMPT) > 0) is prefix_cache
 
 
+EXACT_MODE = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
+
+
 def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeypatch):
-    given = ("--suffix-decoding", "--past-answers", 300, "--property", "EXECUTION_MODE_HINT=ACCURACY")
+    given = ("--suffix-decoding", "--past-answers", 300, *EXACT_MODE)
     with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair)) as api:
 
         def answered(key):
@@ -817,10 +820,19 @@ def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeyp
         assert copied > 24 > max(others)
 
 
+def test_a_draft_and_suffix_decoding_draft_together(monkeypatch):
+    sources = (DRAFT, "--suffix-decoding", "--past-answers", 300)
+    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *sources, *EXACT_MODE).pair)) as api:
+        body = {**ONE, "prompt": LONG_PROMPT, "max_tokens": 48, "ignore_eos": True}
+        first, again = (post(api, body).json() for _ in range(2))
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+    accepted = [one["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for one in (first, again)]
+    assert 0 < accepted[0] < accepted[1] and accepted[1] > 36  # nearly all of the second answer is a copy of the first
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        ((DRAFT, "--suffix-decoding"), "--suffix-decoding replaces a draft"),
         (("--past-answers", 100), "add --suffix-decoding"),
         (("--suffix-decoding", "--past-answers", 0), "'0' is not a whole number from 1"),
     ],

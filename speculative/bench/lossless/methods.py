@@ -12,8 +12,10 @@ from openvino_genai import GenerationConfig
 from speculative.bench import genai
 from speculative.cli.progress import tqdm
 from speculative.decoder import Decoder
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, Costs
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
@@ -170,6 +172,11 @@ def checked_methods(
         adaptive = NativeRunner(Decoder(engine.main, suffix, LookupDraftLength(WORTH_IT)), seed)
         methods += for_each_k("engine lookup", True, lookup, ks)
         methods.append(CheckedMethod("engine lookup, adaptive", True, adaptive))
+        if isinstance(engine.draft, DraftModelProposer):
+            source = CombinedProposer(suffix, engine.draft)
+            length = CombinedDraftLength(WORTH_IT, source.continues_copies)
+            both = NativeRunner(Decoder(engine.main, source, length), seed)
+            methods.append(CheckedMethod("engine draft and lookup, adaptive", True, both))
         methods += for_each_k("GenAI lookup", False, pipeline(None, prompt_lookup=True), ks, max_ngram_size=NGRAM)
     if "genai" in paths:
         drafted = for_each_k("GenAI draft", False, pipeline(draft), ks)
