@@ -64,7 +64,9 @@ class Decoder:
         """Without `draft`, decoding is plain. `draft_length` applies when a call's GenerationConfig sets no draft
         length; it defaults to a fixed 5. Without `tokenizer`, prompts are token ids and results have no text.
         `stop_token_ids` apply when a GenerationConfig sets none."""
-        if isinstance(draft_length, LookupDraftLength) and isinstance(draft, DraftModelProposer):
+        if isinstance(draft_length, CombinedDraftLength) and not isinstance(draft, CombinedProposer):
+            raise ValueError("CombinedDraftLength chooses between two sources: it needs a CombinedProposer as draft")
+        if isinstance(draft_length, LookupDraftLength) and isinstance(draft, (DraftModelProposer, CombinedProposer)):
             raise ValueError("LookupDraftLength is for prompt lookup: declining random proposals changes the output")
         self.main = main
         self.draft = draft

@@ -68,13 +68,22 @@ def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run_here):
     assert re.match(r"(about \d+ draft tokens|plain decoding).* ms for ", figures(first.stderr)["draft length"])
 
 
-@pytest.mark.parametrize("option", [("--temperature", 0), ("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-4)])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--temperature", 0),
+        ("--temperature", 0, "--suffix-decoding"),
+        ("--top-k", 1),
+        ("--top-p", 1e-6),
+        ("--temperature", 1e-4),
+    ],
+)
 def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run_here, engine, option):
     alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
     done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, *SHORT, *option)
     assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
     sampling = figures(done.stderr)["sampling"]
-    assert ("greedy" in sampling) == (option == ("--temperature", 0))
+    assert ("greedy" in sampling) == (option[:2] == ("--temperature", 0))
     assert f"{option[0][2:]} {option[1]:g}" in sampling
 
 

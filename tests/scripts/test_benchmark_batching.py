@@ -25,6 +25,7 @@ def result(folder):
 
 def test_every_method_is_measured_with_every_number_of_texts(result, folder):
     methods = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft", "ours, suffix decoding"]
+    methods.append("ours, draft and suffix decoding")
     load_benchmarks.check(result, BatchingResult, methods, folder)
 
 
@@ -86,7 +87,7 @@ def test_genai_alone_has_its_default_scheduler(monkeypatch):
 
 def test_memory_is_told_for_each_choice(result):
     starts = {start["name"]: start for start in result["starts"]}
-    assert len(starts) == 5
+    assert len(starts) == 6
     for name, start in starts.items():
         assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
         assert ("ours" in name) == bool(start["cache_bytes"])

@@ -153,7 +153,7 @@ def test_benchmark_measures_every_method(measured):
     rows = {(row["engine"], row["sampled"], row["draft_length"]): row for row in result["rows"][2:]}
     alone, draft_alone = result["rows"][:2]
     assert (alone["name"], draft_alone["name"]) == ("GenAI, main alone", "GenAI, draft alone")
-    ours = [0, 2, 4, "adaptive"]
+    ours = [0, 2, 4, "adaptive", "adaptive, two sources"]
     assert set(rows) == {
         *(("genai", False, k) for k in (2, 4, "lookup 5")),
         *(("native", False, k) for k in (*ours, "lookup 5", "lookup adaptive")),
@@ -190,6 +190,7 @@ def test_benchmark_tells_categories_and_iterations(measured):
     asked = [comparison["what"] for comparison in result["comparisons"]]
     assert "ours / GenAI, greedy, K = 4" in asked and any("adaptive / best fixed" in what for what in asked)
     assert "ours / GenAI, greedy, K = 4, per iteration" in asked
+    assert sum(what.startswith("draft and suffix decoding / ") for what in asked) == 2  # greedy, sampled
     assert not any("texts that differ" in what for what in asked)  # in exact arithmetic
     for fact in result["comparisons"]:
         assert fact["range"][0] <= fact["ratio"] <= fact["range"][1] and fact["prompts"] == 2

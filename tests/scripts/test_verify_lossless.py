@@ -212,7 +212,8 @@ def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run, tiny, pair, d
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
     assert document["ok"] and document["environment"]["paths"] == list(PATHS)
-    for method in ("draft, K = 2", "draft, by confidence", "draft, adaptive", "lookup, K = 2", "lookup, adaptive"):
+    adaptive = ("draft, adaptive", "lookup, adaptive", "draft and lookup, adaptive")
+    for method in ("draft, K = 2", "draft, by confidence", "lookup, K = 2", *adaptive):
         assert greedy[f"engine {method}"]["verdict"] == "equal" and greedy[f"engine {method}"]["same"] == 3
         assert sampled[f"engine {method}"]["verdict"] == NO_DIFFERENCE and sampled[f"engine {method}"]["draws"] == draws
     for method in ("draft, K = 2", "draft, by confidence"):

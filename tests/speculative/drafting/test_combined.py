@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from speculative.decoder import Decoder
 from speculative.drafting.acceptance import AcceptanceEstimate, MatchEstimate
-from speculative.drafting.combined import CombinedDraftLength, CombinedEstimate
+from speculative.drafting.combined import CombinedDraftLength, CombinedEstimate, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
+from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot
@@ -140,6 +142,15 @@ def test_after_a_copy_an_eagle3_head_does_not_draft():
         chosen = [policy.copies_next(0, copy_of(1, 0.95))]
         policy.draft(copy_of(1, 0.95), copied=True)
         assert [*chosen, policy.copies_next(1, None)] == expected
+
+
+def test_policies_of_other_sources_are_refused():
+    suffix = SuffixProposer(vocab_size=100)
+    both = CombinedProposer(suffix, DraftModelProposer(None, 100))
+    with pytest.raises(ValueError, match="declining random proposals changes the output"):
+        Decoder(None, both, LookupDraftLength(COSTS))
+    with pytest.raises(ValueError, match="it needs a CombinedProposer"):
+        Decoder(None, suffix, CombinedDraftLength(COSTS))
 
 
 def test_seeded_choices_do_not_depend_on_timings():
