@@ -277,6 +277,8 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
     own = {"device": chosen["device"], "property": list(chosen["properties"].items())}
     if "scheduler" in args:
         own["scheduler"] = list(chosen.get("scheduler", {}).items())
+    if draft and "suffix_decoding" in args:
+        own["suffix_decoding"] = "max_ngram_size" in chosen
     if draft:
         own["draft_device"] = chosen["draft_device"]
         own["num_assistant_tokens"] = chosen["assistant_confidence_threshold"] or chosen["num_assistant_tokens"]

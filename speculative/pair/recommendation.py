@@ -11,9 +11,9 @@ Written by scripts/tune.py, read by the samples with --recommended. The file hol
 - `best`: the fastest of `settings`: "alone" (the main model), "suffix" (suffix decoding), "genai" (its pipeline),
   "native" (this project's engine). "alone" is GenAI's pipeline, which the samples use, even if `sentences` names a
   faster method. Each has `device`, `properties`, `throughput`, `speedup` and `speedup_range` over the main model alone
-  with its defaults; suffix decoding `max_ngram_size`; those with a worthwhile draft also `draft_device`,
-  `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none), `scheduler` (of
-  GenAI's SchedulerConfig);
+  with its defaults; suffix decoding, also beside a draft, `max_ngram_size`; those with a worthwhile draft also
+  `draft_device`, `draft_properties`, `num_assistant_tokens` (0: adaptive), `assistant_confidence_threshold` (0: none),
+  `scheduler` (of GenAI's SchedulerConfig);
 - `main`, `draft`: the folder's name and the fingerprint of its weights; `draft` is null if none was given;
 - `measured_on`: versions and devices.
 """

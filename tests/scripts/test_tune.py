@@ -29,7 +29,7 @@ from speculative.bench.cluster.ray_nodes import Machine
 from speculative.bench.cluster.worker_process import WorkerProcess
 from speculative.bench.devices.matrix import Device
 from speculative.bench.genai import Run
-from speculative.bench.methods import ADAPTIVE_LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES
 from speculative.bench.quality import Quality, ReferenceText
 from speculative.bench.result import Recommendation, TuneResult
 from speculative.bench.tuning import exhaustive
@@ -284,7 +284,7 @@ def made_up(choosing, remeasured=None, gained=4, drafts=(DRAFT,)):
         for (engine, k, *more), throughputs in found.items():
             properties, scheduler = (*more, (), ())[:2]
             models = tuning.default.with_properties(properties)
-            setting = Setting(models, engine, DRAFT if isinstance(k, int) and k else None, k, scheduler)
+            setting = Setting(models, engine, None if k in (0, ADAPTIVE_LOOKUP) else DRAFT, k, scheduler)
             method = contest.methods[setting] = Finals(tuning).method(setting)
             proposed = k if isinstance(k, int) else 4
             method.rounds += [[made_up_run(throughput, proposed, gained if k else 1)] for throughput in throughputs]
@@ -429,6 +429,20 @@ def test_the_lines_of_python_of_our_engine_alone_decode():
     assert any("samples/greedy_causal_lm.py" in line and "with explicit options" in line for line in verdict.sentences)
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
     assert "draft" not in program
+    assert_decodes(program)
+
+
+def test_a_draft_with_suffix_decoding_is_recommended_where_it_is_faster():
+    both = (NATIVE, TWO_SOURCES)
+    figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [24, 24], OURS: [25, 25], both: [33, 33]}
+    verdict = tune_verdict.judge(made_up(figures, figures))
+    assert verdict.as_dict()["use_draft"] and verdict.choice.is_combined
+    assert verdict.settings[NATIVE]["max_ngram_size"] == 16
+    assert any(
+        line.startswith("or, with explicit") and line.endswith("--suffix-decoding") for line in verdict.sentences
+    )
+    program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
+    assert "max_ngram_size=16" in program and str(DRAFT) in program
     assert_decodes(program)
 
 
@@ -792,6 +806,19 @@ def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_m
     settings[SUFFIX_KEY] = {"device": "CPU", "properties": {"KV_CACHE_PRECISION": "f32"}, "max_ngram_size": 16}
     recommended.write()
     assert serving_arguments.parse("").pair.main.properties == {"KV_CACHE_PRECISION": "f32"}
+
+
+@pytest.mark.parametrize("with_suffix_decoding", [True, False])
+def test_a_recommendation_may_be_a_draft_with_suffix_decoding(run_here, recommended, monkeypatch, with_suffix_decoding):
+    chosen = recommended.content["settings"][NATIVE]
+    chosen |= {"num_assistant_tokens": 0, "assistant_confidence_threshold": 0.0}
+    chosen |= {"max_ngram_size": 16} if with_suffix_decoding else {}
+    recommended.write()
+    pair = [str(recommended.main), str(recommended.draft)]
+    done = run_here("samples/speculative_sampling_lm.py", *pair, "a = 1\n" * 20, "--temperature", 0, "--recommended")
+    assert done.returncode == 0 and ("copied from matches" in done.stderr) == with_suffix_decoding
+    monkeypatch.setattr(sys, "argv", ["serve_pair.py", *pair, "--recommended"])
+    assert serving_arguments.parse("").pair.suffix_decoding == with_suffix_decoding
 
 
 def test_weights_have_a_fingerprint_and_engines_a_sample():

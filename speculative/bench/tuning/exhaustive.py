@@ -10,7 +10,7 @@ finalists in rounds interleaved with the choice.
 import statistics
 from functools import partial
 
-from speculative.bench.methods import ADAPTIVE_LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES
 from speculative.bench.result import ExhaustiveCheck
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import THRESHOLDS, LengthStage
@@ -39,7 +39,7 @@ class EverySetting(LengthStage):
         for draft in filter(None, self.session.drafts):
             found += [Setting(models, engine, draft, k) for k in LENGTHS for engine in (GENAI, NATIVE)]
             if self.session.on_one(partial(self.session.measure_costs, models=models, draft=draft)):
-                found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", *THRESHOLDS)]
+                found += [Setting(models, NATIVE, draft, rule) for rule in ("adaptive", TWO_SOURCES, *THRESHOLDS)]
         return found
 
 

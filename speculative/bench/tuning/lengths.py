@@ -4,6 +4,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+from speculative.bench.methods import TWO_SOURCES
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.session import FIRST_TOKENS, LEAST_RUN, LENGTHS_BY, SAMPLE_K, Candidate, Session
 from speculative.bench.tuning.settings import (
@@ -37,6 +38,7 @@ class LengthStage:
             Setting(best_set, GENAI, draft, best),
             Setting(best_set, NATIVE, draft, best),
             Setting(best_set, NATIVE, draft, "adaptive"),
+            Setting(best_set, NATIVE, draft, TWO_SOURCES),
             *self.session.alone(),
         ]
         least = len(found)

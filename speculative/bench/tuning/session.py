@@ -194,7 +194,7 @@ class Session:
 
     def decode(self, bench: TuningClient, setting: Setting, ids: np.ndarray, tokens: int) -> Any:
         """A run, or None if it failed."""
-        adaptive = setting.draft_length == "adaptive"
+        adaptive = bool(setting.draft) and isinstance(setting.draft_length, str)
         known = self.costs.get((setting.models, setting.draft)) if adaptive else None
         return self.tried(bench, setting, "decode", setting, ids, tokens, known)
 

@@ -15,10 +15,11 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
-from speculative.bench.methods import ADAPTIVE_LOOKUP
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES
 from speculative.bench.result import MethodSettings
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting import cost_model
+from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import AdaptiveDraftLength, Costs, DraftLengthPolicy
 from speculative.drafting.proposers import DraftModelProposer, Proposer
@@ -93,12 +94,12 @@ class PropertySet:
 @dataclass(frozen=True)
 class Setting:
     """One decoding method. `draft_length`: 0 is plain decoding, 1 or more K, a fraction a confidence threshold. Without
-    a draft, ADAPTIVE_LOOKUP is suffix decoding."""
+    a draft, ADAPTIVE_LOOKUP is suffix decoding; with one, TWO_SOURCES is both."""
 
     models: PropertySet
     engine: str  # GENAI or NATIVE
     draft: Path | None = None
-    draft_length: int | float | str = 0  # or "adaptive", or ADAPTIVE_LOOKUP
+    draft_length: int | float | str = 0  # or "adaptive", ADAPTIVE_LOOKUP or TWO_SOURCES
     scheduler: Properties = ()
 
     def __str__(self) -> str:
@@ -108,8 +109,13 @@ class Setting:
 
     @property
     def copies(self) -> bool:
-        """Whether draft tokens are copied from the text, by suffix decoding."""
+        """Whether all draft tokens are copied from the text, by suffix decoding."""
         return self.draft_length == ADAPTIVE_LOOKUP
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether draft tokens come from the draft and from suffix decoding."""
+        return self.draft_length == TWO_SOURCES
 
     @property
     def kept_as(self) -> str:
@@ -119,7 +125,8 @@ class Setting:
     @property
     def how_many(self) -> int:
         """Number of properties of main and draft and of scheduler settings, and one for suffix decoding."""
-        return len({*self.models.properties, *self.models.draft_properties}) + len(self.scheduler) + self.copies
+        properties = {*self.models.properties, *self.models.draft_properties}
+        return len(properties) + len(self.scheduler) + (self.copies or self.is_combined)
 
     @property
     def length(self) -> str:
@@ -132,7 +139,7 @@ class Setting:
         alone: MethodSettings = {"device": self.models.device, "properties": dict(self.models.properties)}
         if self.scheduler:
             alone["scheduler"] = dict(self.scheduler)
-        if self.copies:
+        if self.copies or self.is_combined:
             alone["max_ngram_size"] = LONGEST_MATCH
         if not self.draft:
             return alone
@@ -267,13 +274,13 @@ class Models:
             k = setting.draft_length if setting.draft and isinstance(setting.draft_length, int) else None
             return genai.generate(self._pipeline(setting), genai.inputs(ids), new_tokens, k)
         main, draft = self.pair(setting.models, setting.draft)
-        source: Proposer | None = None
+        source: Proposer | None = SuffixProposer(main.vocab_size) if setting.copies else None
         if draft and setting.draft:
             shared = self._shared_tokens(setting.draft, main, draft)
             source = DraftModelProposer(draft, main.vocab_size, Retokenizer(shared) if shared else None)
-        if setting.copies:
-            source = SuffixProposer(main.vocab_size)
-        rule = self._rule(setting, main) if setting.copies or setting.draft_length == "adaptive" else None
+            if setting.is_combined:
+                source = CombinedProposer(SuffixProposer(main.vocab_size), source)
+        rule = self._rule(setting, main) if isinstance(setting.draft_length, str) else None
         config = openvino_genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True)
         if isinstance(setting.draft_length, float):
             config.assistant_confidence_threshold = setting.draft_length
@@ -295,6 +302,10 @@ class Models:
             if setting.copies:
                 known = (costs for (models, _), costs in self.costs.items() if models == setting.models)
                 self._rules[setting] = LookupDraftLength(next(known, None) or cost_model.measure(main, None))
+            elif setting.is_combined:
+                assert setting.draft
+                costs = self.costs[setting.models, setting.draft]
+                self._rules[setting] = CombinedDraftLength(costs, continues_copies=not is_head(setting.draft))
             else:
                 self._rules[setting] = AdaptiveDraftLength(self.costs[setting.models, setting.draft])
         return self._rules[setting]

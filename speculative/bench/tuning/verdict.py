@@ -493,7 +493,9 @@ def _command(tuning: Session, setting: Setting, choice: TuningChoice) -> list[st
         if models.draft_properties != models.properties:
             for name, value in models.draft_properties:
                 options += ["--draft-property", f"{name}={value}"]
-        options += ["-k", "auto" if setting.draft_length == "adaptive" else f"{setting.draft_length:g}"]
+        adaptive = isinstance(setting.draft_length, str)
+        options += ["-k", "auto" if adaptive else f"{setting.draft_length:g}"]
+        options += ["--suffix-decoding"] if setting.is_combined else []
     for name, value in setting.scheduler:
         options += ["--scheduler", f"{name}={value}"]
     beside = recommendation.place(tuning.arguments.main, choice.drafted.setting.draft)
@@ -511,7 +513,7 @@ def _python(main: str, setting: Setting) -> list[str]:
     length = ""
     if isinstance(setting.draft_length, float):
         length = f", assistant_confidence_threshold={setting.draft_length}"
-    elif setting.draft and setting.draft_length != "adaptive":
+    elif setting.draft and not isinstance(setting.draft_length, str):
         length = f", num_assistant_tokens={setting.draft_length}"
     config = f"GenerationConfig(max_new_tokens=100{length})"
     if setting.engine == NATIVE:
@@ -519,7 +521,7 @@ def _python(main: str, setting: Setting) -> list[str]:
         if setting.draft:
             own = dict(models.draft_properties)
             given.append(f"ModelSpec({str(setting.draft)!r}, {models.draft_device!r}, {own})")
-        if setting.copies:
+        if setting.copies or setting.is_combined:
             given.append(f"max_ngram_size={LONGEST_MATCH}")
         return [
             "from openvino_genai import GenerationConfig",
