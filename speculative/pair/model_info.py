@@ -191,7 +191,7 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
     if standalone and (kind := hidden_state_draft(folder)):
         raise UnusableFolder(
             f"{folder} is made for {kind}: it drafts from the main model's hidden states and is not a standalone "
-            "model; use a standalone language model as draft"
+            "model; use a language model that decodes alone as main model, and this one as its draft"
         )
     _require_part(folder, "model")
     if not is_head(folder):  # which is exported without a tokenizer
