@@ -31,7 +31,7 @@ from speculative.decoder import Prompt, check_ngram_size, encode
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
-from speculative.drafting.combined import TRUSTED, CombinedEstimate, CombinedProposer, Estimate
+from speculative.drafting.combined import CombinedEstimate, CombinedProposer, Estimate
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
@@ -75,10 +75,11 @@ class Request:
         self.draft_slot: Slot | None = None  # in the draft model's
         self.proposer: Proposer | None = None
         self.of_model: DraftModelProposer | None = None  # the proposer, or the part of it that uses the draft model
-        self.suffix: SuffixProposer | None = None  # likewise, suffix decoding
+        self.suffix: SuffixProposer | None = None  # to remember its answer with
         self.looked_up = -1  # draft tokens after which a match was looked for last
         self.confidence: Confidence | None = None  # in the last draft token
-        self.foreseen: Proposal | None = None  # the next draft token if it is a copy: not random, so may be declined
+        self.foreseen: Proposal | None = None  # the token that may be copied next: not random, so may be declined
+        self.copied = False  # has copied a token in this iteration, although there is a draft model
         self.idle = False  # has finished drafting in this iteration
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
@@ -92,7 +93,12 @@ class Request:
     @property
     def follows_batch(self) -> bool:
         """Whether the batch's policy decides its draft length."""
-        return isinstance(self.policy, (AcceptanceEstimate, CombinedEstimate))
+        return isinstance(self.policy, Estimate)
+
+    @property
+    def copy(self) -> Proposal | None:
+        """The next draft token if it is a copy."""
+        return None if isinstance(self.policy, CombinedEstimate) and not self.policy.copies else self.foreseen
 
 
 class RequestOutput(NamedTuple):
@@ -169,9 +175,10 @@ class BatchDecoder:
         salt: bytes = b"",
     ) -> Request:
         """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
-        As the same seed must give the same text, a seeded sampled request ignores `draft_length` and has the draft
-        model propose `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs carry the text
-        piece by piece. The request shares cached blocks and past answers only with requests that have the same `salt`.
+        As the same seed must give the same text, a seeded sampled request with a draft model ignores `draft_length` and
+        past answers, and drafts `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs
+        carry the text piece by piece. The request shares cached blocks and past answers only with requests that have
+        the same `salt`.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.
@@ -201,8 +208,6 @@ class BatchDecoder:
                 if self.suffix:  # past answers would make seeded text depend on other requests
                     seeded = params.do_sample and params.seed is not None
                     request.proposer = CombinedProposer(self.suffix.of_request(salt, past=not seeded), model)
-                    if isinstance(request.policy, CombinedEstimate):
-                        request.policy.continues_copies = request.proposer.continues_copies
             self._came.append(request)
         return request
 
@@ -250,7 +255,7 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if request in steps and isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate)):
+            if request in steps and isinstance(request.policy, Estimate):
                 step = steps[request]
                 if isinstance(request.policy, CombinedEstimate):
                     request.policy.see(step.tokens)
@@ -280,10 +285,11 @@ class BatchDecoder:
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.foreseen, request.idle, request.looked_up = None, None, False, -1
-            if isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate)):
+            request.copied = False
+            if isinstance(request.policy, Estimate):
                 request.policy.begin()
         drafting = [request.policy for request in running if request.sequence.can_draft]
-        followers = [policy for policy in drafting if isinstance(policy, (AcceptanceEstimate, CombinedEstimate))]
+        followers = [policy for policy in drafting if isinstance(policy, Estimate)]
         self.draft_length.begin(followers, len(running))
         while True:
             begin = time.perf_counter()
@@ -293,12 +299,12 @@ class BatchDecoder:
             looked_up = time.perf_counter() - begin
             if not (chosen := self._choose(running, read)):
                 break
-            begin = time.perf_counter() - looked_up
-            computed = self._read(self.draft, [one for one in chosen if not one.foreseen]) if self.draft else 0
+            begin = time.perf_counter()
+            computed = self._read(self.draft, [one for one in chosen if not one.copy]) if self.draft else 0
             for request in chosen:
                 if not request.idle:
                     self._try(request, self._propose, request)
-            self.draft_length.update_draft(computed, time.perf_counter() - begin)
+            self.draft_length.update_draft(computed, time.perf_counter() - begin, looked_up)
 
     def _choose(self, running: list[Request], read: int) -> list[Request]:
         """The requests that draft another token."""
@@ -309,7 +315,7 @@ class BatchDecoder:
             policy, drafted = request.policy, request.sequence.drafted
             if not request.sequence.can_draft or request.idle or request.error:
                 continue
-            if isinstance(policy, (AcceptanceEstimate, CombinedEstimate)):
+            if isinstance(policy, Estimate):
                 if drafted < LONGEST:
                     others.append(request)
                     histories.append(policy)
@@ -318,7 +324,7 @@ class BatchDecoder:
             else:  # ask only once: the confidence is overwritten by the next forward pass
                 request.idle = True
         tokens = read + sum(request.sequence.num_logits for request in running)
-        places = self.draft_length.choose(histories, tokens, len(own))
+        places = self.draft_length.choose(histories, tokens, sum(not request.copy for request in own), bool(own))
         return own + [others[i] for i in places]
 
     @staticmethod
@@ -352,14 +358,14 @@ class BatchDecoder:
         request.looked_up = text.drafted
         asked = text.token_ids, text.distribution, text.random
         if isinstance(source, CombinedProposer):
-            match = source.match(*asked)
+            match, can_use_model = source.match(*asked), source.can_use_model(text.token_ids, request.copied)
             if isinstance(policy, CombinedEstimate):
-                policy.foresee(match, self.draft_length.step_worth)
-                copies = policy.copies
-                request.idle = not copies and not policy.can_use_model
+                request.foreseen = match
+                policy.foresee(match, can_use_model)
+                policy.copies = policy.prefers_copy(self.draft_length.step_worth)
             else:
-                copies = match is not None and match.confidence() >= TRUSTED
-            request.foreseen = match if copies else None
+                request.foreseen = match if source.is_trusted(match) else None
+            request.idle = not request.foreseen and not can_use_model
         elif source and isinstance(policy, AcceptanceEstimate):
             request.foreseen = source.propose(*asked)
             request.idle = request.foreseen is None
@@ -369,13 +375,13 @@ class BatchDecoder:
     def _propose(self, request: Request) -> None:
         text = request.sequence
         source = request.of_model or request.proposer
-        proposal = copy = request.foreseen
+        proposal = copy = request.copy
         if source and not proposal:
             proposal = source.propose(text.token_ids, text.distribution, text.random)
         if proposal is None:
             request.idle = True
             return
-        request.foreseen = None
+        request.foreseen, request.copied = None, request.copied or copy is not None
         text.draft(proposal)
         request.confidence = proposal.confidence
         if isinstance(request.policy, CombinedEstimate):
@@ -400,11 +406,7 @@ class BatchDecoder:
 
     def _finish(self, request: Request) -> str:
         if request.proposer:
-            policy = (
-                self.draft_length
-                if isinstance(request.policy, (AcceptanceEstimate, CombinedEstimate))
-                else request.policy
-            )
+            policy = self.draft_length if isinstance(request.policy, Estimate) else request.policy
             request.result.draft_length = policy.describe()
         else:
             request.result.draft_length = "no draft"

@@ -64,8 +64,12 @@ class Decoder:
         """Without `draft`, decoding is plain. `draft_length` applies when a call's GenerationConfig sets no draft
         length; it defaults to a fixed 5. Without `tokenizer`, prompts are token ids and results have no text.
         `stop_token_ids` apply when a GenerationConfig sets none."""
-        if isinstance(draft_length, CombinedDraftLength) and not isinstance(draft, CombinedProposer):
-            raise ValueError("CombinedDraftLength chooses between two sources: it needs a CombinedProposer as draft")
+        if isinstance(draft_length, AdaptiveDraftLength) and (
+            isinstance(draft_length, CombinedDraftLength) != isinstance(draft, CombinedProposer) and draft is not None
+        ):
+            raise ValueError(
+                "CombinedDraftLength is the adaptive draft length of a CombinedProposer, and of no other draft"
+            )
         if isinstance(draft_length, LookupDraftLength) and isinstance(draft, (DraftModelProposer, CombinedProposer)):
             raise ValueError("LookupDraftLength is for prompt lookup: declining random proposals changes the output")
         self.main = main
@@ -187,8 +191,8 @@ class Decoder:
 
     def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> int | None:
         """Draft tokens until `policy` stops. Returns the token that it declined to draft, None if it saw none."""
-        if isinstance(policy, CombinedDraftLength):
-            self._draft_combined(text, policy)
+        if isinstance(self.draft, CombinedProposer):
+            self._draft_combined(text, policy, self.draft)
             return None
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
         while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
@@ -201,20 +205,31 @@ class Decoder:
             text.draft(proposal)
         return None
 
-    def _draft_combined(self, text: Sequence, policy: CombinedDraftLength) -> None:
-        """Draft tokens until `policy` stops, each from the source that it chooses."""
-        assert isinstance(self.draft, CombinedProposer)
+    @staticmethod
+    def _draft_combined(text: Sequence, policy: DraftLengthPolicy, draft: CombinedProposer) -> None:
+        """Draft tokens until `policy` stops, each from the better source, or copied from a trusted match."""
+        chooses = policy if isinstance(policy, CombinedDraftLength) else None
+        confidence, copied = None, False
+        if chooses:
+            chooses.begin()
         while text.can_draft:
             asked = text.token_ids, text.distribution, text.random
-            match = self.draft.match(*asked)
-            copies = policy.copies_next(text.drafted, match)
+            match, can_use_model = draft.match(*asked), draft.can_use_model(text.token_ids, copied)
+            copies: bool | None = None
+            if chooses:
+                copies = chooses.copies_next(match, can_use_model)
+            elif policy.should_draft(text.drafted, confidence) and (can_use_model or draft.is_trusted(match)):
+                copies = draft.is_trusted(match)
             if copies is None:
                 break
-            proposal = match if copies else self.draft.draft_model.propose(*asked)
+            begin = time.perf_counter()
+            proposal = match if copies else draft.draft_model.propose(*asked)
             if proposal is None:
                 break
-            policy.draft(proposal, copies)
+            if chooses:
+                chooses.draft(proposal, copies, time.perf_counter() - begin)
             text.draft(proposal)
+            confidence, copied = proposal.confidence, copied or copies
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
@@ -291,7 +306,7 @@ def load(
             policy = AdaptiveDraftLength(measured)
             if suffix:
                 source = CombinedProposer(suffix, source)
-                policy = CombinedDraftLength(measured, source.continues_copies)
+                policy = CombinedDraftLength(measured)
         else:
             source, policy = suffix, LookupDraftLength(measured)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))

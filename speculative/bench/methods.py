@@ -99,7 +99,7 @@ def our_method(
         and isinstance(policy, AdaptiveDraftLength)
     ):
         source = CombinedProposer(SuffixProposer(engine.main.vocab_size), source)
-        policy = CombinedDraftLength(policy.costs, source.continues_copies)
+        policy = CombinedDraftLength(policy.costs)
     elif isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
         lookup = str(draft_length).startswith("lookup")
         source = SuffixProposer(engine.main.vocab_size) if lookup else source

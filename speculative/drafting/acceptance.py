@@ -106,10 +106,6 @@ class AcceptanceEstimate:
         """The probability that the next draft token is accepted: by its confidence, if that is known."""
         return self.mean() if self._next is None else self._of_bin(self._next)
 
-    def ahead(self, longest: int) -> np.ndarray:
-        """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted, float64 [longest]."""
-        return self.mean() ** np.arange(1, longest + 1)
-
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * self.BINS), self.BINS - 1)
 
@@ -120,53 +116,6 @@ class AcceptanceEstimate:
     def describe(self) -> str:
         """The measured acceptance, in a few words."""
         return describe_acceptance(self.judged, self.accepted)
-
-
-class MatchEstimate(AcceptanceEstimate):
-    """Learns the acceptance probability of tokens copied from a match, whether they were copied or not.
-
-    The confidence in such a token is an acceptance measured elsewhere (`suffix.MATCH_ACCEPTANCE`), so it is the prior.
-    If the matches of this text are right less often, the prior of lengths that were not seen yet falls, too.
-    """
-
-    _pool: "MatchEstimate | None"
-    LONG = 6  # bin of a token after a long match, but not the longest
-    HOPE = 2.0  # weight of the prior as a whole, in accepted tokens
-    CONFIDENCE = (np.arange(AcceptanceEstimate.BINS) + 0.5) / AcceptanceEstimate.BINS  # of each bin
-
-    def __init__(self, pool: "MatchEstimate | None" = None):
-        super().__init__(pool=pool)
-        self._hoped = self._right = self.HOPE
-
-    def see(self, confidence: float, was_right: bool) -> None:
-        """Record whether a token that was not copied was right."""
-        for estimate in (self, self._pool) if self._pool else (self,):
-            estimate._count(self._bin(confidence), was_right)
-
-    def of(self, confidence: float) -> float:
-        """The acceptance probability of a token copied with this `confidence`."""
-        return self._of_bin(self._bin(confidence))
-
-    def ahead_of(self, confidence: float, longest: int) -> np.ndarray:
-        """Like `ahead`, with this `confidence` in the next token; the matches of those after it are longer."""
-        first = self._bin(confidence)
-        bins = np.minimum(first + np.arange(longest), max(first, self.LONG))
-        return self._of_bins()[bins].cumprod()
-
-    def _count(self, bin_: int, was_accepted: bool) -> None:
-        prior = self._pool._of_bin(bin_) if self._pool else float(self.CONFIDENCE[bin_])
-        self._hoped = (self._hoped - self.HOPE) * self.FADE + prior + self.HOPE
-        self._right = (self._right - self.HOPE) * self.FADE + was_accepted + self.HOPE
-        super()._count(bin_, was_accepted)
-
-    def _of_bins(self) -> np.ndarray:
-        """The acceptance probability by bin, float64 [BINS]."""
-        prior = self._pool._of_bins() if self._pool else self.CONFIDENCE
-        prior = prior * min(self._right / self._hoped, 1.0)
-        return (self._accepted + self.PRIOR * prior) / (self._judged + self.PRIOR)
-
-    def _of_bin(self, bin_: int) -> float:
-        return float(self._of_bins()[bin_])
 
 
 def describe_acceptance(judged: int, accepted: int) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speculative.drafting.acceptance import AcceptanceEstimate, MatchEstimate
+from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
+from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 
 
@@ -41,7 +42,6 @@ class BatchDraftLength:
         self.draft_further = draft_further
         self._all = AcceptanceEstimate()
         self._matches = MatchEstimate()  # likewise for copied tokens, beside a draft model
-        self.step_worth = 0.0  # what a forward pass of the draft model takes, in tokens of a request, in this iteration
         self._rate = 0.0  # tokens per second to beat, in this iteration
         self._alike = 0.0  # best rate of drafting for all requests alike
         self._tokens = self._usual = 0.0  # recent tokens; and those of drafting for all alike in the same time
@@ -77,14 +77,20 @@ class BatchDraftLength:
         rates = gained / (self.main(texts + n * K) + drafting)
         self._alike = float(rates.max())
         self._rate = self._alike * max(1.0, self._tokens / self._usual if self._usual else 1.0)
-        self.step_worth = self._rate * self.draft(n) / n if n else 0.0
 
-    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
+    @property
+    def step_worth(self) -> float:
+        """What the next forward pass of the draft model takes, in tokens of each request that is in it."""
+        curve = self.draft_further if self._computed else self.draft
+        return self._rate * curve(self._texts) / max(self._texts, 1)
+
+    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
         """The indices of the `estimates` to draft another token for.
 
-        The main model's next forward pass already has `tokens` tokens; `anyway` requests draft a token in any case.
+        The main model's next forward pass already has `tokens` tokens; `anyway` requests use the draft model in any
+        case. `forced`: some of the requests with their own policy draft, by copying or by the draft model.
         """
-        self._forced = self._forced or anyway > 0
+        self._forced = self._forced or forced or anyway > 0
         if not self._without:
             self._without = self._without_draft(tokens)
         if not estimates or (self._is_to_compare() and not self._drafted):
@@ -101,21 +107,26 @@ class BatchDraftLength:
         first = not any(estimate.drafted for estimate in estimates)
         due = [i for i, estimate in enumerate(estimates) if first and estimate.is_due and i not in chosen]
         if due:  # probe requests whose acceptance is believed to be poor, unless the batch is too full for any draft
-            hoped = np.maximum(acceptance[due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
+            for i in due:
+                estimates[i].copies = False  # the draft model is probed
+            hoped = np.maximum([estimates[i].next() for i in due], AcceptanceEstimate.PRIOR_ACCEPTANCE)
             others = anyway + int(models[chosen].sum())
-            more = self._worth(survival[due], hoped, models[due], tokens + len(chosen), others)
+            more = self._worth(survival[due], hoped, np.ones(len(due), bool), tokens + len(chosen), others)
             chosen += [due[i] for i in more]
         if first and not chosen and not anyway and self._plain >= self.UNASKED:
-            return [min(range(len(estimates)), key=lambda i: estimates[i].plain)]  # the fewest tokens to catch up
+            asked = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
+            estimates[asked].copies = False
+            return [asked]
         return chosen
 
-    def update_draft(self, tokens: int, seconds: float) -> None:
-        """Record a drafting round that computed `tokens` tokens in `seconds`."""
+    def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
+        """Record a drafting round that computed `tokens` tokens in `seconds`, after looking for matches in `looked_up`
+        seconds."""
         curve = self.draft_further if self._computed else self.draft
         expected = curve(tokens)
         self._alone = None if self._computed or not expected else (tokens, seconds / expected)
         self._drafted, self._computed = True, self._computed or tokens > 0
-        self._drafting += seconds
+        self._drafting += seconds + looked_up
         self._seconds += expected
         curve.update(tokens, seconds)
 

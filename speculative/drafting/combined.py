@@ -1,16 +1,18 @@
 """Two sources of draft tokens at once: suffix decoding and a draft model, each of which continues the other's draft.
 
 A token copied from a match costs nothing to draft, but there is not always a match, and short ones are often wrong. So
-every draft token has the source that is worth more, by learned acceptance and measured costs. That choice is made
-before the draft model samples, from the tokens so far; it depends on the past only, and the output stays lossless.
+every draft token comes from the source that is worth more, by learned acceptance and measured costs. That choice is
+made before the draft model samples, from the tokens so far; it depends on the past only, and the output stays lossless.
 """
 
 from typing import TypeAlias
 
 import numpy as np
 
-from speculative.drafting.acceptance import AcceptanceEstimate, MatchEstimate
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.lookup_policy import LookupDraftLength
+from speculative.drafting.match_estimate import MatchEstimate
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.eagle3_batch import HeadSlot
@@ -21,7 +23,7 @@ TRUSTED = 0.7  # confidence from which a token is copied, if the draft length do
 
 
 class CombinedProposer:
-    """Suffix decoding and a draft model. By itself it copies a token if the confidence in it is at least `TRUSTED`."""
+    """Suffix decoding and a draft model."""
 
     def __init__(self, suffix: SuffixProposer, model: DraftModelProposer):
         self.suffix = suffix
@@ -34,18 +36,27 @@ class CombinedProposer:
 
     @property
     def continues_copies(self) -> bool:
-        """Whether the draft model drafts after copied tokens. An EAGLE-3 head would need a forward pass for each."""
-        return not isinstance(self.draft_model.model, (EagleHead, HeadSlot))
+        """Whether the draft model drafts after copied tokens of the same draft. An EAGLE-3 head would need a forward
+        pass for each, a draft with another tokenizer would encode the text again if they are rejected."""
+        is_head = isinstance(self.draft_model.model, (EagleHead, HeadSlot))
+        return not is_head and not self.draft_model.retokenizer
+
+    def can_use_model(self, tokens: np.ndarray, copied: bool) -> bool:
+        """Whether the draft model can propose the token after `tokens` (int64 [n]), some of which are `copied`."""
+        return (not copied or self.continues_copies) and self.draft_model.draft_ids(tokens) is not None
 
     def match(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         """The token to copy after `tokens` (int64 [n]), None without a match. It depends on `tokens` only."""
         return self.suffix.propose(tokens, transform, random)
 
+    @staticmethod
+    def is_trusted(match: Proposal | None) -> bool:
+        """Whether to copy a token, if the draft length does not depend on acceptance and costs."""
+        return match is not None and match.confidence() >= TRUSTED
+
     def propose(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         match = self.match(tokens, transform, random)
-        if match and match.confidence() >= TRUSTED:
-            return match
-        return self.draft_model.propose(tokens, transform, random)
+        return match if self.is_trusted(match) else self.draft_model.propose(tokens, transform, random)
 
     def reset(self) -> None:
         self.suffix.reset()
@@ -55,10 +66,10 @@ class CombinedProposer:
 class CombinedEstimate:
     """Acceptance of the draft tokens of both sources; to draft-length policies it is an `AcceptanceEstimate`."""
 
-    def __init__(self, draft: AcceptanceEstimate, matches: MatchEstimate, continues_copies: bool = True):
+    def __init__(self, draft: AcceptanceEstimate, matches: MatchEstimate):
         self.of_draft = draft
         self.of_matches = matches
-        self.continues_copies = continues_copies
+        self._recent = np.array([draft.mean(), 1.0]) * draft.PRIOR  # draft tokens accepted and judged, with decay
         self.judged = self.accepted = 0  # draft tokens up to the first rejected one of each iteration
         self.begin()
 
@@ -68,13 +79,19 @@ class CombinedEstimate:
         self.of_matches.begin()
         self.copied: list[bool] = []  # whether each draft token is a copy
         self.match: Proposal | None = None  # the token that may be copied next
-        self.copies = False  # whether it is to be
+        self.can_use_model = True  # for the next token
+        self.copies = False  # whether the next token is to be copied
         self._declined: list[tuple[int, Proposal]] = []  # tokens that were not copied, with their places in the draft
 
     @property
     def drafted(self) -> int:
         """Draft tokens in this iteration."""
         return len(self.copied)
+
+    @property
+    def steps(self) -> int:
+        """Forward passes of the draft model in this iteration."""
+        return self.copied.count(False)
 
     @property
     def survival(self) -> float:
@@ -84,24 +101,24 @@ class CombinedEstimate:
     @property
     def is_due(self) -> bool:
         """Whether a probe of the draft model is due."""
-        return self.of_draft.is_due
+        return self.can_use_model and self.of_draft.is_due
 
     @property
     def plain(self) -> int:
-        """Consecutive iterations without a token of the draft model."""
+        """Consecutive iterations in which no token of the draft model was judged."""
         return self.of_draft.plain
 
-    @property
-    def can_use_model(self) -> bool:
-        """Whether the draft model may propose the next token."""
-        return self.continues_copies or not any(self.copied)
+    def foresee(self, match: Proposal | None, can_use_model: bool) -> None:
+        """Record what may be drafted next: the token of `match`, one of the draft model, or either."""
+        self.match, self.can_use_model = match, can_use_model
 
-    def foresee(self, match: Proposal | None, step_worth: float = 0.0) -> None:
-        """Record the token that may be copied next. It `copies` if that is worth more than a token of the draft model,
-        which costs as much time as `step_worth` tokens."""
-        self.match = match
-        of_model = self.of_draft.mean() - step_worth if self.can_use_model else 0.0
-        self.copies = match is not None and self.of_matches.of(match.confidence()) >= of_model
+    def prefers_copy(self, step_worth: float, further: float = 0.0) -> bool:
+        """Whether the match is worth more than the draft model's token, whose forward pass costs as much time as
+        `step_worth` tokens. `further` tokens are expected after an accepted one, from either source."""
+        if not self.match or not self.can_use_model:
+            return self.match is not None
+        less = self.of_draft.mean() - self.of_matches.of(self.match.confidence())
+        return less * (self.survival + further) <= step_worth
 
     def draft(self, proposal: Proposal, copied: bool) -> None:
         """Record a draft token and its source."""
@@ -124,6 +141,8 @@ class CombinedEstimate:
         for estimate, copies in ((self.of_draft, False), (self.of_matches, True)):
             places = [place for place in range(judged) if self.copied[place] == copies]
             estimate.update(len(places), sum(place < accepted for place in places))
+        for place in range(judged):
+            self._recent = self._recent * self.of_draft.FADE + (place < accepted, 1.0)
         self.judged += judged
         self.accepted += accepted
 
@@ -131,13 +150,21 @@ class CombinedEstimate:
         """The probability that the next token of the draft model is accepted."""
         return self.of_draft.mean()
 
+    def ahead(self, longest: int) -> np.ndarray:
+        """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted if the first one is the draft
+        model's and the others come from either source, float64 [longest]."""
+        either = self._recent[0] / self._recent[1]
+        return self.of_draft.mean() * either ** np.arange(longest)
+
     def next(self) -> float:
         """The probability that the next draft token is accepted."""
         return self.of_matches.of(self.match.confidence()) if self.match and self.copies else self.mean()
 
     def describe(self) -> str:
         """The measured acceptance of each source, in a few words."""
-        return f"draft model: {self.of_draft.describe()}; copies: {self.of_matches.describe()}"
+        of_draft = f"draft model: {self.of_draft.describe()}" if self.of_draft.judged else "draft model: not used yet"
+        of_matches = f"copies: {self.of_matches.describe()}" if self.of_matches.judged else "copies: none yet"
+        return f"{of_draft}; {of_matches}"
 
 
 Estimate: TypeAlias = AcceptanceEstimate | CombinedEstimate
@@ -146,80 +173,94 @@ Estimate: TypeAlias = AcceptanceEstimate | CombinedEstimate
 class CombinedDraftLength(AdaptiveDraftLength):
     """Chooses the source of each draft token, and stops when neither is worth its cost.
 
-    With the tokens per second so far as the price of time, a source is worth, for the best number n of tokens,
+    A source is worth its cost if, for some number n of tokens,
 
-        survival x (p1 + p1 p2 + ... + p1 ... pn)  -  tokens per second x seconds to draft and verify n tokens
+        survival x (p1 + p1 p2 + ... + p1 ... pn)  >  tokens per second x seconds to draft and verify n tokens
 
-    where copies take no time to draft. The rest is as in `AdaptiveDraftLength`: probes, and a bound on the loss.
+    where copies take no time to draft, but must be worth MARGIN times their cost. If both are, it is copied unless
+
+        (p of the draft model - p of the copy) x (survival + further tokens)  >  tokens per second x seconds of its step
+
+    as whatever follows an accepted token follows from either source. The rest is as in `AdaptiveDraftLength`: probes of
+    the draft model, and a bound on the loss.
     """
 
-    MARGIN = 1.3  # copies must be worth more than their cost by this factor
+    MARGIN = LookupDraftLength.MARGIN
     _acceptance: CombinedEstimate  # type: ignore[assignment]
 
-    def __init__(self, costs: Costs, continues_copies: bool = True):
-        self._continues_copies = continues_copies
+    def __init__(self, costs: Costs):
         super().__init__(costs)
 
     def reset(self, repeatable: bool = False) -> None:
         super().reset(repeatable)
         of_draft = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
-        self._acceptance = CombinedEstimate(of_draft, MatchEstimate(), self._continues_copies)
-
-    def copies_next(self, drafted: int, match: Proposal | None) -> bool | None:
-        """Whether to copy the token of `match` after `drafted` draft tokens, or ask the draft model (False). None: stop
-        drafting."""
-        estimate = self._acceptance
-        if not drafted:
-            estimate.begin()
-            self._gains = np.cumsum(estimate.of_draft.ahead(LONGEST))
-        estimate.foresee(match)
-        if drafted >= LONGEST:
-            return None
-        if not drafted and (self._budget.left(self._plain_cost()) <= 0 or self._is_to_compare()):
-            return None
-        sources = [copies for copies in (True, False) if (match if copies else estimate.can_use_model)]
-        plans = {copies: self._plan(copies, drafted) for copies in sources}
-        rate = self._rate(drafted)
-        worth = [copies for copies, (tokens, seconds) in plans.items() if (tokens > rate * seconds).any()]
-        if match and len(worth) == 2:
-            steps, rate = self._draft_steps(drafted), self._rate(1)
-            further = max(float((tokens - rate * seconds).max()) for tokens, seconds in plans.values())
-            step = rate * float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
-            less = estimate.of_draft.mean() - estimate.of_matches.of(match.confidence())
-            return less * (estimate.survival + max(further, 0.0)) < step
-        if worth:
-            return worth[0]
-        return False if not drafted and estimate.is_due else None
+        self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
+        self._model_seconds = 0.0  # spent by the draft model in this iteration
 
     @property
     def estimate(self) -> CombinedEstimate:
         """What is known about the acceptance of both sources."""
         return self._acceptance
 
-    def draft(self, proposal: Proposal, copied: bool) -> None:
-        """Record a draft token and its source."""
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._acceptance.begin()
+        self._model_seconds = 0.0
+        self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
+
+    def copies_next(self, match: Proposal | None, can_use_model: bool = True) -> bool | None:
+        """Whether to copy the token of `match` next, or ask the draft model (False). None: stop drafting."""
+        estimate = self._acceptance
+        estimate.foresee(match, can_use_model)
+        drafted = estimate.drafted
+        if drafted >= LONGEST:
+            return None
+        if not drafted and (self._budget.left(self._plain_cost()) <= 0 or self._is_to_compare()):
+            return None
+        sources = [copies for copies in (True, False) if (match if copies else can_use_model)]
+        plans = {copies: self._plan(copies) for copies in sources}
+        to_beat = self._rate(drafted)
+        worth = [copies for copies, (tokens, seconds) in plans.items() if (tokens > to_beat * seconds).any()]
+        if len(worth) == 2:
+            rate = self._rate(1)  # the recent one
+            further = max(float((tokens - rate * seconds).max()) for tokens, seconds in plans.values())
+            step = float(self._drafting.seconds[estimate.steps + 1] - self._drafting.seconds[estimate.steps])
+            return estimate.prefers_copy(rate * step, max(further, 0.0))
+        if worth:
+            return worth[0]
+        return False if not drafted and estimate.is_due else None
+
+    def draft(self, proposal: Proposal, copied: bool, seconds: float = 0.0) -> None:
+        """Record a draft token and its source; a token of the draft model took `seconds`."""
         self._acceptance.draft(proposal, copied)
+        self._model_seconds += 0.0 if copied else seconds
 
     def see(self, tokens: list[int]) -> None:
         """Record, before `update`, the iteration's tokens."""
         self._acceptance.see(tokens)
 
-    def _plan(self, copies: bool, drafted: int) -> tuple[np.ndarray, np.ndarray]:
-        """The expected tokens and seconds of drafting 1, 2, ... more tokens from a source, float64 [LONGEST - drafted]
-        each."""
-        left, match = LONGEST - drafted, self._acceptance.match
-        seconds = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
+    def _plan(self, copies: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The expected tokens and seconds of drafting 1, 2, ... more tokens, the next from this source: float64
+        [LONGEST - drafted] each."""
+        estimate, steps = self._acceptance, self._acceptance.steps
+        left = LONGEST - estimate.drafted
+        seconds = self._verify.seconds[estimate.drafted + 2 :] - self._verify.seconds[estimate.drafted + 1]
         if copies:
-            assert match
-            gains = self._acceptance.of_matches.ahead_of(match.confidence(), left).cumsum() / self.MARGIN
+            assert estimate.match
+            gains = estimate.of_matches.ahead_of(estimate.match.confidence(), left).cumsum() / self.MARGIN
         else:
-            steps = self._draft_steps(drafted)
             seconds = seconds + self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
             gains = self._gains[:left]
-        return self._acceptance.survival * gains, seconds
+        return estimate.survival * gains, seconds
 
-    def _draft_steps(self, drafted: int) -> int:
-        return self._acceptance.copied.count(False)
+    def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
+        return self._acceptance.steps, self._model_seconds
 
     def describe(self) -> str:
-        return f"{super().describe()}; {self._acceptance.of_matches.describe()} copied from matches"
+        one = self._plain_cost()
+        estimate = self._acceptance
+        outcome = describe_outcome(estimate.judged, estimate.accepted, self._iterations, self._all_seconds, one)
+        return (
+            f"draft model and suffix decoding: {outcome}; {estimate.describe()}; a draft step takes "
+            f"{self._drafting.seconds[1] * 1000:.2f} ms, the main model {one * 1000:.1f} ms for one token"
+        )

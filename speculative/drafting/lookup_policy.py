@@ -4,7 +4,7 @@ import numpy as np
 
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.policy import LONGEST, Confidence, Costs, describe_outcome
-from speculative.drafting.suffix import DIVIDED_ACCEPTANCE, MATCH_ACCEPTANCE
+from speculative.drafting.suffix import LEVELS
 
 
 class LookupDraftLength:
@@ -28,7 +28,6 @@ class LookupDraftLength:
     repeats nothing is decoded plainly, almost from its start, however wrong the estimates are.
     """
 
-    LEVELS = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])  # bins of the confidence: lower ends, also the priors
     PRIOR = 8.0  # weight of a prior, in draft tokens
     FADE = 0.99  # decay of recent tokens and seconds per iteration, and of the statistics per judged token
     MARGIN = 1.3  # expectations must exceed costs by this factor
@@ -47,8 +46,8 @@ class LookupDraftLength:
         self._switch = self.SWITCH * float(seconds[1])  # additional seconds of a plain forward pass after a draft
         seconds[2:] += self._switch
         self._verify = LatencyTable(seconds, self.SPREAD)
-        self._judged = np.full(len(self.LEVELS), self.PRIOR)
-        self._accepted = self.PRIOR * self.LEVELS
+        self._judged = np.full(len(LEVELS), self.PRIOR)  # by confidence
+        self._accepted = self.PRIOR * LEVELS
         self._bins: list[int] = []  # of the proposals in this iteration, a declined one included
         self._declined_was_right: bool | None = None  # in this iteration
         self._wanted = 0  # draft tokens in this iteration, if the balance allows them
@@ -65,11 +64,11 @@ class LookupDraftLength:
             self._bins = []
         acceptance = self._accepted / self._judged
         survival = acceptance[self._bins].prod()
-        bin_ = int(np.searchsorted(self.LEVELS, confidence(), side="right")) - 1
+        bin_ = int(np.searchsorted(LEVELS, confidence(), side="right")) - 1
         self._bins.append(bin_)
         if drafted == LONGEST:
             return False
-        longer = np.minimum(bin_ + np.arange(LONGEST - drafted), max(bin_, len(self.LEVELS) - 2))
+        longer = np.minimum(bin_ + np.arange(LONGEST - drafted), max(bin_, len(LEVELS) - 2))
         gains = survival * np.cumsum(np.cumprod(acceptance[longer]))
         seconds = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
         if self._was_plain and not drafted:

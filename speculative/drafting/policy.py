@@ -157,10 +157,10 @@ class AdaptiveDraftLength:
         return drafted < LONGEST and self._is_worth_it(drafted)
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        steps = self._draft_steps(drafted)
+        steps, of_model = self._draft_steps(drafted, draft_seconds)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
-            self._drafting.update(steps, draft_seconds)
+            self._drafting.update(steps, of_model)
             self._verify.update(drafted + 1, main_seconds)
         drafting, verify = float(self._drafting.seconds[steps]), float(self._verify.seconds[drafted + 1])
         self._tokens = self._tokens * self.FADE + accepted + 1
@@ -171,9 +171,9 @@ class AdaptiveDraftLength:
         self._iterations += 1
         self._all_seconds += seconds
 
-    def _draft_steps(self, drafted: int) -> int:
-        """Forward passes of the draft model for `drafted` tokens, in this iteration."""
-        return drafted
+    def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
+        """The draft model's forward passes for `drafted` tokens in this iteration, and their seconds."""
+        return drafted, draft_seconds
 
     def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""

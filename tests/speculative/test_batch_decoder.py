@@ -243,7 +243,7 @@ def test_what_has_not_ended_well_is_no_past_answer(ended, make):
     else:
         request.error = RuntimeError()
     finish(decoder)
-    assert request.result.tokens and not len(decoder.draft.past.of(b"").tokens)
+    assert request.result.tokens and not len(decoder.suffix.past.of(b"").tokens)
 
 
 def test_a_seeded_request_follows_the_batch_as_its_text_does_not_depend_on_drafts(make):
@@ -251,7 +251,7 @@ def test_a_seeded_request_follows_the_batch_as_its_text_does_not_depend_on_draft
     for source in ("lookup", None):
         decoder = make(source)
         request = decoder.add_request(PROMPTS[0], greedy(60, do_sample=True), seed=3)
-        assert request.follows_batch == (source == "lookup")
+        assert request.follows_batch
         finish(decoder)
         texts.append(request.result.tokens)
     assert texts[0] == texts[1]
@@ -942,13 +942,13 @@ class Told(BatchDraftLength):
         self.begun, self.asked, self.read = (len(estimates), texts), [], []
         super().begin(estimates, texts)
 
-    def choose(self, estimates, tokens, anyway):
+    def choose(self, estimates, tokens, anyway, forced):
         self.asked.append((len(estimates), tokens, anyway))
-        return super().choose(estimates, tokens, anyway)
+        return super().choose(estimates, tokens, anyway, forced)
 
-    def update_draft(self, tokens, seconds):
+    def update_draft(self, tokens, seconds, looked_up):
         self.read.append(tokens)
-        super().update_draft(tokens, seconds)
+        super().update_draft(tokens, seconds, looked_up)
 
     def update_main(self, verified, prompts, gained, seconds):
         self.verified = verified, prompts, gained

@@ -174,7 +174,7 @@ def checked_methods(
         methods.append(CheckedMethod("engine lookup, adaptive", True, adaptive))
         if isinstance(engine.draft, DraftModelProposer):
             source = CombinedProposer(suffix, engine.draft)
-            length = CombinedDraftLength(WORTH_IT, source.continues_copies)
+            length = CombinedDraftLength(WORTH_IT)
             both = NativeRunner(Decoder(engine.main, source, length), seed)
             methods.append(CheckedMethod("engine draft and lookup, adaptive", True, both))
         methods += for_each_k("GenAI lookup", False, pipeline(None, prompt_lookup=True), ks, max_ngram_size=NGRAM)

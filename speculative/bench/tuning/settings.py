@@ -303,9 +303,7 @@ class Models:
                 known = (costs for (models, _), costs in self.costs.items() if models == setting.models)
                 self._rules[setting] = LookupDraftLength(next(known, None) or cost_model.measure(main, None))
             elif setting.is_combined:
-                assert setting.draft
-                costs = self.costs[setting.models, setting.draft]
-                self._rules[setting] = CombinedDraftLength(costs, continues_copies=not is_head(setting.draft))
+                self._rules[setting] = CombinedDraftLength(self.costs[setting.models, setting.draft])
             else:
                 self._rules[setting] = AdaptiveDraftLength(self.costs[setting.models, setting.draft])
         return self._rules[setting]

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from speculative.decoder import Decoder
-from speculative.drafting.acceptance import AcceptanceEstimate, MatchEstimate
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.combined import CombinedDraftLength, CombinedEstimate, CombinedProposer
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.lookup_policy import LookupDraftLength
+from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
@@ -38,6 +41,8 @@ class Simulation:
     def draft(self, draft):
         """Draft tokens after `draft`: the text with them, the draft model's forward passes, and the declined token."""
         n, steps, confidence = len(draft), 0, None
+        if isinstance(self.policy, CombinedDraftLength):
+            self.policy.begin()
         while len(draft) <= n + LONGEST:
             drafted, match = len(draft) - n, None
             if isinstance(self.policy, AdaptiveDraftLength) and not isinstance(self.policy, CombinedDraftLength):
@@ -48,12 +53,12 @@ class Simulation:
                     return draft, steps, match.token
             else:
                 combined = isinstance(self.policy, CombinedDraftLength)
-                copies = self.policy.copies_next(drafted, match) if combined else None
+                copies = self.policy.copies_next(match) if combined else None
             if copies is None:
                 break
             proposal = match if copies else self.model(len(draft))
             if isinstance(self.policy, CombinedDraftLength):
-                self.policy.draft(proposal, copies)
+                self.policy.draft(proposal, copies, 0.0 if copies else COSTS.draft)
             confidence, steps = proposal.confidence, steps + (not copies)
             draft = np.append(draft, proposal.token)
         return draft, steps, None
@@ -104,7 +109,7 @@ def of_model(token):
 def test_each_source_learns_from_its_own_tokens():
     estimate = CombinedEstimate(AcceptanceEstimate(), MatchEstimate())
     for proposal, copied in ((copy_of(1), True), (of_model(2), False), (copy_of(3), True), (of_model(4), False)):
-        estimate.foresee(proposal if copied else None)
+        estimate.foresee(proposal if copied else None, can_use_model=True)
         estimate.draft(proposal, copied)
     estimate.see([1, 2, 9])
     estimate.update(4, 2)  # the second copy was wrong, so the last token was not judged
@@ -118,7 +123,7 @@ def test_each_source_learns_from_its_own_tokens():
 def test_copies_that_were_declined_are_learned_from_too(token, is_right, declined):
     estimate = CombinedEstimate(AcceptanceEstimate(), MatchEstimate())
     before = estimate.of_matches.of(0.8)
-    estimate.foresee(copy_of(token))
+    estimate.foresee(copy_of(token), can_use_model=True)
     drafted = declined.startswith("for")
     if drafted:
         estimate.draft(of_model(7), copied=False)
@@ -135,13 +140,43 @@ def test_matches_that_are_often_wrong_lower_the_hopes_of_longer_ones():
     assert estimate.ahead_of(0.85, 1) < 0.7 * before
 
 
-def test_after_a_copy_an_eagle3_head_does_not_draft():
-    """It would need a forward pass for each copied token."""
-    for continues, expected in ((True, [True, False]), (False, [True, None])):
-        policy = CombinedDraftLength(COSTS, continues_copies=continues)
-        chosen = [policy.copies_next(0, copy_of(1, 0.95))]
-        policy.draft(copy_of(1, 0.95), copied=True)
-        assert [*chosen, policy.copies_next(1, None)] == expected
+def test_where_the_draft_model_cannot_draft_copies_go_on():
+    """As beyond its context length, however good it has been."""
+    policy = CombinedDraftLength(COSTS)
+    for _ in range(50):
+        policy.begin()
+        policy.copies_next(None)
+        policy.draft(of_model(1), copied=False)
+        policy.update(1, 1, 1.0, 10.0)
+    policy.begin()
+    assert policy.copies_next(copy_of(1, 0.74)) is False
+    assert policy.copies_next(copy_of(1, 0.74), can_use_model=False) is True
+    assert policy.copies_next(None, can_use_model=False) is None
+
+
+def test_an_iteration_without_a_draft_teaches_nothing_about_the_draft_before():
+    """As the last one of a text, in which nothing may be drafted."""
+    policy = CombinedDraftLength(COSTS)
+    policy.begin()
+    policy.copies_next(copy_of(1, 0.2))
+    policy.draft(of_model(1), copied=False, seconds=1.0)
+    policy.see([1, 5])
+    policy.update(1, 1, 1.0, 10.0)
+    before = policy.estimate.of_matches.of(0.2), policy.describe()
+    policy.begin()
+    policy.see([7])
+    assert (policy.estimate.of_matches.of(0.2), policy.describe()) == before
+    assert policy._draft_steps(0, 0.0) == (0, 0.0)
+
+
+def test_the_summary_names_both_sources():
+    policy = CombinedDraftLength(COSTS)
+    assert "no draft token verified yet; draft model: not used yet; copies: none yet" in policy.describe()
+    policy.begin()
+    policy.copies_next(copy_of(1))
+    policy.draft(copy_of(1), copied=True)
+    policy.update(1, 1, 0.0, 10.0)
+    assert "draft model: not used yet; copies: per-token acceptance 1.00 over 1 draft tokens" in policy.describe()
 
 
 def test_policies_of_other_sources_are_refused():
@@ -149,8 +184,10 @@ def test_policies_of_other_sources_are_refused():
     both = CombinedProposer(suffix, DraftModelProposer(None, 100))
     with pytest.raises(ValueError, match="declining random proposals changes the output"):
         Decoder(None, both, LookupDraftLength(COSTS))
-    with pytest.raises(ValueError, match="it needs a CombinedProposer"):
+    with pytest.raises(ValueError, match="of a CombinedProposer, and of no other draft"):
         Decoder(None, suffix, CombinedDraftLength(COSTS))
+    with pytest.raises(ValueError, match="of a CombinedProposer, and of no other draft"):
+        Decoder(None, both, AdaptiveDraftLength(COSTS))
 
 
 def test_seeded_choices_do_not_depend_on_timings():
@@ -159,10 +196,11 @@ def test_seeded_choices_do_not_depend_on_timings():
         policy.reset(repeatable=True)
         random, made = np.random.default_rng(1), []
         for _ in range(60):
+            policy.begin()
             drafted = 0
             while True:
                 match = copy_of(1, 0.5) if random.random() < 0.5 else None
-                made.append(policy.copies_next(drafted, match))
+                made.append(policy.copies_next(match))
                 if made[-1] is None:
                     break
                 policy.draft(match if made[-1] else of_model(1), made[-1])
@@ -173,3 +211,52 @@ def test_seeded_choices_do_not_depend_on_timings():
         return made
 
     assert choices(1.0) == choices(50.0) and {True, False, None} == set(choices(1.0))
+
+
+def batch(draft=3.0):
+    curves = {1: 10.0, 64: 30.0}, {1: draft, 64: 2 * draft}, {1: draft, 64: 2 * draft}
+    return BatchDraftLength(*map(LatencyCurve, curves))
+
+
+def iterate(policy, estimate, match, right):
+    """An iteration of a batch of one request: whether it copied, or the draft model was asked, or neither (None)."""
+    estimate.begin()
+    policy.begin([estimate], 1)
+    estimate.foresee(match, can_use_model=True)
+    estimate.copies = estimate.prefers_copy(policy.step_worth)
+    chosen, copied = policy.choose([estimate], 1, 0), None
+    if chosen:
+        copied = estimate.copies
+        policy.update_draft(0 if copied else 1, 0.0 if copied else 3.0)
+        estimate.draft(match if copied else of_model(2), copied)
+    accepted = int(bool(chosen) and right)
+    estimate.see([match.token if right else 99] * (accepted + 1))
+    estimate.update(len(chosen), accepted)
+    policy.update_main(1 + len(chosen), 0, 1 + accepted, 10.0 + 0.3 * len(chosen))
+    return copied
+
+
+def test_in_a_batch_the_draft_model_is_probed_although_there_are_bad_matches():
+    policy = batch()
+    estimate = policy.estimate(combined=True)
+    made = [iterate(policy, estimate, copy_of(1, 0.2), right=False) for _ in range(200)]
+    assert made[50:].count(True) < 5 and 1 <= made[50:].count(False) < 20
+
+
+def test_in_a_batch_good_matches_are_copied():
+    policy = batch()
+    estimate = policy.estimate(combined=True)
+    made = [iterate(policy, estimate, copy_of(1, 0.9), right=True) for _ in range(60)]
+    assert made.count(True) > 50
+
+
+def test_a_request_that_copies_in_any_case_pays_for_no_forward_pass_of_the_draft_model():
+    """So the first request that needs one is charged with it."""
+    chosen = []
+    for anyway in (0, 1):
+        policy = batch(draft=9.0)
+        estimate = policy.estimate(combined=True)
+        policy.begin([estimate], 2)
+        estimate.foresee(None, can_use_model=True)
+        chosen.append(policy.choose([estimate], 2, anyway, forced=True))
+    assert chosen == [[], [0]]

@@ -9,7 +9,7 @@ from speculative.decoder import Decoder
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
-from speculative.drafting.suffix import SuffixProposer
+from speculative.drafting.suffix import LEVELS, SuffixProposer
 
 # ms, measured: each size of forward pass after one of the same size, and what another size takes longer
 EMBEDDED = Costs(draft=0.0, main={1: 2.7, 3: 4.4, 9: 5.3, 17: 6.5}), 1.3
@@ -129,19 +129,19 @@ def test_the_balance_has_bounds():
 def test_acceptance_is_learned_from_proposals_that_were_declined():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 40.0}))  # never worth it
     for _ in range(100):
-        assert not policy.should_draft(0, lambda: policy.LEVELS[0])
+        assert not policy.should_draft(0, lambda: LEVELS[0])
         policy.learn_declined(True)
         policy.update(0, 0, 0.0, 1.0)
     acceptance = policy._accepted / policy._judged
-    assert acceptance[0] > 0.8 and acceptance[1:].tolist() == pytest.approx(policy.LEVELS[1:].tolist())
+    assert acceptance[0] > 0.8 and acceptance[1:].tolist() == pytest.approx(LEVELS[1:].tolist())
 
 
 def test_what_follows_a_rejected_token_is_not_learned():
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
-    for drafted, level in enumerate(policy.LEVELS[2:]):
+    for drafted, level in enumerate(LEVELS[2:]):
         assert policy.should_draft(drafted, lambda: level)  # noqa: B023
     policy.update(4, 1, 0.0, 1.1)
-    moved = policy._accepted / policy._judged - policy.LEVELS
+    moved = policy._accepted / policy._judged - LEVELS
     assert moved[2] > 0 > moved[3] and not moved[[0, 1, 4, 5]].any()
 
 
@@ -150,9 +150,9 @@ def test_a_declined_proposal_of_an_aborted_iteration_is_forgotten(drafted):
     policy = LookupDraftLength(Costs(0.0, {1: 1.0, 17: 1.1}))
     for n in range(drafted + 1):
         policy.should_draft(n, lambda: 0.97)
-    policy.should_draft(0, lambda: policy.LEVELS[0])  # another request
+    policy.should_draft(0, lambda: LEVELS[0])  # another request
     policy.update(1, 1, 0.0, 1.0)
-    moved = policy._accepted / policy._judged - policy.LEVELS
+    moved = policy._accepted / policy._judged - LEVELS
     assert moved[0] > 0 and not moved[1:].any()
 
 

@@ -259,8 +259,8 @@ def rule(name, draft):
     if name == "adaptive" and draft.startswith(
         TWO_SOURCES
     ):  # a draft model that costs more, so that copies are worth it
-        costs = Costs(draft=0.35, main={1: 1.0, LONGEST + 1: 1.5})
-        return CombinedDraftLength(costs, continues_copies=draft == TWO_SOURCES)
+        costs = Costs(draft=0.25, main={1: 1.0, LONGEST + 1: 1.5})
+        return CombinedDraftLength(costs)
     if name == "adaptive":
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}))
     if name == "confidence":
@@ -342,7 +342,7 @@ def test_with_two_sources_both_draft(draft, load):
     decoder.draft_length = rule("adaptive", draft)
     sample(decoder, settings(), draws=200)
     estimate = decoder.draft_length.estimate
-    assert estimate.of_draft.judged > 50 and estimate.of_matches.judged > 50
+    assert estimate.of_draft.judged > 20 and estimate.of_matches.judged > 20
 
 
 def test_all_draws_together_have_the_exact_joint_distribution(checked, pytestconfig):
@@ -519,31 +519,31 @@ def p_value_with(bug, load, exact_logits, monkeypatch, draws=2000):
 
 def a_copy_where_the_draft_is_unsure(patch):
     """With two sources: the choice depends on the draft model's token, which is taken back."""
-    propose = DraftModelProposer.propose
-
-    def wrong(self, tokens, transform, random):
-        proposal = propose(self.draft_model, tokens, transform, random)
-        return proposal if proposal.q[proposal.token] >= 0.3 else self.match(tokens, transform, random)
-
-    patch.setattr(CombinedProposer, "propose", wrong)
-
-
-def copies_as_if_drawn_by_the_draft_model(patch):
-    """With two sources: the other source's distribution."""
-    propose = CombinedProposer.propose
+    propose, suffix = DraftModelProposer.propose, SuffixProposer(VOCABULARY)
 
     def wrong(self, tokens, transform, random):
         proposal = propose(self, tokens, transform, random)
-        q = self.draft_model.propose(tokens, transform, random).q
-        return proposal._replace(q=q) if q[proposal.token] > 0 else proposal
+        return proposal if proposal.q[proposal.token] >= 0.3 else suffix.propose(tokens, transform, random)
 
-    patch.setattr(CombinedProposer, "propose", wrong)
+    patch.setattr(DraftModelProposer, "propose", wrong)
 
 
-@pytest.mark.parametrize("bug", [a_copy_where_the_draft_is_unsure, copies_as_if_drawn_by_the_draft_model])
+def copies_as_if_they_were_drawn(patch):
+    """With two sources: a distribution of the other kind."""
+    propose = SuffixProposer.propose
+
+    def wrong(self, tokens, transform, random):
+        proposal = propose(self, tokens, transform, random)
+        return proposal and proposal._replace(q=np.full(VOCABULARY, 1 / VOCABULARY, np.float32))
+
+    patch.setattr(SuffixProposer, "propose", wrong)
+
+
+@pytest.mark.parametrize("bug", [a_copy_where_the_draft_is_unsure, copies_as_if_they_were_drawn])
 def test_the_same_check_finds_a_bug_planted_in_the_choice_of_a_source(bug, load, exact_logits, monkeypatch):
     bug(monkeypatch)
-    monkeypatch.setattr(combined, "TRUSTED", 0.3)  # the texts are too short for long matches
+    if bug is copies_as_if_they_were_drawn:
+        monkeypatch.setattr(combined, "TRUSTED", 0.3)  # the texts are too short for long matches
     case = (TWO_SOURCES, "K=4", 1.0, "all tokens", "paged")
     assert check(case, load, exact_cells(exact_logits, config_of(case)), 2000)[1].p_value < FALSE_ALARM
 
