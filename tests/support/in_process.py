@@ -17,20 +17,21 @@ from tests.support.paths import ROOT
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE", "SIGBREAK") if hasattr(signal, name)]
 
 
-def run_here(program, *arguments, stdin="", env=None) -> subprocess.CompletedProcess:
+def run_here(program, *arguments, stdin="", env=None, checkout=ROOT) -> subprocess.CompletedProcess:
     """As `python PROGRAM ARGUMENTS...` in the checkout; whatever libraries write to stdout and stderr is in its output.
+    In another checkout only the program itself is that one's: the modules of this one are imported already.
 
     What a process alone can show (signals, pipes, encodings, how it ends) takes a process: the fixture `run`.
     """
-    command = [str(ROOT / program), *map(str, arguments)]
+    command = [str(checkout / program), *map(str, arguments)]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.chdir(ROOT)
+        patch.chdir(checkout)
         for name, value in (env or {}).items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", command)
         patch.setattr(sys, "excepthook", sys.excepthook)
-        patch.setattr(sys, "path", [str((ROOT / program).parent), *sys.path])
+        patch.setattr(sys, "path", [str((checkout / program).parent), *sys.path])
         stack.enter_context(_kept_signals())
         stack.enter_context(_standard_input(stdin))
         stdout, stderr = stack.enter_context(_output("stdout", 1)), stack.enter_context(_output("stderr", 2))

@@ -129,6 +129,22 @@ def test_the_same_tokenizer_needs_no_translation(folders, tmp_path):
     assert shared_tokens(MAIN, without) is None  # its tokens are not known
 
 
+def test_tokenizers_whose_irs_differ_in_the_numbers_of_nodes_only_are_not_loaded(tmp_path, monkeypatch):
+    """Every export numbers its nodes anew; loading two vocabularies takes seconds for large ones."""
+    loaded = []
+    monkeypatch.setattr(vocabulary, "read", loaded.append)
+    xml = "openvino_tokenizer.xml"
+    assert (MAIN / xml).read_bytes() != (DRAFT / xml).read_bytes()
+    assert vocabulary.differing(MAIN, DRAFT) is None and loaded == []
+    for name, former, new in ((xml, b"<dim>1</dim>", b"<dim>-1</dim>"), ("openvino_tokenizer.bin", b"def", b"fed")):
+        other = shutil.copytree(DRAFT, tmp_path / name)
+        content = (other / name).read_bytes()
+        assert former in content
+        (other / name).write_bytes(content.replace(former, new, 1))
+        vocabulary.differing(MAIN, other)
+        assert loaded[-2:] == [MAIN, other]
+
+
 def test_vocabularies_without_a_common_token(folders, monkeypatch):
     others = iter([letters(["a"]), letters(["b"])])
     monkeypatch.setattr(vocabulary, "read", lambda folder: next(others))
