@@ -3,7 +3,8 @@
     python samples/speculative_chat.py models/embedded/main models/embedded/draft
     python samples/speculative_chat.py models/smollm2-135m/main models/smollm2-135m/draft
 
-Without a draft model, suffix decoding drafts: it copies tokens from the conversation so far.
+Without a draft model, draft tokens are copied from the conversation so far (suffix decoding); with --suffix-decoding
+they come from both. Without a draft model and with --no-suffix-decoding, the main model decodes alone.
 Greedy, or sampled if --temperature is set, and lossless either way. Both use `speculative/decoder.py`, because GenAI's
 pipeline samples from a wrong distribution with a draft model, and one engine for both keeps each model in memory once.
 Each answer computes only the new tokens of the conversation.
@@ -160,7 +161,7 @@ def main():
 
     main_model = ModelSpec(args.main, args.device, args.property)
     draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property) if "draft" in args else None
-    copies = args.suffix_decoding or not draft_model
+    copies = not draft_model if args.suffix_decoding is None else args.suffix_decoding
     engine = load(main_model, draft_model, max_ngram_size=LONGEST_MATCH if copies else None)
     if not engine.tokenizer.chat_template:
         console.fail(f"{args.main} has no chat template: use an instruct model.")

@@ -13,6 +13,7 @@ import console
 import openvino_genai
 
 from speculative import ModelSpec, load
+from speculative.drafting.suffix import LONGEST_MATCH
 
 
 def main():
@@ -23,7 +24,7 @@ def main():
 
     main_model = ModelSpec(args.main, args.device, args.property)
     draft_model = ModelSpec(args.draft, args.draft_device, args.draft_property)
-    engine = load(main_model, draft_model, max_ngram_size=16 if args.suffix_decoding else None)
+    engine = load(main_model, draft_model, max_ngram_size=LONGEST_MATCH if args.suffix_decoding else None)
 
     config = openvino_genai.GenerationConfig()  # ignores the model's generation_config.json
     config.max_new_tokens = args.max_new_tokens

@@ -6,7 +6,8 @@
 The main model alone is always measured. `--paths` adds: `draft`, the draft model alone; `genai`, GenAI's pipeline with
 the draft, greedy, for each K; `lookup`, draft tokens copied from the text, by GenAI's prompt lookup and our suffix
 decoding, which is also adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at
-`--temperature`, lossless. Without DRAFT, the path is `lookup`. GenAI's own sampled mode with a draft is not lossless
+`--temperature`, lossless. With `lookup` and one of these two, our engine also takes draft tokens from the draft and the
+text together. Without DRAFT, the path is `lookup`. GenAI's own sampled mode with a draft is not lossless
 (scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each with its own copy of the
 main model: choose fewer paths if memory is short. As the memory a model is loaded into changes its speed by 5 to 10 %,
 `--starts 3` starts the processes three times.

@@ -9,8 +9,8 @@ at once for `--seconds`, and a new text joins when one ends. All get the same to
 `--max-new-tokens` long. GenAI always drafts K tokens (`-k`); our engine adapts its draft length to the batch. GenAI
 alone uses its default scheduler; with a draft, prompts are not split (dynamic_split_fuse=False), as its output is
 otherwise wrong. Its prefix cache is off. `--suffix-decoding` also measures our engine with draft tokens copied from the
-text, which needs no DRAFT. Sampled requests are not compared: GenAI's are not lossless with a draft
-(scripts/verify_lossless.py).
+text, which needs no DRAFT, and with tokens of both. Sampled requests are not compared: GenAI's are not lossless with a
+draft (scripts/verify_lossless.py).
 
 Throughput: new tokens per second of all texts together, prompts and queueing included; median and range over the
 rounds. TTFT and TPOT: median and 5th to 95th percentile over the texts. Memory: peak of each process, weights and

@@ -2,8 +2,9 @@
 
     python scripts/benchmark_serving.py models/embedded/main models/embedded/draft --html load.html
 
-starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both. Instead of a
-draft, `--suffix-decoding` copies draft tokens from the text. For running servers, of any make with the OpenAI API:
+starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both.
+`--suffix-decoding` copies draft tokens from the text, without a draft or beside it. For running servers, of any make
+with the OpenAI API:
 
     python scripts/benchmark_serving.py --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 

@@ -13,9 +13,10 @@ one iteration (K draft steps and one verification), with K estimated from costs 
 remaining property sets, engine, draft, K, confidence threshold and adaptive length are ranked by decoding. All
 candidates get a short measurement and the better half a longer one, always interleaved with the main model alone with
 its defaults. Finalists decode longer, in several rounds; they include the main model alone with each engine and
-scheduler, and suffix decoding, so that a draft gets no credit for gains available without it. The choice is then
-measured again in new rounds, whose medians and ranges are reported, because the fastest of many candidates is partly
-the luckiest. A draft is recommended if its median gain in these rounds is at least 5 % and even the worst round gains.
+scheduler, and suffix decoding, so that a draft gets no credit for gains available without it, and both together. The
+choice is then measured again in new rounds, whose medians and ranges are reported, because the fastest of many
+candidates is partly the luckiest. A draft is recommended if its median gain in these rounds is at least 5 % and even
+the worst round gains.
 
 The effect on the text is always reported (speculative/bench/quality.py defines the measure and its limit): a property
 set beyond the limit is listed and marked, and recommended only with --allow-quality-loss.

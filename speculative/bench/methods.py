@@ -1,4 +1,5 @@
-"""Decoding methods under comparison: GenAI's pipeline and our engine, each alone, with a draft and with prompt lookup.
+"""Decoding methods under comparison: GenAI's pipeline and our engine, each alone, with a draft and with prompt lookup;
+ours also with a draft and suffix decoding together.
 
 No prompt is served from a cache: every round repeats the prompts, and with a cache hit the time to first token would be
 that of a single token. GenAI's prefix cache is off, and our engine clears its caches before each run. With

@@ -149,7 +149,7 @@ class MethodRow(TypedDict):
     engine: str  # id of the engine: GenAI's pipeline or the project's
     sampled: bool  # whether the temperature is above 0
     temperature: float  # 0: greedy
-    draft_length: int | str  # 0: no draft; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"; "tree ..."
+    draft_length: int | str  # 0: no draft; K; "adaptive"; "adaptive, two sources"; "confidence 0.4"; "lookup 5"; ...
     throughput: float  # tokens/s, prompts excluded
     throughputs: list[float]  # tokens/s, by round
     speedup: float  # over the main model alone
@@ -603,7 +603,7 @@ class MethodSettings(_MethodSettings, total=False):
     """How to load and call a decoding method; the keys of the draft are missing without one."""
 
     scheduler: Properties  # of GenAI's SchedulerConfig
-    max_ngram_size: int  # of suffix decoding
+    max_ngram_size: int  # of suffix decoding, alone or beside the draft
     draft_device: str
     draft_properties: Properties
     num_assistant_tokens: int  # K; 0: adaptive or by confidence

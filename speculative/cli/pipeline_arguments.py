@@ -183,8 +183,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "draft's confidence in a token is lower (default: auto)",
     },
     "--suffix-decoding": {
-        "action": "store_true",
-        "help": "also copy draft tokens from the text so far, where that is worth more than the draft model's",
+        "action": argparse.BooleanOptionalAction,
+        "help": "also copy draft tokens from the text so far: with the adaptive draft length, where that is worth more "
+        "than the draft model's tokens, otherwise after matches of three tokens or more",
     },
     "--tree-depth": {
         "type": whole_number(1, MAX_DRAFT_LENGTH),
@@ -277,7 +278,7 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
     own = {"device": chosen["device"], "property": list(chosen["properties"].items())}
     if "scheduler" in args:
         own["scheduler"] = list(chosen.get("scheduler", {}).items())
-    if draft and "suffix_decoding" in args:
+    if "suffix_decoding" in args:
         own["suffix_decoding"] = "max_ngram_size" in chosen
     if draft:
         own["draft_device"] = chosen["draft_device"]

@@ -2,7 +2,7 @@
 
 A policy is asked before each draft token whether to draft another. It may use the tokens drafted so far, and every
 draft token is verified. Stopping then depends on the past only, which keeps the output lossless. A proposal that is not
-random depends on the past only, too: `LookupDraftLength` sees it before it decides.
+random depends on the past only, too: `LookupDraftLength` and `CombinedDraftLength` see it before they decide.
 """
 
 from collections.abc import Callable

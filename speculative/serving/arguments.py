@@ -73,7 +73,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     draft = {**ARGUMENTS["draft"], "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
     parser.add_argument(
-        "--suffix-decoding", action="store_true",
+        "--suffix-decoding", action=argparse.BooleanOptionalAction,
         help="copy draft tokens from the prompt and the answer so far; beside a draft, where that is worth more",
     )  # fmt: skip
     parser.add_argument(
@@ -205,7 +205,7 @@ def _pair(args: argparse.Namespace) -> Pair:
         draft_length=args.num_assistant_tokens,
         cache_tokens=args.cache_tokens,
         prefix_cache=args.prefix_cache,
-        suffix_decoding=args.suffix_decoding,
+        suffix_decoding=bool(args.suffix_decoding),
         past_answers=args.past_answers,
     )
 

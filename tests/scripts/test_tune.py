@@ -816,9 +816,14 @@ def test_a_recommendation_may_be_a_draft_with_suffix_decoding(run_here, recommen
     recommended.write()
     pair = [str(recommended.main), str(recommended.draft)]
     done = run_here("samples/speculative_sampling_lm.py", *pair, "a = 1\n" * 20, "--temperature", 0, "--recommended")
-    assert done.returncode == 0 and ("copied from matches" in done.stderr) == with_suffix_decoding
-    monkeypatch.setattr(sys, "argv", ["serve_pair.py", *pair, "--recommended"])
-    assert serving_arguments.parse("").pair.suffix_decoding == with_suffix_decoding
+    assert done.returncode == 0 and ("draft model and suffix decoding: " in done.stderr) == with_suffix_decoding
+    for switch, expected in (
+        ((), with_suffix_decoding),
+        (["--no-suffix-decoding"], False),
+        (["--suffix-decoding"], True),
+    ):
+        monkeypatch.setattr(sys, "argv", ["serve_pair.py", *pair, "--recommended", *switch])
+        assert serving_arguments.parse("").pair.suffix_decoding == expected
 
 
 def test_weights_have_a_fingerprint_and_engines_a_sample():
