@@ -75,11 +75,22 @@ class Decoder:
         self.main = main
         self.draft = draft
         self.draft_length = draft_length or FixedDraftLength(5)
+        if draft and isinstance(draft_length, (AdaptiveDraftLength, LookupDraftLength)):
+            self._pad_passes(main, draft_length)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
+
+    @staticmethod
+    def _pad_passes(main: CachedModel, policy: AdaptiveDraftLength | LookupDraftLength) -> None:
+        """Pad the main model's forward passes where that is faster than to change their size, by the policy's costs."""
+        if main.pass_width is None:
+            pads = isinstance(main.backend, PagedModel)  # others would have to remove the padding
+            main.pass_width = PassWidth(policy.costs.verify(), policy.costs.main_change, pads)
+        if isinstance(policy, LookupDraftLength):
+            policy.pass_width = main.pass_width
 
     @property
     def models(self) -> list[CachedModel | EagleHead]:
@@ -197,11 +208,11 @@ class Decoder:
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
         while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
             proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
+            confidence = proposal.confidence if proposal else None
+            if sees_proposals and not policy.should_draft(text.drafted, confidence):
+                return proposal.token if proposal else None
             if proposal is None:
                 break
-            confidence = proposal.confidence
-            if sees_proposals and not policy.should_draft(text.drafted, confidence):
-                return proposal.token
             text.draft(proposal)
         return None
 
@@ -299,8 +310,6 @@ def load(
         measured = cost_model.load_or_measure(key, main_model, draft_model, cost_model.folder(main.properties))
         suffix = SuffixProposer(main_model.vocab_size, max_ngram_size) if max_ngram_size else None
         if draft_model:
-            if isinstance(main_model.backend, PagedModel):  # others would have to remove the padding
-                main_model.pass_width = PassWidth(measured.verify(), measured.main_change)
             retokenizer = Retokenizer(shared) if shared else None
             source = DraftModelProposer(draft_model, main_model.vocab_size, retokenizer)
             policy = AdaptiveDraftLength(measured)

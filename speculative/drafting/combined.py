@@ -10,7 +10,6 @@ from typing import TypeAlias
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate
-from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
@@ -185,7 +184,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
     the draft model, and a bound on the loss.
     """
 
-    MARGIN = LookupDraftLength.MARGIN
+    MARGIN = 1.3  # by which the expected tokens of a copy must exceed its cost
     _acceptance: CombinedEstimate  # type: ignore[assignment]
 
     def __init__(self, costs: Costs):

@@ -1,84 +1,88 @@
-"""Draft-length policy for prompt lookup: how many tokens to copy from an earlier match in the text."""
+"""Draft-length policy for suffix decoding: how many tokens to copy from an earlier match in the text."""
 
 import numpy as np
 
+from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
+from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, Confidence, Costs, describe_outcome
-from speculative.drafting.suffix import LEVELS
+from speculative.models.pass_width import PassWidth
 
 
 class LookupDraftLength:
-    """Drafts the tokens of a match while verifying them is expected to save clearly more time than it takes.
+    """Chooses the size of the next forward pass, and fills it with tokens of a match.
 
     Only for proposals that cost nothing and are not random: this policy sees them before it decides. If it declines
     one, the next token shows whether it was right. Acceptance by length of the match is thus learned from the whole
     text, and needs no probes. (To decline a random proposal after seeing it would change the output's distribution.)
 
-    With p1, p2, ... the acceptance of the next token and of those after it, whose matches are longer, a token is
-    drafted if, for some number of tokens,
+    With p1, p2, ... the acceptance of the next token and of those after it, whose matches are longer, a forward pass
+    over n tokens is worth
 
-        survival x (p1 + p1 p2 + ...)  >  MARGIN x recent tokens per second x additional seconds to verify them
+        1 + p1 + p1 p2 + ... + p1 ... p(n-1)  -  recent tokens per second x its seconds
 
     OpenVINO prepares a forward pass again if its number of tokens differs from the one before, which takes up to half
-    of a plain one's time. So the first draft after plain decoding is charged with the way back, too, and the first
-    plain forward pass after a draft is no measure of plain decoding.
+    of a plain one's time. So the size is changed where that is worth more than the changes (`PassWidth.plan`), and
+    until then every pass has the same size: tokens of a match that fit into it cost nothing.
 
-    The balance is what drafts have saved or lost lately. While it is negative, nothing is drafted, and the drafts that
-    would have been made are followed in the text: once they would have saved time, drafting resumes. So a text that
-    repeats nothing is decoded plainly, almost from its start, however wrong the estimates are.
+    A `DraftBudget` bounds what drafts may lose. While it is spent, decoding is plain, and the drafts that would have
+    been made are followed in the text: once they would have saved time, drafting resumes. So a text that repeats
+    nothing is decoded plainly, almost from its start, however wrong the estimates are.
     """
 
-    PRIOR = 8.0  # weight of a prior, in draft tokens
-    FADE = 0.99  # decay of recent tokens and seconds per iteration, and of the statistics per judged token
-    MARGIN = 1.3  # expectations must exceed costs by this factor
+    FADE = 0.97  # decay of recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    SWITCH = 0.3  # until measured: additional time of a forward pass of another size, in plain forward passes
-    BALANCE, LEAST, MOST = 0.5, -2.0, 4.0  # at first, and its bounds, in plain forward passes
+    BUDGET = 1.0  # at first, in plain forward passes
+    CHANGE_SHARE = 0.25  # of the seconds of a change, for each draft that was not made: several share a change
 
     def __init__(self, costs: Costs):
         """`costs` gives the main model's seconds; those of a draft are not used."""
         self.costs = costs
+        self.pass_width = PassWidth(costs.verify(), costs.main_change)  # a decoder replaces it by its main model's
         self.reset()
 
     def reset(self, repeatable: bool = False) -> None:
         self._repeatable = repeatable
-        seconds = self.costs.verify()
-        self._switch = self.SWITCH * float(seconds[1])  # additional seconds of a plain forward pass after a draft
-        seconds[2:] += self._switch
-        self._verify = LatencyTable(seconds, self.SPREAD)
-        self._judged = np.full(len(LEVELS), self.PRIOR)  # by confidence
-        self._accepted = self.PRIOR * LEVELS
-        self._bins: list[int] = []  # of the proposals in this iteration, a declined one included
-        self._declined_was_right: bool | None = None  # in this iteration
-        self._wanted = 0  # draft tokens in this iteration, if the balance allows them
-        self._balance = self.BALANCE
-        self._shadow_wanted, self._shadow_right = 0, 0  # tokens of a draft that the balance did not allow
-        self._was_plain = True  # the last iteration
+        self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
+        self._seen = np.ones(LONGEST + 2)  # forward passes of each size
+        self._plain_seconds = float(self._verify.seconds[1])  # of plain decoding, learned from that only
+        self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
+        self._acceptance = MatchEstimate()
+        self._budget = DraftBudget(self.BUDGET)
+        self._width = 1  # planned tokens of the next forward pass
+        self._declined: float | None = None  # the confidence in this iteration's declined token
+        self._declined_was_right: bool | None = None
+        self._wanted = 0  # draft tokens in this iteration, if the budget allowed them
+        self._shadow_wanted, self._shadow_right = 0, 0  # tokens of a draft that the budget did not allow
         self._tokens = self._seconds = 0.0  # recent ones
-        self._all_iterations, self._all_seconds, self._all_judged, self._all_accepted = 0, 0.0, 0, 0
+        self._all_iterations, self._all_seconds = 0, 0.0
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        """Whether to draft another token after `drafted` ones; `confidence` is that in the token to draft."""
-        assert confidence is not None
+        """Whether to draft another token after `drafted` ones; `confidence` is that in the token to draft, or None if
+        there is none."""
         if not drafted:
-            self._bins = []
-        acceptance = self._accepted / self._judged
-        survival = acceptance[self._bins].prod()
-        bin_ = int(np.searchsorted(LEVELS, confidence(), side="right")) - 1
-        self._bins.append(bin_)
-        if drafted == LONGEST:
+            self._begin(confidence)
+        if confidence is None:
             return False
-        longer = np.minimum(bin_ + np.arange(LONGEST - drafted), max(bin_, len(LEVELS) - 2))
-        gains = survival * np.cumsum(np.cumprod(acceptance[longer]))
-        seconds = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
-        if self._was_plain and not drafted:
-            seconds = seconds + self._switch
-        net = gains - self.MARGIN * self._rate() * seconds
-        if net.max() <= 0:
-            return False
-        if not drafted:
-            self._wanted = int(net.argmax()) + 1
-        return self._balance > 0
+        if drafted < self._width - 1:
+            self._acceptance.draft(confidence())
+            return True
+        self._declined = confidence()
+        return False
+
+    def _begin(self, confidence: Confidence | None) -> None:
+        """Start an iteration: plan its forward pass."""
+        self._acceptance.begin()
+        self._declined, self._declined_was_right, self._wanted = None, None, 0
+        tokens = np.ones(LONGEST + 1)
+        if confidence:
+            tokens[1:] += self._acceptance.ahead_of(confidence(), LONGEST).cumsum()
+        worth = tokens - self._rate() * self._verify.seconds[1:]
+        if self._budget.left(self._plain()) > 0:
+            self._width = self.pass_width.plan(worth, self._rate() * self._change)
+        else:
+            self._wanted, self._width = int(worth.argmax()), 1
+            self.pass_width.plan_one()
 
     def learn_declined(self, was_right: bool) -> None:
         """Record, before `update`, whether the declined proposal was the next token. Not if a draft token before it
@@ -86,56 +90,50 @@ class LookupDraftLength:
         self._declined_was_right = was_right
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        judged = [True] * accepted + [False] * (accepted < drafted)
-        self._all_judged += len(judged)
-        self._all_accepted += accepted
-        if self._declined_was_right is not None:
-            judged.append(self._declined_was_right)
-        for bin_, was_right in zip(self._bins, judged, strict=False):
-            self._judged[bin_] = self._judged[bin_] * self.FADE + 1
-            self._accepted[bin_] = self._accepted[bin_] * self.FADE + was_right
-        if drafted:
+        self._acceptance.update(drafted, accepted)
+        if self._declined is not None and self._declined_was_right is not None:
+            self._acceptance.see(self._declined, self._declined_was_right)
+        self._learn_seconds(accepted + 1, draft_seconds + main_seconds)
+        if drafted or not self._wanted + self._shadow_wanted:
             self._shadow_wanted = self._shadow_right = 0
         else:
             self._follow_shadow(bool(self._declined_was_right))
-        self._learn_seconds(drafted, accepted, draft_seconds + main_seconds)
-        self._bins, self._wanted, self._declined_was_right = [], 0, None
+        self._declined, self._declined_was_right, self._wanted = None, None, 0
 
     def _follow_shadow(self, was_right: bool) -> None:
-        """Record whether the next token of a draft that the balance did not allow was right. At its end, settle it."""
+        """Record whether the next token of a draft that the budget did not allow was right. At its end, settle it."""
         self._shadow_wanted = self._shadow_wanted or self._wanted
-        if not self._shadow_wanted:
-            return
         self._shadow_right += was_right
         if not was_right or self._shadow_right == self._shadow_wanted:
-            self._settle(self._shadow_right + 1, float(self._verify.seconds[self._shadow_wanted + 1]) + self._switch)
+            seconds = float(self._verify.seconds[self._shadow_wanted + 1]) + self.CHANGE_SHARE * self._change
+            self._budget.update(self._plain(), seconds, self._shadow_right + 1)
             self._shadow_wanted = self._shadow_right = 0
 
-    def _settle(self, tokens: int, seconds: float) -> None:
-        """Add to the balance what an iteration of `tokens` tokens saved against plain decoding."""
-        self._balance = min(max(self._balance + tokens - seconds / self._plain(), self.LEAST), self.MOST)
-
-    def _learn_seconds(self, drafted: int, accepted: int, seconds: float) -> None:
-        is_way_back = not drafted and not self._was_plain
-        expected = float(self._verify.seconds[drafted + 1]) + self._switch * is_way_back
+    def _learn_seconds(self, tokens: int, seconds: float) -> None:
+        """Record the seconds of an iteration that gave `tokens`."""
+        width, is_changed = min(max(self.pass_width.last, 1), LONGEST + 1), self.pass_width.is_changed
+        expected = float(self._verify.seconds[width]) + self._change * is_changed
         if self._repeatable:
             seconds = expected
-        elif is_way_back:
-            more = min(max(seconds - self._plain(), 0.0), self._plain())
-            self._switch += CLOCK * (more - self._switch)
+        elif is_changed:
+            more = min(max(seconds - float(self._verify.seconds[width]), 0.0), self._plain())
+            self._change += CLOCK * (more - self._change)
         else:
-            self._verify.update(drafted + 1, seconds)
-        if drafted or is_way_back:
-            self._settle(accepted + 1, expected * (1 + excess(seconds, expected)))
-        self._tokens = self._tokens * self.FADE + accepted + 1
+            self._seen[width] += 1
+            self._verify.update(width, seconds, max(CLOCK, 1 / float(self._seen[width])))
+            if width == 1:
+                self._plain_seconds *= 1 + CLOCK * excess(seconds, self._plain_seconds)
+            self._verify.seconds[1] = self._plain()
+        is_plain = width == 1 and not is_changed
+        self._budget.update(self._plain(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens)
+        self._tokens = self._tokens * self.FADE + tokens
         self._seconds = self._seconds * self.FADE + expected
-        self._was_plain = not drafted
         self._all_iterations += 1
         self._all_seconds += seconds
 
     def _plain(self) -> float:
         """Seconds of a forward pass of plain decoding."""
-        return float(self._verify.seconds[1])
+        return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _rate(self) -> float:
         """Tokens per second to beat: the recent ones, but at least those of plain decoding."""
@@ -143,9 +141,10 @@ class LookupDraftLength:
 
     def describe(self) -> str:
         outcome = describe_outcome(
-            self._all_judged, self._all_accepted, self._all_iterations, self._all_seconds, self._plain()
+            self._acceptance.judged, self._acceptance.accepted, self._all_iterations, self._all_seconds, self._plain()
         )
         return (
             f"as many tokens of a match as are worth verifying: {outcome}; the main model takes "
-            f"{self._plain() * 1000:.1f} ms for one token, {self._verify.seconds[5] * 1000:.1f} ms for 5"
+            f"{self._plain() * 1000:.1f} ms for one token, {self._verify.seconds[5] * 1000:.1f} ms for 5, and "
+            f"{self._change * 1000:.1f} ms more where the number changes"
         )

@@ -1,35 +1,67 @@
 """The size of a forward pass in tokens: padding it to the size of the last pass can be faster than changing the size.
 
 OpenVINO prepares a forward pass again if its number of tokens differs from that of the pass before: 2 ms for a model of
-16 M parameters that takes 3 ms for a token, 6 to 9 ms for SmolLM2-135M. Draft lengths vary, so nearly every pass would
-be prepared again.
+16 M parameters that takes 3 ms for a token, 6 to 9 ms for SmolLM2-135M, which takes 16. Draft lengths vary, so nearly
+every pass would be prepared again.
 """
 
 import numpy as np
 
 PADDED = 0.5  # most time spent on padding before the size is changed, relative to the time that a change takes
+CHANGES = 2.0  # advantage of another size for which a planned size is changed: a change is often followed by one back
 
 
 class PassWidth:
-    """Pads a pass to the size of the last one, until padding has cost half as much as a change of the size."""
+    """Pads a pass to the planned size, or to that of the last one until padding has cost half as much as a change."""
 
-    def __init__(self, seconds: np.ndarray, change: float):
+    def __init__(self, seconds: np.ndarray, change: float, pads: bool = True):
         """`seconds` [n] are those of a forward pass over 0, 1, ... tokens, `change` the additional ones of a pass with
-        another number of tokens than the last."""
+        another number of tokens than the last. Without `pads`, passes have the size that is needed."""
         self._seconds = seconds
         self._change = change
+        self._pads = pads
         self.reset()
 
     def reset(self) -> None:
-        """Forget the last pass."""
-        self._width, self._spent = 0, 0.0
+        """Forget the last pass and the plan for the next one."""
+        self.last = 0  # tokens of the last pass, padding included; 0: it was a prompt's
+        self.is_changed = True  # whether the last pass had another size than the one before
+        self._spent = 0.0  # seconds, on padding since the last change
+        self._planned = 0
+        self._advantages = np.zeros(len(self._seconds))  # of each size over the present one, since the last change
+
+    def plan(self, worth: np.ndarray, change: float) -> int:
+        """Plan the size of the next pass; `worth` [n] is that of passes over 1, 2, ... tokens, in the unit of `change`.
+
+        Another size is chosen once its advantages over the present one add up to `CHANGES` times the cost of a change.
+        So what is lost by not changing stays in proportion to what a change costs (Page 1954, cumulative sums).
+        """
+        now = self.last or 1
+        self._advantages[1:] = np.maximum(self._advantages[1:] + worth - worth[now - 1], 0.0)
+        best = int(self._advantages.argmax())
+        self._planned = best if self._advantages[best] > CHANGES * change else now
+        return self._planned
+
+    def plan_one(self) -> None:
+        """Plan a pass over a single token."""
+        self._planned = 1
 
     def of(self, n: int) -> int:
         """The number of tokens of a pass in which n are needed, n or more."""
-        if n < self._width:
-            spent = self._spent + float(self._seconds[self._width] - self._seconds[n])
+        width = max(n, self._planned or self._kept(n)) if self._pads else n
+        self._planned = 0
+        self.is_changed = width != self.last
+        if width != (self.last or 1):
+            self._spent = 0.0
+            self._advantages[:] = 0.0
+        self.last = width if width < len(self._seconds) else 0
+        return width
+
+    def _kept(self, n: int) -> int:
+        """The size of the last pass, if padding to it costs little enough, else n."""
+        if n < self.last:
+            spent = self._spent + float(self._seconds[self.last] - self._seconds[n])
             if spent <= PADDED * self._change:
                 self._spent = spent
-                return self._width
-        self._width, self._spent = (n if n < len(self._seconds) else 0), 0.0
+                return self.last
         return n

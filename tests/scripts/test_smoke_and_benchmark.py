@@ -235,10 +235,11 @@ def test_no_prompt_is_answered_from_a_cache():
     import numpy as np
 
     from speculative.bench.methods import genai_method, genai_pipeline, our_method
+    from speculative.models.pass_width import PassWidth
 
     ids = np.arange(300) * 7919 % 4000
     engine = decoder.load(DRAFT, draft=DRAFT)
-    engine.main.pass_width = None  # passes are not padded: they have the tokens that are processed
+    engine.main.pass_width = PassWidth(np.ones(2), 0.0, pads=False)  # passes have the tokens that are processed
     read: list[int] = []
     backend_run = engine.main.backend.run
     engine.main.backend.run = lambda start, tokens, last: (read.append(len(tokens)), backend_run(start, tokens, last))[

@@ -47,13 +47,13 @@ class Simulation:
             drafted, match = len(draft) - n, None
             if isinstance(self.policy, AdaptiveDraftLength) and not isinstance(self.policy, CombinedDraftLength):
                 copies = False if self.policy.should_draft(drafted, confidence) else None
-            elif (match := self.match(draft)) and isinstance(self.policy, LookupDraftLength):
-                copies = True
-                if not self.policy.should_draft(drafted, match.confidence):
-                    return draft, steps, match.token
+            elif isinstance(self.policy, LookupDraftLength):
+                copies, match = True, self.match(draft)
+                if not self.policy.should_draft(drafted, match and match.confidence):
+                    return draft, steps, match and match.token
             else:
-                combined = isinstance(self.policy, CombinedDraftLength)
-                copies = self.policy.copies_next(match) if combined else None
+                match = self.match(draft)
+                copies = self.policy.copies_next(match)
             if copies is None:
                 break
             proposal = match if copies else self.model(len(draft))

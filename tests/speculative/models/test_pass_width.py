@@ -103,7 +103,7 @@ def test_hidden_states_are_those_of_the_tokens():
     np.testing.assert_allclose(*states, rtol=1e-4, atol=1e-2)  # up to 300: f32 sums in another order
 
 
-def test_engines_with_a_draft_pad_and_others_do_not():
+def test_engines_that_draft_pad_and_others_do_not():
     assert decoder.load(MAIN, DRAFT).main.pass_width is not None
     assert decoder.load(MAIN).main.pass_width is None
-    assert decoder.load(MAIN, max_ngram_size=3).main.pass_width is None
+    assert decoder.load(MAIN, max_ngram_size=3).main.pass_width is not None
