@@ -89,8 +89,7 @@ class Decoder:
         if main.pass_width is None:
             pads = isinstance(main.backend, PagedModel)  # others would have to remove the padding
             main.pass_width = PassWidth(policy.costs.verify(), policy.costs.main_change, pads)
-        if isinstance(policy, LookupDraftLength):
-            policy.pass_width = main.pass_width
+        policy.pass_width = main.pass_width
 
     @property
     def models(self) -> list[CachedModel | EagleHead]:

@@ -1,5 +1,7 @@
 """Draft budget: a token bucket that bounds how much slower than plain decoding drafting can get."""
 
+import numpy as np
+
 
 class DraftBudget:
     """The time that drafting may still lose, in units of a plain forward pass of the main model.
@@ -40,3 +42,30 @@ class DraftBudget:
         if tokens is not None:
             self._seconds += seconds
             self._tokens += tokens
+
+
+class FollowedCopies:
+    """Copies that the budget did not allow: the text shows what they would have saved, and that is deposited."""
+
+    CHANGE_SHARE = 0.25  # of the seconds of a change of the pass's size, for each draft: several share a change
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._wanted = self._right = 0
+
+    def follow(
+        self, budget: DraftBudget, wanted: int, was_right: bool, plain: float, verify: np.ndarray, change: float
+    ) -> None:
+        """Record an iteration without a draft, in which `wanted` tokens would have been copied, and whether the first
+        one was the next token. `verify` [n] are the seconds of a forward pass over 0, 1, ... tokens, `change` the
+        additional ones if its size changes, `plain` those of a plain one."""
+        self._wanted = self._wanted or wanted
+        if not self._wanted:
+            return
+        self._right += was_right
+        if not was_right or self._right == self._wanted:
+            seconds = float(verify[self._wanted + 1]) + self.CHANGE_SHARE * change
+            budget.update(plain, seconds, self._right + 1)
+            self.forget()

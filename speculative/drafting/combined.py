@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.budget import FollowedCopies
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
@@ -195,6 +196,9 @@ class CombinedDraftLength(AdaptiveDraftLength):
         of_draft = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
         self._model_seconds = 0.0  # spent by the draft model in this iteration
+        self._followed = FollowedCopies()
+        self._wanted = 0  # copies in this iteration that the budget did not allow
+        self._was_right = False  # whether the first of them was the next token
 
     @property
     def estimate(self) -> CombinedEstimate:
@@ -205,6 +209,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
         """Start an iteration."""
         self._acceptance.begin()
         self._model_seconds = 0.0
+        self._wanted, self._was_right = 0, False
         self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
 
     def copies_next(self, match: Proposal | None, can_use_model: bool = True) -> bool | None:
@@ -214,8 +219,13 @@ class CombinedDraftLength(AdaptiveDraftLength):
         drafted = estimate.drafted
         if drafted >= LONGEST:
             return None
-        if not drafted and (self._budget.left(self._plain_cost()) <= 0 or self._is_to_compare()):
-            return None
+        if not drafted:
+            if not self._may_draft():
+                if match and self._budget.left(self._plain_cost()) <= 0:
+                    gains = np.append(0.0, self._worth(match, can_use_model=False))
+                    self._wanted = int((gains - self._rate(1) * self._verify.seconds[1:]).argmax())
+                return None
+            self._plan_pass(self._worth(match, can_use_model))
         sources = [copies for copies in (True, False) if (match if copies else can_use_model)]
         plans = {copies: self._plan(copies) for copies in sources}
         to_beat = self._rate(drafted)
@@ -236,14 +246,33 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
     def see(self, tokens: list[int]) -> None:
         """Record, before `update`, the iteration's tokens."""
+        match = self._acceptance.match
+        self._was_right = bool(self._wanted and match and tokens[0] == match.token)
         self._acceptance.see(tokens)
+
+    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+        super().update(drafted, accepted, draft_seconds, main_seconds)
+        if drafted:
+            self._followed.forget()
+        else:
+            plain, verify = self._plain_cost(), self._verify.seconds
+            self._followed.follow(self._budget, self._wanted, self._was_right, plain, verify, self._change)
+
+    def _worth(self, match: Proposal | None, can_use_model: bool) -> np.ndarray:
+        """What 1, 2, ... draft tokens are worth if all come from the better source, in tokens, float64 [LONGEST]."""
+        worth: np.ndarray = np.zeros(LONGEST)
+        if match:
+            worth = self._acceptance.of_matches.ahead_of(match.confidence(), LONGEST).cumsum() / self.MARGIN
+        if can_use_model:
+            worth = np.maximum(worth, self._gains - self._rate(1) * self._drafting.seconds[1:])
+        return worth
 
     def _plan(self, copies: bool) -> tuple[np.ndarray, np.ndarray]:
         """The expected tokens and seconds of drafting 1, 2, ... more tokens, the next from this source: float64
         [LONGEST - drafted] each."""
         estimate, steps = self._acceptance, self._acceptance.steps
         left = LONGEST - estimate.drafted
-        seconds = self._verify.seconds[estimate.drafted + 2 :] - self._verify.seconds[estimate.drafted + 1]
+        seconds = self._passes[estimate.drafted + 2 :] - self._passes[estimate.drafted + 1]
         if copies:
             assert estimate.match
             gains = estimate.of_matches.ahead_of(estimate.match.confidence(), left).cumsum() / self.MARGIN

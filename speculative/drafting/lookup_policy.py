@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from speculative.drafting.budget import DraftBudget
+from speculative.drafting.budget import DraftBudget, FollowedCopies
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, Confidence, Costs, describe_outcome
@@ -33,7 +33,6 @@ class LookupDraftLength:
     FADE = 0.97  # decay of recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
     BUDGET = 1.0  # at first, in plain forward passes
-    CHANGE_SHARE = 0.25  # of the seconds of a change, for each draft that was not made: several share a change
 
     def __init__(self, costs: Costs):
         """`costs` gives the main model's seconds; those of a draft are not used."""
@@ -53,7 +52,7 @@ class LookupDraftLength:
         self._declined: float | None = None  # the confidence in this iteration's declined token
         self._declined_was_right: bool | None = None
         self._wanted = 0  # draft tokens in this iteration, if the budget allowed them
-        self._shadow_wanted, self._shadow_right = 0, 0  # tokens of a draft that the budget did not allow
+        self._followed = FollowedCopies()
         self._tokens = self._seconds = 0.0  # recent ones
         self._all_iterations, self._all_seconds = 0, 0.0
 
@@ -94,20 +93,13 @@ class LookupDraftLength:
         if self._declined is not None and self._declined_was_right is not None:
             self._acceptance.see(self._declined, self._declined_was_right)
         self._learn_seconds(accepted + 1, draft_seconds + main_seconds)
-        if drafted or not self._wanted + self._shadow_wanted:
-            self._shadow_wanted = self._shadow_right = 0
+        if drafted:
+            self._followed.forget()
         else:
-            self._follow_shadow(bool(self._declined_was_right))
+            was_right = bool(self._declined_was_right)
+            verify = self._verify.seconds
+            self._followed.follow(self._budget, self._wanted, was_right, self._plain(), verify, self._change)
         self._declined, self._declined_was_right, self._wanted = None, None, 0
-
-    def _follow_shadow(self, was_right: bool) -> None:
-        """Record whether the next token of a draft that the budget did not allow was right. At its end, settle it."""
-        self._shadow_wanted = self._shadow_wanted or self._wanted
-        self._shadow_right += was_right
-        if not was_right or self._shadow_right == self._shadow_wanted:
-            seconds = float(self._verify.seconds[self._shadow_wanted + 1]) + self.CHANGE_SHARE * self._change
-            self._budget.update(self._plain(), seconds, self._shadow_right + 1)
-            self._shadow_wanted = self._shadow_right = 0
 
     def _learn_seconds(self, tokens: int, seconds: float) -> None:
         """Record the seconds of an iteration that gave `tokens`."""
@@ -116,8 +108,9 @@ class LookupDraftLength:
         if self._repeatable:
             seconds = expected
         elif is_changed:
-            more = min(max(seconds - float(self._verify.seconds[width]), 0.0), self._plain())
-            self._change += CLOCK * (more - self._change)
+            change = self._change
+            more = min(max(seconds - float(self._verify.seconds[width]), -self._plain()), self._plain())
+            self._change = max(change + CLOCK * (more - change), 0.0)
         else:
             self._seen[width] += 1
             self._verify.update(width, seconds, max(CLOCK, 1 / float(self._seen[width])))

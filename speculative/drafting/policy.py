@@ -13,7 +13,8 @@ import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate, describe_acceptance
 from speculative.drafting.budget import DraftBudget
-from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess, monotone
+from speculative.drafting.latency_curve import CLOCK, CLOCK_OTHERS, LatencyTable, excess, monotone
+from speculative.models.pass_width import CHANGES, PassWidth
 from speculative.sampling.params import SamplingParams
 
 Confidence = Callable[[], float]
@@ -129,6 +130,7 @@ class AdaptiveDraftLength:
     def __init__(self, costs: Costs, prior_acceptance: float = AcceptanceEstimate.PRIOR_ACCEPTANCE):
         """`prior_acceptance` is the prior of the acceptance rate."""
         self.costs = costs
+        self.pass_width: PassWidth | None = None  # set by a decoder: that of its main model
         self._prior_acceptance = prior_acceptance
         self.reset()
 
@@ -136,6 +138,8 @@ class AdaptiveDraftLength:
         self._repeatable = repeatable
         self._drafting = LatencyTable(self.costs.drafting(), spread=1.0)
         self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
+        self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
+        self._passes = self._verify.seconds  # of the next forward pass, by the tokens that it needs
         self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
@@ -150,24 +154,62 @@ class AdaptiveDraftLength:
         if drafted == 0:
             self._acceptance.begin()
             self._gains = np.cumsum(self.acceptance() ** STEPS)
-            wanted = self._is_worth_it(0) or self._acceptance.is_due
-            return wanted and self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
+            if not self._may_draft():
+                return False
+            self._plan_pass(self._gains - self._rate(1) * self._drafting.seconds[1:])
+            return self._is_worth_it(0) or self._acceptance.is_due
         assert confidence is not None  # that of the last draft token
         self._acceptance.draft(confidence())
         return drafted < LONGEST and self._is_worth_it(drafted)
 
+    def _may_draft(self) -> bool:
+        """Whether the budget allows a draft and no plain iteration is due; otherwise the next pass is a plain one."""
+        may = self._budget.left(self._plain_cost()) > 0 and not self._is_to_compare()
+        if not may and self.pass_width:
+            self.pass_width.plan_one()
+        return may
+
+    def _plan_pass(self, gains: np.ndarray) -> None:
+        """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in
+        tokens. Draft tokens that fit into it take no time to verify."""
+        self._passes = self._verify.seconds
+        if not self.pass_width:
+            return
+        rate = self._rate(1)
+        worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
+        last = self.pass_width.last
+        width = self.pass_width.plan(worth, rate * self._change)
+        seconds, change = self._verify.seconds, self._change
+        self._passes = seconds + change * (width == last)
+        dropped = seconds[: width + 1] + change * (CHANGES if width == last else 1.0)
+        self._passes[: width + 1] = np.minimum(seconds[width], dropped)
+
+    def _last_pass(self, drafted: int) -> tuple[int, bool]:
+        """The size of the last forward pass, padding included, and whether the one before had another."""
+        if not self.pass_width:
+            return drafted + 1, False
+        return self.pass_width.last or drafted + 1, self.pass_width.is_changed
+
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         steps, of_model = self._draft_steps(drafted, draft_seconds)
+        width, is_changed = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
             self._drafting.update(steps, of_model)
-            self._verify.update(drafted + 1, main_seconds)
-        drafting, verify = float(self._drafting.seconds[steps]), float(self._verify.seconds[drafted + 1])
+            if is_changed:
+                plain, change = self._plain_cost(), self._change
+                more = min(max(main_seconds - float(self._verify.seconds[width]), -plain), plain)
+                self._change = max(change + CLOCK * (more - change), 0.0)
+                self._verify.update(width, main_seconds - change, CLOCK_OTHERS)
+            else:
+                self._verify.update(width, main_seconds)
+        verify = float(self._verify.seconds[width]) + self._change * is_changed
+        expected = float(self._drafting.seconds[steps]) + verify
         self._tokens = self._tokens * self.FADE + accepted + 1
-        self._seconds = self._seconds * self.FADE + drafting + verify
-        expected = drafting + verify
+        self._seconds = self._seconds * self.FADE + expected
         seconds = expected if self._repeatable else draft_seconds + main_seconds
-        self._compare_with_plain(drafted, accepted, expected * (1 + excess(seconds, expected)))
+        is_plain = not drafted and width == 1 and not is_changed
+        self._compare_with_plain(is_plain, accepted, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
         self._all_seconds += seconds
 
@@ -175,9 +217,9 @@ class AdaptiveDraftLength:
         """The draft model's forward passes for `drafted` tokens in this iteration, and their seconds."""
         return drafted, draft_seconds
 
-    def _compare_with_plain(self, drafted: int, accepted: int, seconds: float) -> None:
+    def _compare_with_plain(self, is_plain: bool, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""
-        if drafted:
+        if not is_plain:
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
         else:
@@ -187,7 +229,7 @@ class AdaptiveDraftLength:
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
                 self._verify.seconds[1] = self._plain_cost()
-        self._budget.update(self._plain_cost(), seconds, accepted + 1 if drafted else None)
+        self._budget.update(self._plain_cost(), seconds, None if is_plain else accepted + 1)
 
     def _plain_cost(self) -> float:
         """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
@@ -215,7 +257,7 @@ class AdaptiveDraftLength:
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
         left = LONGEST - drafted
-        verify = self._verify.seconds[drafted + 2 :] - self._verify.seconds[drafted + 1]
+        verify = self._passes[drafted + 2 :] - self._passes[drafted + 1]
         seconds = verify + self._drafting.seconds[drafted + 1 :] - self._drafting.seconds[drafted]
         return bool((self._acceptance.survival * self._gains[:left] > self._rate(drafted) * seconds).any())
 

@@ -48,7 +48,7 @@ class PassWidth:
 
     def of(self, n: int) -> int:
         """The number of tokens of a pass in which n are needed, n or more."""
-        width = max(n, self._planned or self._kept(n)) if self._pads else n
+        width = max(n, self._of_plan(n) or self._kept(n)) if self._pads else n
         self._planned = 0
         self.is_changed = width != self.last
         if width != (self.last or 1):
@@ -56,6 +56,12 @@ class PassWidth:
             self._advantages[:] = 0.0
         self.last = width if width < len(self._seconds) else 0
         return width
+
+    def _of_plan(self, n: int) -> int:
+        """The planned size, or n if so much padding takes longer than the changes that it avoids; 0 without a plan."""
+        changes = CHANGES if self._planned == self.last else 1.0
+        padding = float(self._seconds[self._planned] - self._seconds[n]) if n < self._planned else 0.0
+        return n if padding > changes * self._change else self._planned
 
     def _kept(self, n: int) -> int:
         """The size of the last pass, if padding to it costs little enough, else n."""
