@@ -382,11 +382,14 @@ def _why_not(tuning: Session, best: Figures, best_alone: Figures, gains: list[fl
     proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
     drafted = sum(proposed) / len(proposed) if proposed else 0.0
     accepted = metrics.acceptance_rate(proposed, gained) if drafted >= HARDLY else None
-    accepted = alpha if accepted is None else accepted
-    if tau < WORTH_IT and accepted < FEW:
+    combined = best.setting.is_combined  # many of the accepted tokens are copies
+    accepted = alpha if accepted is None or combined else accepted
+    if accepted < FEW and (tau < WORTH_IT or combined):
+        copies = ", copies included" if combined else ""
         return (
             f"Do not use this draft: hardly any of its tokens are accepted (probability {accepted:.2f}), so a "
-            f"main-model forward pass yields {tau:.2f} tokens, which bounds the speedup. Measured: {seen}; {costs}."
+            f"main-model forward pass yields {tau:.2f} tokens{copies}, which bounds the speedup. Measured: {seen}; "
+            f"{costs}."
         )
     too_little = "even its best setting gains too little"
     if tau < WORTH_IT and drafted < HARDLY:
