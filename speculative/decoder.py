@@ -75,21 +75,11 @@ class Decoder:
         self.main = main
         self.draft = draft
         self.draft_length = draft_length or FixedDraftLength(5)
-        if draft and isinstance(draft_length, (AdaptiveDraftLength, LookupDraftLength)):
-            self._pad_passes(main, draft_length)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
-
-    @staticmethod
-    def _pad_passes(main: CachedModel, policy: AdaptiveDraftLength | LookupDraftLength) -> None:
-        """Pad the main model's forward passes where that is faster than to change their size, by the policy's costs."""
-        if main.pass_width is None:
-            pads = isinstance(main.backend, PagedModel)  # others would have to remove the padding
-            main.pass_width = PassWidth(policy.costs.verify(), policy.costs.main_change, pads)
-        policy.pass_width = main.pass_width
 
     @property
     def models(self) -> list[CachedModel | EagleHead]:
@@ -183,7 +173,16 @@ class Decoder:
         finally:
             self._busy.release()
 
+    def _pad_passes(self, policy: DraftLengthPolicy) -> None:
+        """Pad the main model's forward passes where that is faster than to change their size, by the policy's costs."""
+        if self.draft and isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
+            if self.main.pass_width is None:
+                pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
+                self.main.pass_width = PassWidth(policy.costs.verify(), policy.costs.main_change, pads)
+            policy.pass_width = self.main.pass_width
+
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
+        self._pad_passes(policy)
         while not text.is_finished:
             is_prefill = text.is_prefill
             begin = time.perf_counter()

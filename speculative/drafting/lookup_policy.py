@@ -104,6 +104,7 @@ class LookupDraftLength:
     def _learn_seconds(self, tokens: int, seconds: float) -> None:
         """Record the seconds of an iteration that gave `tokens`."""
         width, is_changed = min(max(self.pass_width.last, 1), LONGEST + 1), self.pass_width.is_changed
+        inevitable = self._change * (is_changed and self.pass_width.is_first)  # without a draft, too
         expected = float(self._verify.seconds[width]) + self._change * is_changed
         if self._repeatable:
             seconds = expected
@@ -117,7 +118,8 @@ class LookupDraftLength:
             if width == 1:
                 self._plain_seconds *= 1 + CLOCK * excess(seconds, self._plain_seconds)
             self._verify.seconds[1] = self._plain()
-        is_plain = width == 1 and not is_changed
+        expected, seconds = expected - inevitable, max(seconds - inevitable, 0.0)
+        is_plain = width == 1 and (not is_changed or self.pass_width.is_first)
         self._budget.update(self._plain(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens)
         self._tokens = self._tokens * self.FADE + tokens
         self._seconds = self._seconds * self.FADE + expected

@@ -184,15 +184,16 @@ class AdaptiveDraftLength:
         dropped = seconds[: width + 1] + change * (CHANGES if width == last else 1.0)
         self._passes[: width + 1] = np.minimum(seconds[width], dropped)
 
-    def _last_pass(self, drafted: int) -> tuple[int, bool]:
-        """The size of the last forward pass, padding included, and whether the one before had another."""
+    def _last_pass(self, drafted: int) -> tuple[int, bool, bool]:
+        """The size of the last forward pass, padding included, whether the one before had another size, and whether
+        that was a prompt's."""
         if not self.pass_width:
-            return drafted + 1, False
-        return self.pass_width.last or drafted + 1, self.pass_width.is_changed
+            return drafted + 1, False, False
+        return self.pass_width.last or drafted + 1, self.pass_width.is_changed, self.pass_width.is_first
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         steps, of_model = self._draft_steps(drafted, draft_seconds)
-        width, is_changed = self._last_pass(drafted)
+        width, is_changed, is_first = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
             self._drafting.update(steps, of_model)
@@ -203,12 +204,13 @@ class AdaptiveDraftLength:
                 self._verify.update(width, main_seconds - change, CLOCK_OTHERS)
             else:
                 self._verify.update(width, main_seconds)
-        verify = float(self._verify.seconds[width]) + self._change * is_changed
+        inevitable = self._change * (is_changed and is_first)  # without a draft, too
+        verify = float(self._verify.seconds[width]) + self._change * is_changed - inevitable
         expected = float(self._drafting.seconds[steps]) + verify
         self._tokens = self._tokens * self.FADE + accepted + 1
         self._seconds = self._seconds * self.FADE + expected
-        seconds = expected if self._repeatable else draft_seconds + main_seconds
-        is_plain = not drafted and width == 1 and not is_changed
+        seconds = expected if self._repeatable else max(draft_seconds + main_seconds - inevitable, 0.0)
+        is_plain = not drafted and width == 1 and (not is_changed or is_first)
         self._compare_with_plain(is_plain, accepted, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
         self._all_seconds += seconds

@@ -26,6 +26,7 @@ class PassWidth:
         """Forget the last pass and the plan for the next one."""
         self.last = 0  # tokens of the last pass, padding included; 0: it was a prompt's
         self.is_changed = True  # whether the last pass had another size than the one before
+        self.is_first = True  # whether the last pass was the first one after a prompt: its size changes in any case
         self._spent = 0.0  # seconds, on padding since the last change
         self._planned = 0
         self._advantages = np.zeros(len(self._seconds))  # of each size over the present one, since the last change
@@ -50,7 +51,7 @@ class PassWidth:
         """The number of tokens of a pass in which n are needed, n or more."""
         width = max(n, self._of_plan(n) or self._kept(n)) if self._pads else n
         self._planned = 0
-        self.is_changed = width != self.last
+        self.is_changed, self.is_first = width != self.last, not self.last
         if width != (self.last or 1):
             self._spent = 0.0
             self._advantages[:] = 0.0

@@ -116,7 +116,7 @@ def test_where_changes_of_size_take_long_no_fixed_length_is_much_faster(costs, a
     adaptive = speedups(AdaptiveDraftLength, 0.0, acceptance, costs, texts=3)
     fixed = [speedups(lambda _, k=k: FixedDraftLength(k), 0.0, acceptance, costs, texts=3) for k in (0, 1, 2, 3, 5, 8)]
     print(f"adaptive {adaptive:.3f}, fixed {np.round(fixed, 3)}: {adaptive / max(fixed):.3f}")
-    assert adaptive > 0.94 * max(fixed) and adaptive > 0.97
+    assert adaptive > 0.93 * max(fixed) and adaptive > 0.97
 
 
 @pytest.mark.parametrize("costs", MODELS.values(), ids=MODELS)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openvino_genai import GenerationConfig
 
 from speculative import decoder
 from speculative.models import cached_model, eagle3_head
@@ -104,6 +105,7 @@ def test_hidden_states_are_those_of_the_tokens():
 
 
 def test_engines_that_draft_pad_and_others_do_not():
-    assert decoder.load(MAIN, DRAFT).main.pass_width is not None
-    assert decoder.load(MAIN).main.pass_width is None
-    assert decoder.load(MAIN, max_ngram_size=3).main.pass_width is not None
+    for draft, longest, pads in (DRAFT, None, True), (None, None, False), (None, 3, True):
+        engine = decoder.load(MAIN, draft, max_ngram_size=longest)
+        engine.generate(np.arange(100, 110), GenerationConfig(max_new_tokens=2))
+        assert (engine.main.pass_width is not None) == pads

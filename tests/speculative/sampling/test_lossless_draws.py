@@ -198,15 +198,19 @@ def exact_logits(folders):
 
 
 class ComputedOnce:
-    """A model that keeps the logits after each text."""
+    """A model that keeps the logits after each text. It records the sizes of forward passes, but does not pad them."""
 
     def __init__(self, model):
-        self._model, self._known = model, {}
+        self._model, self._known, self.pass_width = model, {}, None
 
     def __getattr__(self, name):
         return getattr(self._model, name)
 
     def logits(self, tokens, last=1):
+        if self.pass_width and len(tokens) <= len(PROMPT):
+            self.pass_width.reset()
+        elif self.pass_width:
+            self.pass_width.of(last)
         text = tokens.tobytes(), last
         if text not in self._known:
             self._known[text] = self._model.logits(tokens, last).copy()
@@ -251,18 +255,14 @@ def load(folders):
 
 
 def rule(name, draft):
-    """A draft-length policy for a draft; an adaptive one gets costs at which most drafts are worth it."""
+    """A draft-length policy for a draft; an adaptive one gets costs at which most drafts are worth it, and some forward
+    passes are padded."""
     if name == "adaptive" and draft == "lookup":
-        policy = LookupDraftLength(Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}))
-        policy.SWITCH = 0.0  # it declines some drafts all the same, because of its balance
-        return policy
-    if name == "adaptive" and draft.startswith(
-        TWO_SOURCES
-    ):  # a draft model that costs more, so that copies are worth it
-        costs = Costs(draft=0.25, main={1: 1.0, LONGEST + 1: 1.5})
-        return CombinedDraftLength(costs)
+        return LookupDraftLength(Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}, main_change=0.2))
+    if name == "adaptive" and draft.startswith(TWO_SOURCES):  # the draft model costs more, so that copies are worth it
+        return CombinedDraftLength(Costs(draft=0.25, main={1: 1.0, LONGEST + 1: 1.5}, main_change=0.2))
     if name == "adaptive":
-        return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}))
+        return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}, main_change=0.2))
     if name == "confidence":
         return ConfidenceDraftLength(0.3)
     return FixedDraftLength(int(name.removeprefix("K=")))
