@@ -22,13 +22,14 @@ class DraftBudget:
 
     FADE = 0.95  # decay of the recent tokens and seconds per iteration
 
-    def __init__(self, start: float = START):
+    def __init__(self, start: float = START, most: float = MOST):
         self._start = self._settled = start
+        self._most = most
         self._tokens = self._seconds = 0.0  # of recent drafting, less the share of all time
 
     def left(self, plain: float) -> float:
         """The budget left, in plain forward passes that take `plain` seconds each."""
-        return min(self._settled + self._tokens - self._seconds / plain, self.MOST)
+        return min(self._settled + self._tokens - self._seconds / plain, self._most)
 
     def is_low(self, plain: float) -> bool:
         """Whether less than half of the start is left."""

@@ -5,7 +5,7 @@ import numpy as np
 from speculative.drafting.budget import DraftBudget, FollowedCopies
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, Confidence, Costs, describe_outcome
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence, Costs, describe_outcome
 from speculative.models.pass_width import PassWidth
 
 
@@ -32,7 +32,7 @@ class LookupDraftLength:
 
     FADE = 0.97  # decay of recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    BUDGET = 1.0  # at first, in plain forward passes
+    BUDGET, MOST = 1.0, 8.0  # at first, and at most, in plain forward passes
 
     def __init__(self, costs: Costs):
         """`costs` gives the main model's seconds; those of a draft are not used."""
@@ -47,7 +47,7 @@ class LookupDraftLength:
         self._plain_seconds = float(self._verify.seconds[1])  # of plain decoding, learned from that only
         self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
         self._acceptance = MatchEstimate()
-        self._budget = DraftBudget(self.BUDGET)
+        self._budget = DraftBudget(self.BUDGET, self.MOST)
         self._width = 1  # planned tokens of the next forward pass
         self._declined: float | None = None  # the confidence in this iteration's declined token
         self._declined_was_right: bool | None = None
@@ -117,7 +117,7 @@ class LookupDraftLength:
             self._verify.update(width, seconds, max(CLOCK, 1 / float(self._seen[width])))
             if width == 1:
                 self._plain_seconds *= 1 + CLOCK * excess(seconds, self._plain_seconds)
-            self._verify.seconds[1] = self._plain()
+            self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
         expected, seconds = expected - inevitable, max(seconds - inevitable, 0.0)
         is_plain = width == 1 and (not is_changed or self.pass_width.is_first)
         self._budget.update(self._plain(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens)
@@ -127,7 +127,9 @@ class LookupDraftLength:
         self._all_seconds += seconds
 
     def _plain(self) -> float:
-        """Seconds of a forward pass of plain decoding."""
+        """Seconds of a forward pass of plain decoding: as timed, if it was timed often."""
+        if self._seen[1] > AdaptiveDraftLength.SURE:
+            return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _rate(self) -> float:

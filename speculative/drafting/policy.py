@@ -148,6 +148,7 @@ class AdaptiveDraftLength:
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
+        self._drafted_before = False  # in the last iteration, by the draft model
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
@@ -196,7 +197,8 @@ class AdaptiveDraftLength:
         width, is_changed, is_first = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
         if not self._repeatable:
-            self._drafting.update(steps, of_model)
+            if self._drafted_before:  # otherwise the draft also processes the tokens that were decoded without it
+                self._drafting.update(steps, of_model)
             if is_changed:
                 plain, change = self._plain_cost(), self._change
                 more = min(max(main_seconds - float(self._verify.seconds[width]), -plain), plain)
@@ -210,6 +212,7 @@ class AdaptiveDraftLength:
         self._tokens = self._tokens * self.FADE + accepted + 1
         self._seconds = self._seconds * self.FADE + expected
         seconds = expected if self._repeatable else max(draft_seconds + main_seconds - inevitable, 0.0)
+        self._drafted_before = steps > 0
         is_plain = not drafted and width == 1 and (not is_changed or is_first)
         self._compare_with_plain(is_plain, accepted, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
@@ -230,11 +233,14 @@ class AdaptiveDraftLength:
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
                 self._plain_seconds *= 1 + weight * excess(seconds, self._plain_seconds)
-                self._verify.seconds[1] = self._plain_cost()
+                self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
         self._budget.update(self._plain_cost(), seconds, None if is_plain else accepted + 1)
 
     def _plain_cost(self) -> float:
-        """Seconds of an iteration without a draft: as measured, but no more than one with more tokens."""
+        """Seconds of an iteration without a draft. Until it was timed often, no more than one with more tokens; on some
+        processors a pass over one token does take longer than one over three."""
+        if self._plain_seen >= self.SURE:
+            return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _is_to_compare(self) -> bool:

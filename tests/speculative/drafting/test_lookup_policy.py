@@ -76,8 +76,7 @@ def test_a_text_that_repeats_nothing_is_decoded_as_fast_as_without_drafts(costs,
     main = {n: seconds * (dearer if n > 1 else 1) for n, seconds in costs.main.items()}
     true = Costs(0.0, main, main_change=costs.main_change)
     results = speedups(lambda: LookupDraftLength(costs), 0.0, true)
-    believed_free = costs is SMOLLM2_AMD and dearer == 1.5  # the measured seconds say that 5 draft tokens cost 7 %
-    assert results.mean() > (0.98 if believed_free else 0.99) and results.min() > 0.97
+    assert results.mean() > 0.99 and results.min() > 0.97
 
 
 @MODELS
@@ -86,7 +85,7 @@ def test_copied_text_is_decoded_faster_than_with_any_fixed_length(costs, copied)
     adaptive = speedups(lambda: LookupDraftLength(costs), copied, costs, texts=3).mean()
     fixed = [speedups(lambda k=k: FixedDraftLength(k), copied, costs, texts=3).mean() for k in (0, 2, 5, 10)]
     cheap = costs is SMOLLM2_AMD  # six tokens cost 7 % more than one: the best fixed length loses nothing elsewhere
-    assert adaptive > (0.97 if cheap else 1.02) * max(fixed)
+    assert adaptive > (0.95 if cheap else 1.02) * max(fixed)
 
 
 @MODELS
