@@ -5,6 +5,8 @@ or "turns" (a conversation whose first turn is the prompt), and optionally "id" 
 
 A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing one. This
 requires the package `datasets`, which downloads only the named data set.
+
+Several files are given with commas between them.
 """
 
 import json
@@ -37,14 +39,14 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
-    """Read prompts from a file (.jsonl or text) or a data set; with `most`, at most that many, evenly from all.
+    """Read prompts from files (.jsonl or text) or a data set; with `most`, at most that many, evenly from all.
 
     Raises ValueError naming the line for an invalid or repeated prompt.
     """
     path = Path(source)
     named = DATA_SET.fullmatch(str(source))
-    if path.is_file():
-        prompts = _read_file(path)
+    if _are_files(source):
+        prompts = [prompt for file in _files(source) for prompt in _read_file(file)]
     elif named and path.suffix not in FILES and (HUB_NAME.fullmatch(named["name"]) or Path(named["name"]).is_dir()):
         prompts = _read_data_set(**named.groupdict())
     else:
@@ -59,8 +61,8 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
 
 
 def shown_name(source: str) -> str:
-    """The source's name, without the folder of a file."""
-    return Path(source).name if Path(source).is_file() else source
+    """The source's name, without the folders of files."""
+    return ", ".join(file.name for file in _files(source)) if _are_files(source) else source
 
 
 def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarray]:
@@ -80,6 +82,15 @@ def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarr
             )
         all_ids.append(ids)
     return all_ids
+
+
+def _are_files(source: Path | str) -> bool:
+    return all(file.is_file() for file in _files(source))
+
+
+def _files(source: Path | str) -> list[Path]:
+    """One file, or the files between commas."""
+    return [Path(source)] if Path(source).exists() else [Path(name) for name in str(source).split(",")]
 
 
 def _read_file(path: Path) -> list[Prompt]:

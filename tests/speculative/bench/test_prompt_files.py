@@ -7,7 +7,7 @@ from collections import Counter
 import openvino_genai
 import pytest
 
-from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.prompts import read_prompts, shown_name, token_ids
 from speculative.sequence.metrics import repetition
 from tests.support.paths import DRAFT, MAIN, ROOT
 
@@ -106,6 +106,15 @@ def test_prompts_are_taken_evenly():
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys({p.category for p in prompts}, 2)
     assert len({prompt.category for prompt in prompts}) == 6
     assert len(read_prompts(FOLDER / "long.jsonl", 1000)) == len(BUNDLED["long.jsonl"])
+
+
+def test_several_files_are_read_one_after_another():
+    names = ["repeats.jsonl", "instructions.jsonl"]
+    several = ",".join(str(FOLDER / name) for name in names)
+    assert read_prompts(several) == [prompt for name in names for prompt in BUNDLED[name]]
+    assert shown_name(several) == "repeats.jsonl, instructions.jsonl"
+    with pytest.raises(ValueError, match=r"none.jsonl is not a file"):
+        read_prompts(f"{several},none.jsonl")
 
 
 def test_a_prompt_beyond_the_context_is_named():
