@@ -1,12 +1,11 @@
 """Prompt reader for files and Hugging Face data sets.
 
 A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one prompt per line. A JSON line has "prompt"
-or "turns" (a conversation whose first turn is the prompt), and optionally "id" and "category".
+or "turns" (a conversation whose first turn is the prompt), and optionally "id" and "category". Several files are given
+with commas between them.
 
 A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing one. This
 requires the package `datasets`, which downloads only the named data set.
-
-Several files are given with commas between them.
 """
 
 import json
@@ -45,13 +44,15 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
     """
     path = Path(source)
     named = DATA_SET.fullmatch(str(source))
-    if _are_files(source):
-        prompts = [prompt for file in _files(source) for prompt in _read_file(file)]
+    files = _files(source)
+    missing = next((file for file in files if not Path(file).is_file()), None)
+    if missing is None:
+        prompts = _read_files(map(Path, files))
     elif named and path.suffix not in FILES and (HUB_NAME.fullmatch(named["name"]) or Path(named["name"]).is_dir()):
         prompts = _read_data_set(**named.groupdict())
     else:
         raise ValueError(
-            f"{source} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or the name of a "
+            f"{missing} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or the name of a "
             "data set"
         )
     if not prompts:
@@ -62,7 +63,7 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
 
 def shown_name(source: str) -> str:
     """The source's name, without the folders of files."""
-    return ", ".join(file.name for file in _files(source)) if _are_files(source) else source
+    return ", ".join(Path(file).name if Path(file).is_file() else file for file in _files(source))
 
 
 def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarray]:
@@ -84,33 +85,33 @@ def token_ids(prompts: Iterable[Prompt], main: Path, room: int) -> list[np.ndarr
     return all_ids
 
 
-def _are_files(source: Path | str) -> bool:
-    return all(file.is_file() for file in _files(source))
+def _files(source: Path | str) -> list[str]:
+    """One name, or the names between commas."""
+    return [str(source)] if Path(source).exists() else str(source).split(",")
 
 
-def _files(source: Path | str) -> list[Path]:
-    """One file, or the files between commas."""
-    return [Path(source)] if Path(source).exists() else [Path(name) for name in str(source).split(",")]
-
-
-def _read_file(path: Path) -> list[Prompt]:
+def _read_files(paths: Iterable[Path]) -> list[Prompt]:
     prompts: list[Prompt] = []
-    lines: dict[tuple[str, ...], int] = {}  # the line of each prompt
-    for number, raw in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            line = raw.decode().rstrip("\r")
-        except UnicodeDecodeError:
-            raise ValueError(f"line {number} of {path} is not UTF-8: save the file as UTF-8") from None
-        if not line.strip():
-            continue
-        try:
-            prompt = _json_prompt(line, number) if path.suffix == ".jsonl" else Prompt(line, "", str(number), (line,))
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path} {error}: fix or remove it") from None
-        if prompt.turns in lines:
-            raise ValueError(f"line {number} of {path} repeats the prompt of line {lines[prompt.turns]}: remove one")
-        lines[prompt.turns] = number
-        prompts.append(prompt)
+    places: dict[tuple[str, ...], str] = {}  # the line of each prompt
+    for path in paths:
+        for number, raw in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+            place = f"line {number} of {path}"
+            try:
+                line = raw.decode().rstrip("\r")
+            except UnicodeDecodeError:
+                raise ValueError(f"{place} is not UTF-8: save the file as UTF-8") from None
+            if not line.strip():
+                continue
+            try:
+                prompt = (
+                    _json_prompt(line, number) if path.suffix == ".jsonl" else Prompt(line, "", str(number), (line,))
+                )
+            except ValueError as error:
+                raise ValueError(f"{place} {error}: fix or remove it") from None
+            if prompt.turns in places:
+                raise ValueError(f"{place} repeats the prompt of {places[prompt.turns]}: remove one")
+            places[prompt.turns] = place
+            prompts.append(prompt)
     return prompts
 
 

@@ -117,6 +117,12 @@ def test_several_files_are_read_one_after_another():
         read_prompts(f"{several},none.jsonl")
 
 
+def test_a_prompt_repeated_in_another_file_is_refused():
+    first, second = FOLDER / "repeats.jsonl", FOLDER / "../prompts/repeats.jsonl"
+    with pytest.raises(ValueError, match=r"line 1 of .*\.\./prompts/repeats.jsonl repeats the prompt of line 1 of"):
+        read_prompts(f"{first},{second}")
+
+
 def test_a_prompt_beyond_the_context_is_named():
     assert len(token_ids(BUNDLED["embedded_code.jsonl"], MAIN, 100)) == 20
     with pytest.raises(ValueError, match=r"prompt long-summary has [\d,]+ tokens, .* context of 1,024"):
