@@ -40,7 +40,7 @@ EMBEDDED = "models/embedded/main models/embedded/draft"
 LARGE = "build/tinyllama/main build/tinyllama/draft"
 FAST = "--huge-pages --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128"
 CHAT = "models/smollm2-135m/main models/smollm2-135m/draft"
-ALL_KINDS = "--prompts scripts/prompts/repeats.jsonl,scripts/prompts/instructions.jsonl --rounds 1 --no-starts"
+MIXED = "--prompts scripts/prompts/repeats.jsonl,scripts/prompts/instructions.jsonl"
 PAIRS = {  # made when needed; the second one needs the first
     "build/tinyllama": "scripts/make_benchmark_pair.py build/tinyllama --shape TinyLlama-1.1B --acceptance 0.75",
     "build/tinyllama-useless": (
@@ -82,13 +82,13 @@ FIGURES = {
         6,
     ),
     "sources-smollm2": Figure(
-        f"scripts/benchmark.py {CHAT} {ALL_KINDS} --paths genai,lookup,engine,sampled -k 3 --max-prompts 22 "
-        "--max-new-tokens 96",
+        f"scripts/benchmark.py {CHAT} {MIXED} --paths genai,lookup,engine,sampled -k 3 --max-prompts 22 "
+        "--max-new-tokens 96 --rounds 1 --no-starts",
         15,
     ),
     "sources-benchmark-pair": Figure(
-        f"scripts/benchmark.py {LARGE} {ALL_KINDS} --paths genai,lookup,engine,sampled -k 4 --max-prompts 12 "
-        f"--max-new-tokens 32 {FAST}",
+        f"scripts/benchmark.py {LARGE} {MIXED} --paths genai,lookup,engine,sampled -k 4 --max-prompts 12 "
+        f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
         25,
     ),
     "server-embedded": Figure(
