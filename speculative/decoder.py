@@ -36,7 +36,6 @@ from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
-from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
@@ -178,7 +177,7 @@ class Decoder:
         if self.draft and isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
             if self.main.pass_width is None:
                 pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
-                self.main.pass_width = PassWidth(policy.costs.verify(), policy.costs.main_change, pads)
+                self.main.pass_width = policy.costs.pass_width(pads)
             policy.pass_width = self.main.pass_width
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:

@@ -6,7 +6,6 @@ from speculative.drafting.budget import DraftBudget, FollowedCopies
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence, Costs, describe_outcome
-from speculative.models.pass_width import PassWidth
 
 
 class LookupDraftLength:
@@ -37,7 +36,7 @@ class LookupDraftLength:
     def __init__(self, costs: Costs):
         """`costs` gives the main model's seconds; those of a draft are not used."""
         self.costs = costs
-        self.pass_width = PassWidth(costs.verify(), costs.main_change)  # a decoder replaces it by its main model's
+        self.pass_width = costs.pass_width()  # a decoder replaces it by its main model's
         self.reset()
 
     def reset(self, repeatable: bool = False) -> None:
@@ -103,7 +102,8 @@ class LookupDraftLength:
 
     def _learn_seconds(self, tokens: int, seconds: float) -> None:
         """Record the seconds of an iteration that gave `tokens`."""
-        width, is_changed = min(max(self.pass_width.last, 1), LONGEST + 1), self.pass_width.is_changed
+        least = self.pass_width.least
+        width, is_changed = min(max(self.pass_width.last, least), LONGEST + 1), self.pass_width.is_changed
         inevitable = self._change * (is_changed and self.pass_width.is_first)  # without a draft, too
         expected = float(self._verify.seconds[width]) + self._change * is_changed
         if self._repeatable:
@@ -115,11 +115,11 @@ class LookupDraftLength:
         else:
             self._seen[width] += 1
             self._verify.update(width, seconds, max(CLOCK, 1 / float(self._seen[width])))
-            if width == 1:
+            if width == least:
                 self._plain_seconds *= 1 + CLOCK * excess(seconds, self._plain_seconds)
             self._verify.seconds[1] = min(self._plain_seconds, float(self._verify.seconds[2]))
         expected, seconds = expected - inevitable, max(seconds - inevitable, 0.0)
-        is_plain = width == 1 and (not is_changed or self.pass_width.is_first)
+        is_plain = width == least and (not is_changed or self.pass_width.is_first)
         self._budget.update(self._plain(), expected * (1 + excess(seconds, expected)), None if is_plain else tokens)
         self._tokens = self._tokens * self.FADE + tokens
         self._seconds = self._seconds * self.FADE + expected
@@ -128,7 +128,7 @@ class LookupDraftLength:
 
     def _plain(self) -> float:
         """Seconds of a forward pass of plain decoding: as timed, if it was timed often."""
-        if self._seen[1] > AdaptiveDraftLength.SURE:
+        if self._seen[self.pass_width.least] > AdaptiveDraftLength.SURE:
             return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 

@@ -14,9 +14,11 @@ CHANGES = 2.0  # advantage of another size for which a planned size is changed: 
 class PassWidth:
     """Pads a pass to the planned size, or to that of the last one until padding has cost half as much as a change."""
 
-    def __init__(self, seconds: np.ndarray, change: float, pads: bool = True):
+    def __init__(self, seconds: np.ndarray, change: float, pads: bool = True, least: int = 1):
         """`seconds` [n] are those of a forward pass over 0, 1, ... tokens, `change` the additional ones of a pass with
-        another number of tokens than the last. Without `pads`, passes have the size that is needed."""
+        another number of tokens than the last. Passes without draft tokens are padded to `least` tokens, where that
+        takes less time than a single one. Without `pads`, passes have the size that is needed."""
+        self.least = least if pads else 1
         self._seconds = seconds
         self._change = change
         self._pads = pads
@@ -37,22 +39,22 @@ class PassWidth:
         Another size is chosen once its advantages over the present one add up to `CHANGES` times the cost of a change.
         So what is lost by not changing stays in proportion to what a change costs (Page 1954, cumulative sums).
         """
-        now = self.last or 1
+        now = self.last or self.least
         self._advantages[1:] = np.maximum(self._advantages[1:] + worth - worth[now - 1], 0.0)
         best = int(self._advantages.argmax())
         self._planned = best if self._advantages[best] > CHANGES * change else now
         return self._planned
 
     def plan_one(self) -> None:
-        """Plan a pass over a single token."""
-        self._planned = 1
+        """Plan a pass without draft tokens."""
+        self._planned = self.least
 
     def of(self, n: int) -> int:
         """The number of tokens of a pass in which n are needed, n or more."""
-        width = max(n, self._of_plan(n) or self._kept(n)) if self._pads else n
+        width = max(n, self.least, self._of_plan(n) or self._kept(n)) if self._pads else n
         self._planned = 0
         self.is_changed, self.is_first = width != self.last, not self.last
-        if width != (self.last or 1):
+        if width != (self.last or self.least):
             self._spent = 0.0
             self._advantages[:] = 0.0
         self.last = width if width < len(self._seconds) else 0

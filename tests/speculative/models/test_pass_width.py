@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from openvino_genai import GenerationConfig
 
 from speculative import decoder
+from speculative.drafting.policy import Costs
 from speculative.models import cached_model, eagle3_head
 from speculative.models.pass_width import PADDED, PassWidth
 from speculative.models.spec import ModelSpec
@@ -43,6 +44,28 @@ def test_where_more_tokens_cost_nothing_the_size_only_grows():
 def test_where_a_change_costs_nothing_nothing_is_padded():
     width = PassWidth(SECONDS, 0.0)
     assert [width.of(n) for n in (5, 3, 1)] == [5, 3, 1]
+
+
+def test_plain_passes_are_padded_to_the_fastest_size():
+    width = PassWidth(np.ones(18), 0.5, least=3)
+    assert [width.of(n) for n in (1, 2, 3, 5, 1)] == [3, 3, 3, 5, 5]
+    width.plan_one()
+    assert width.of(1) == 3 and width.is_changed
+    assert width.plan(np.zeros(17), 0.1) == 3
+    assert [PassWidth(np.ones(18), 0.5, pads=False, least=3).of(n) for n in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ({1: 16.1, 2: 16.5, 3: 14.1, 4: 14.1, 6: 13.8, 8: 16.1, 17: 21.9}, 6),  # SmolLM2-135M on AMD EPYC
+        ({1: 16.1, 2: 16.5, 3: 13.9, 6: 13.8, 17: 21.9}, 3),
+        ({1: 14.2, 3: 14.0, 6: 13.8, 17: 21.9}, 1),  # not clearly faster
+        ({1: 21.0, 3: 26.0, 5: 30.0, 17: 58.0}, 1),
+    ],
+)
+def test_the_fastest_size_is_one_unless_another_is_clearly_faster(seconds, fastest):
+    assert Costs(1.0, seconds).fastest() == fastest
 
 
 @pytest.fixture(scope="module")
