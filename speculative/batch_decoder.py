@@ -27,7 +27,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Prompt, check_ngram_size, encode
+from speculative.decoder import Prompt, check_ngram_size, encode, grammars_of
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -141,6 +141,7 @@ class BatchDecoder:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
+        self.grammars = grammars_of(tokenizer, main.vocab_size)
         self._shared = shared
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
@@ -186,7 +187,7 @@ class BatchDecoder:
         config = config or GenerationConfig()
         ids = self.encode(prompt, config)
         params = SamplingParams.resolve(
-            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed
+            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed, self.grammars
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
@@ -358,7 +359,10 @@ class BatchDecoder:
         request.looked_up = text.drafted
         asked = text.token_ids, text.distribution, text.random
         if isinstance(source, CombinedProposer):
-            match, can_use_model = source.match(*asked), source.can_use_model(text.token_ids, request.copied)
+            match, can_use_model = (
+                text.allowed(source.match(*asked)),
+                source.can_use_model(text.token_ids, request.copied),
+            )
             if isinstance(policy, CombinedEstimate):
                 request.foreseen = match
                 policy.foresee(match, can_use_model)
@@ -367,7 +371,7 @@ class BatchDecoder:
                 request.foreseen = match if source.is_trusted(match) else None
             request.idle = not request.foreseen and not can_use_model
         elif source and isinstance(policy, AcceptanceEstimate):
-            request.foreseen = source.propose(*asked)
+            request.foreseen = text.allowed(source.propose(*asked))
             request.idle = request.foreseen is None
             if request.foreseen:
                 policy.foresee(request.foreseen.confidence())
@@ -377,7 +381,7 @@ class BatchDecoder:
         source = request.of_model or request.proposer
         proposal = copy = request.copy
         if source and not proposal:
-            proposal = source.propose(text.token_ids, text.distribution, text.random)
+            proposal = text.allowed(source.propose(text.token_ids, text.distribution, text.random))
         if proposal is None:
             request.idle = True
             return
@@ -399,7 +403,7 @@ class BatchDecoder:
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)
-        step = Step(tokens, min(step.accepted, len(tokens)), step.proposed)
+        step = step._replace(tokens=tokens, accepted=min(step.accepted, len(tokens)))
         if request.sequence.is_finished or request.result.finish_reason == "stop":
             piece += self._finish(request)
         return RequestOutput(request, step, piece)

@@ -32,12 +32,14 @@ from speculative.drafting.policy import (
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
+from speculative.models import vocabulary
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
 from speculative.models.pass_width import PassWidth
 from speculative.models.spec import ModelSpec
+from speculative.sampling.grammar import Grammars, Tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -77,6 +79,7 @@ class Decoder:
         self.draft_length = draft_length or FixedDraftLength(5)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.grammars = grammars_of(tokenizer, main.vocab_size)
         self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
@@ -158,7 +161,9 @@ class Decoder:
     def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
         """The sequence of a new request. This is where its config is resolved."""
         ids = self.encode(prompt, config)
-        params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
+        params = SamplingParams.resolve(
+            config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed, grammars=self.grammars
+        )
         return Sequence(ids, params, self.main.vocab_size, self._random)
 
     def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
@@ -205,7 +210,7 @@ class Decoder:
             return None
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
         while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
-            proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
+            proposal = text.allowed(self.draft.propose(text.token_ids, text.distribution, text.random))
             confidence = proposal.confidence if proposal else None
             if sees_proposals and not policy.should_draft(text.drafted, confidence):
                 return proposal.token if proposal else None
@@ -223,7 +228,7 @@ class Decoder:
             chooses.begin()
         while text.can_draft:
             asked = text.token_ids, text.distribution, text.random
-            match, can_use_model = draft.match(*asked), draft.can_use_model(text.token_ids, copied)
+            match, can_use_model = text.allowed(draft.match(*asked)), draft.can_use_model(text.token_ids, copied)
             copies: bool | None = None
             if chooses:
                 copies = chooses.copies_next(match, can_use_model)
@@ -263,6 +268,20 @@ def encode(
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
     return ids.astype(np.int64)
+
+
+def grammars_of(tokenizer: openvino_genai.Tokenizer | None, vocab_size: int) -> Grammars | None:
+    """The compiler of grammars for a model with `vocab_size` logits; None without a tokenizer."""
+    if not tokenizer:
+        return None
+
+    def tokens() -> Tokens:
+        known = vocabulary.of(tokenizer)
+        if not known:
+            raise ValueError("structured_output_config needs a detokenizer that names its tokens: convert it again")
+        return Tokens(known.tokens(), vocabulary.special(tokenizer, known), known.encode)
+
+    return Grammars(tokens, vocab_size)
 
 
 def check_ngram_size(max_ngram_size: int | None) -> None:

@@ -9,6 +9,7 @@ from speculative.drafting.retokenizer import Retokenizer
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
+from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, draw
 
@@ -30,7 +31,7 @@ class DraftModelProposer:
     `vocab_size` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra
     logits are cut, missing ones get probability 0. A draft with another tokenizer needs a `retokenizer` and proposes
     tokens that both vocabularies have. Proposes nothing beyond the draft's context length, nor after a token that it
-    cannot read.
+    cannot read, nor where the grammar allows no token that the draft has.
     """
 
     def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int, retokenizer: Retokenizer | None = None):
@@ -54,7 +55,10 @@ class DraftModelProposer:
         if ids is None:
             return None
         logits = self._main_logits(self.model.logits(ids)[0])
-        q = transform(logits, tokens)
+        try:
+            q = transform(logits, tokens)
+        except NothingAllowed:
+            return None
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)

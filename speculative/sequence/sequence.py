@@ -37,6 +37,7 @@ class Sequence:
         self._tokens = np.empty(self.n + params.max_new_tokens, np.int64)  # prompt, generated, draft
         self._tokens[: self.n] = prompt
         self._transform = Distribution(params)
+        self._grammar = self._transform.grammar
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
         self.is_finished = False
 
@@ -70,11 +71,24 @@ class Sequence:
         """Whether another draft token can be useful: not if only one token may follow, nor after a stop token."""
         if self.is_prefill or len(self.token_ids) >= self.max_length - 1:
             return False
+        if self._grammar:
+            return not self._grammar.is_over(self._generated)
         return not (self._q and int(self.token_ids[-1]) in self.params.stop_token_ids)
+
+    @property
+    def _generated(self) -> np.ndarray:
+        """Generated and draft tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
 
     def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | OneHot:
         """The next-token distribution after `tokens`, a prefix of this sequence, from `logits` float32 [V]."""
         return self._transform(logits, tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :])
+
+    def allowed(self, proposal: Proposal | None) -> Proposal | None:
+        """The proposal of the next token, None if the grammar forbids it."""
+        if proposal and self._grammar and not self._grammar.allows(self._generated, proposal.token):
+            return None
+        return proposal
 
     def draft(self, proposal: Proposal) -> None:
         """Append a draft token. Every draft token must be verified, or the output is not lossless."""
@@ -96,7 +110,16 @@ class Sequence:
         end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output
             gained = gained[: end + 1]
+        elif (
+            self._grammar
+            and accepted
+            and self._grammar.is_over(self._tokens[self.num_prompt_tokens : self.n + accepted])
+        ):
+            gained = drafted[:accepted]  # nothing follows
         self._tokens[self.n : self.n + len(gained)] = gained
         self.n += len(gained)
-        self.is_finished = end is not None or self.n == self.max_length
-        return Step(gained, accepted, len(drafted))
+        is_complete = end is None and self._grammar is not None and self._grammar.is_over(self._generated)
+        if self._grammar:
+            self._grammar.forget(before=self.n - self.num_prompt_tokens)
+        self.is_finished = end is not None or is_complete or self.n == self.max_length
+        return Step(gained, accepted, len(drafted), is_complete)
