@@ -234,7 +234,7 @@ class BatchDecoder:
         running = [request for request in requests if not request.sequence.is_prefill]
         prompts = self._prompts([request for request in requests if request.sequence.is_prefill], len(running))
         read = sum(part.missing for part in prompts.values())
-        if running and (self.draft or self.suffix):
+        if running:
             self._draft(running, read)
         running = [request for request in running if not request.error]
         verified = sum(request.sequence.num_logits for request in running)
@@ -247,6 +247,7 @@ class BatchDecoder:
 
         begin = time.perf_counter()
         logits = self.main.logits(list(parts.values()))
+        forced = {request for request in running if request.sequence.forced}
         steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):
             if len(rows) and (step := self._try(request, request.sequence.verify, rows)):
@@ -256,7 +257,7 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if request in steps and isinstance(request.policy, Estimate):
+            if request in steps and isinstance(request.policy, Estimate) and request not in forced:
                 step = steps[request]
                 if isinstance(request.policy, CombinedEstimate):
                     request.policy.see(step.tokens)
@@ -289,10 +290,16 @@ class BatchDecoder:
             request.copied = False
             if isinstance(request.policy, Estimate):
                 request.policy.begin()
+        if not (self.draft or self.suffix):
+            for request in running:
+                self._try(request, self._draft_forced, request)
+            return
         drafting = [request.policy for request in running if request.sequence.can_draft]
         followers = [policy for policy in drafting if isinstance(policy, Estimate)]
         self.draft_length.begin(followers, len(running))
         while True:
+            for request in running:
+                self._try(request, self._draft_forced, request)
             begin = time.perf_counter()
             if self.suffix:
                 for request in running:
@@ -313,7 +320,7 @@ class BatchDecoder:
         others: list[Request] = []
         histories: list[Estimate] = []  # of `others`
         for request in running:
-            policy, drafted = request.policy, request.sequence.drafted
+            policy, drafted = request.policy, request.sequence.drafted - request.sequence.forced
             if not request.sequence.can_draft or request.idle or request.error:
                 continue
             if isinstance(policy, Estimate):
@@ -327,6 +334,15 @@ class BatchDecoder:
         tokens = read + sum(request.sequence.num_logits for request in running)
         places = self.draft_length.choose(histories, tokens, sum(not request.copy for request in own), bool(own))
         return own + [others[i] for i in places]
+
+    @staticmethod
+    def _draft_forced(request: Request) -> None:
+        """Draft the tokens that the grammar forces. The draft model goes on behind them if it can."""
+        if request.sequence.draft_forced():
+            request.copied = True
+            model = request.of_model
+            alone = model is not None and model is request.proposer and not model.continues_others
+            request.idle = request.idle or alone
 
     @staticmethod
     def _read(draft: BatchModel, requests: list[Request]) -> int:

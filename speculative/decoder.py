@@ -192,14 +192,20 @@ class Decoder:
             is_prefill = text.is_prefill
             begin = time.perf_counter()
             declined = self._draft(text, policy)
+            forced = text.forced
             drafted_at = time.perf_counter()
             step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
             seconds = drafted_at - begin, time.perf_counter() - drafted_at
-            if declined is not None and step.accepted == step.proposed and isinstance(policy, LookupDraftLength):
+            if (
+                declined is not None
+                and not forced
+                and step.accepted == step.proposed
+                and isinstance(policy, LookupDraftLength)
+            ):
                 policy.learn_declined(step.tokens[-1] == declined)
-            if isinstance(policy, CombinedDraftLength):
+            if isinstance(policy, CombinedDraftLength) and not forced:
                 policy.see(step.tokens)
-            if not is_prefill:
+            if not is_prefill and not forced:  # by which no source can be judged
                 policy.update(step.proposed, step.accepted, *seconds)
             yield step
 
@@ -209,10 +215,15 @@ class Decoder:
             self._draft_combined(text, policy, self.draft)
             return None
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
-        while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
+        while True:
+            if text.draft_forced() and isinstance(self.draft, DraftModelProposer) and not self.draft.continues_others:
+                break
+            drafted = text.drafted - text.forced
+            if not (self.draft and text.can_draft and (sees_proposals or policy.should_draft(drafted, confidence))):
+                break
             proposal = text.allowed(self.draft.propose(text.token_ids, text.distribution, text.random))
             confidence = proposal.confidence if proposal else None
-            if sees_proposals and not policy.should_draft(text.drafted, confidence):
+            if sees_proposals and not policy.should_draft(drafted, confidence):
                 return proposal.token if proposal else None
             if proposal is None:
                 break
@@ -226,13 +237,18 @@ class Decoder:
         confidence, copied = None, False
         if chooses:
             chooses.begin()
-        while text.can_draft:
+        while True:
+            copied = text.draft_forced() or copied
+            if not text.can_draft:
+                break
             asked = text.token_ids, text.distribution, text.random
             match, can_use_model = text.allowed(draft.match(*asked)), draft.can_use_model(text.token_ids, copied)
             copies: bool | None = None
             if chooses:
                 copies = chooses.copies_next(match, can_use_model)
-            elif policy.should_draft(text.drafted, confidence) and (can_use_model or draft.is_trusted(match)):
+            elif policy.should_draft(text.drafted - text.forced, confidence) and (
+                can_use_model or draft.is_trusted(match)
+            ):
                 copies = draft.is_trusted(match)
             if copies is None:
                 break

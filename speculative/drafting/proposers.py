@@ -8,6 +8,7 @@ import numpy as np
 from speculative.drafting.retokenizer import Retokenizer
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_batch import HeadSlot
 from speculative.models.eagle3_head import EagleHead
 from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
@@ -38,6 +39,12 @@ class DraftModelProposer:
         self.model = model
         self.retokenizer = retokenizer
         self._vocab_size = vocab_size
+
+    @property
+    def continues_others(self) -> bool:
+        """Whether it drafts after draft tokens that are not its own. An EAGLE-3 head would need a forward pass for
+        each, a draft with another tokenizer would encode the text again if they are rejected."""
+        return not isinstance(self.model, (EagleHead, HeadSlot)) and not self.retokenizer
 
     def draft_ids(self, tokens: np.ndarray) -> np.ndarray | None:
         """`tokens` (int64 [n]) as the draft reads them; None if they do not fit its context and its vocabulary, which

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "grammar")
 OTHER_KINDS = ("structural_tags_config", "compound_grammar")
 OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
-KEPT = 16  # compiled grammars
+KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars; tokens of texts
 MOST_ERROR = 200  # characters of an error message
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
@@ -66,12 +66,15 @@ class Grammars:
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
         with self._lock:
-            self._tokenizer = self._tokenizer or _tokenizer(self._tokens(), self._vocab_size)
+            if not self._tokenizer:
+                tokens = self._tokens()
+                self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
             grammar = self._compiled.pop(text, None)
             if not grammar:
                 if message := LLMatcher.validate_grammar(text, self._tokenizer):
                     raise _invalid(kind, message)
-                grammar = Grammar(LLMatcher(self._tokenizer, text, log_level=0), self._vocab_size)
+                matcher = LLMatcher(self._tokenizer, text, log_level=0)
+                grammar = Grammar(matcher, self._vocab_size, self._encoder)
                 try:
                     begins = grammar.state().allowed(np.zeros(0, np.int64))
                 except ValueError as error:
@@ -87,9 +90,10 @@ class Grammars:
 class Grammar:
     """A compiled grammar."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int):
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, encode: Callable[[str], list[int]]):
         self._matcher = matcher
         self.vocab_size = vocab_size
+        self.encode = encode
         self._lock = threading.Lock()
 
     def matcher(self) -> "LLMatcher":
@@ -139,18 +143,17 @@ class GrammarState:
         return not self._go_to(generated, self._common(generated)) or self._is_over()
 
     def forced(self, generated: np.ndarray) -> list[int]:
-        """The tokens that follow `generated` if the next bytes are certain, as the tokenizer would write them."""
+        """The tokens that follow `generated` if the next bytes are certain, as the tokenizer would write them. Other
+        tokens may spell the same bytes."""
         if not self._go_to(generated, self._common(generated)) or self._is_over():
             return []
-        tokens = self._matcher.compute_ff_tokens()
-        return tokens[: self._matcher.validate_tokens(tokens)] if tokens and not self._never_in(tokens) else []
+        text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        tokens = self._grammar.encode(text) if text else []
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def forget(self, before: int) -> None:
         """Free what is known about texts of less than `before` tokens."""
         self._allowed = {length: ids for length, ids in self._allowed.items() if length >= before}
-
-    def _never_in(self, tokens: list[int]) -> bool:
-        return any(token in self._never for token in tokens)
 
     def _is_over(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
@@ -193,6 +196,25 @@ class GrammarState:
     def _error(self) -> str:
         message = self._matcher.get_error()
         return _first_sentence(message) if message else ""
+
+
+class _Encoder:
+    """The tokens of a text within another. As a tokenizer may add a space where a text begins, it
+    is encoded behind a newline."""
+
+    def __init__(self, encode: Callable[[str], np.ndarray]):
+        self._encode = encode
+        self._newline = encode("\n").tolist()
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        if text not in self._known:
+            if len(self._known) >= KEPT_TEXTS:
+                self._known.clear()
+            tokens, begin = self._encode(f"\n{text}").tolist(), len(self._newline)
+            is_whole = tokens[:begin] == self._newline
+            self._known[text] = tokens[begin:] if is_whole else self._encode(text).tolist()
+        return self._known[text]
 
 
 class _Tokenizer:

@@ -16,6 +16,8 @@ from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 
+MOST_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
+
 
 class Sequence:
     """A prompt (token ids int64 [n]) and its continuation according to `params`, with its own random generator.
@@ -39,7 +41,9 @@ class Sequence:
         self._transform = Distribution(params)
         self._grammar = self._transform.grammar
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
+        self.forced = 0  # draft tokens that the grammar forces
         self.is_finished = False
+        self._vocab_size = vocab_size
 
     @property
     def max_length(self) -> int:
@@ -95,9 +99,22 @@ class Sequence:
         self._tokens[self.n + len(self._q)] = proposal.token
         self._q.append(proposal.q)
 
+    def draft_forced(self) -> bool:
+        """Draft the tokens whose bytes the grammar forces. Returns whether there are any. They are verified as any
+        others, as the main model may prefer other tokens with these bytes."""
+        count = self.drafted
+        for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
+            proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
+            if not self.can_draft or self.forced >= MOST_FORCED or not self.allowed(proposal):
+                break
+            self.draft(proposal)
+            self.forced += 1
+        return self.drafted > count
+
     def drop_draft(self) -> None:
         """Discard all draft tokens, after the main model has failed."""
         self._q.clear()
+        self.forced = 0
 
     def verify(self, logits: np.ndarray) -> Step:
         """Append the accepted draft tokens and the recovered or bonus token; `logits` are the last `num_logits`."""
@@ -105,7 +122,7 @@ class Sequence:
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
         )
-        self._q.clear()
+        self.drop_draft()
         gained = [*drafted[:accepted], token]
         end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output

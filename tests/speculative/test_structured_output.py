@@ -38,6 +38,7 @@ from speculative.sampling.grammar import GrammarState
 from speculative.sampling.lossless_check import compare, exact_joint
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot
+from speculative.sequence import sequence
 from tests.support.languages import REGEXES, STOP, allowed_after, grammars, words
 from tests.support.letters import shared_letters
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -291,6 +292,17 @@ def test_greedy_text_is_that_of_genai(pair):
         config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
         expected = pipeline.generate(["def read(path):"], config).texts[0]
         assert pair[1].generate("def read(path):", config).text == expected
+
+
+def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
+    """The text is that without such drafts, in fewer forward passes; the draft model is asked less often."""
+    alone, decoder, *_ = pair
+    free = [one.generate("def f(x):\n", json_config()) for one in (alone, decoder)]
+    assert free[0].tokens == free[1].tokens
+    assert sum(free[0].accepted) > len(free[0].tokens) / 2 and len(free[1].gained) <= len(free[0].gained)
+    monkeypatch.setattr(sequence, "MOST_FORCED", 0)
+    plain = alone.generate("def f(x):\n", json_config())
+    assert plain.tokens == free[0].tokens and not sum(plain.proposed)
 
 
 def test_nothing_is_imported_until_a_request_asks():
