@@ -42,6 +42,7 @@ class Sequence:
         self._grammar = self._transform.grammar
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
         self.forced = 0  # draft tokens that the grammar forces
+        self._most_forced = MOST_FORCED // 4  # in the next forward pass; less after one that was rejected
         self.is_finished = False
         self._vocab_size = vocab_size
 
@@ -105,7 +106,7 @@ class Sequence:
         count = self.drafted
         for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
             proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
-            if not self.can_draft or self.forced >= MOST_FORCED or not self.allowed(proposal):
+            if not self.can_draft or self.forced >= self._most_forced or not self.allowed(proposal):
                 break
             self.draft(proposal)
             self.forced += 1
@@ -122,6 +123,8 @@ class Sequence:
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
         )
+        more, less = min(2 * self._most_forced, MOST_FORCED), min(accepted + 3, self._most_forced)
+        self._most_forced = less if self.forced and accepted < len(drafted) else more
         self.drop_draft()
         gained = [*drafted[:accepted], token]
         end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
