@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = [
     *("samples/greedy_causal_lm.py", "samples/speculative_decoding_lm.py", "samples/speculative_greedy_lm.py"),
     *("samples/prompt_lookup_decoding_lm.py", "samples/suffix_decoding_lm.py"),
-    *("samples/speculative_sampling_lm.py", "samples/speculative_chat.py"),
+    *("samples/speculative_sampling_lm.py", "samples/structured_output_lm.py", "samples/speculative_chat.py"),
     "samples/serve/serve_pair.py",
     *("convert/export_pair.py", "convert/make_draft.py", "convert/export_model_server.py"),
 ]

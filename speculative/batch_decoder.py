@@ -27,7 +27,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Prompt, check_ngram_size, encode
+from speculative.decoder import Prompt, check_ngram_size, encode, grammars_of
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -141,6 +141,7 @@ class BatchDecoder:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
+        self.grammars = grammars_of(tokenizer, main.vocab_size)
         self._shared = shared
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
@@ -186,7 +187,7 @@ class BatchDecoder:
         config = config or GenerationConfig()
         ids = self.encode(prompt, config)
         params = SamplingParams.resolve(
-            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed
+            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed, self.grammars
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
@@ -233,7 +234,7 @@ class BatchDecoder:
         running = [request for request in requests if not request.sequence.is_prefill]
         prompts = self._prompts([request for request in requests if request.sequence.is_prefill], len(running))
         read = sum(part.missing for part in prompts.values())
-        if running and (self.draft or self.suffix):
+        if running:
             self._draft(running, read)
         running = [request for request in running if not request.error]
         verified = sum(request.sequence.num_logits for request in running)
@@ -246,6 +247,7 @@ class BatchDecoder:
 
         begin = time.perf_counter()
         logits = self.main.logits(list(parts.values()))
+        forced = {request for request in running if request.sequence.forced}
         steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):
             if len(rows) and (step := self._try(request, request.sequence.verify, rows)):
@@ -255,7 +257,7 @@ class BatchDecoder:
         for request in parts:
             self._share(request)
         for request in running:
-            if request in steps and isinstance(request.policy, Estimate):
+            if request in steps and isinstance(request.policy, Estimate) and request not in forced:
                 step = steps[request]
                 if isinstance(request.policy, CombinedEstimate):
                     request.policy.see(step.tokens)
@@ -288,10 +290,16 @@ class BatchDecoder:
             request.copied = False
             if isinstance(request.policy, Estimate):
                 request.policy.begin()
+        if not (self.draft or self.suffix):
+            for request in running:
+                self._try(request, self._draft_forced, request)
+            return
         drafting = [request.policy for request in running if request.sequence.can_draft]
         followers = [policy for policy in drafting if isinstance(policy, Estimate)]
         self.draft_length.begin(followers, len(running))
         while True:
+            for request in running:
+                self._try(request, self._draft_forced, request)
             begin = time.perf_counter()
             if self.suffix:
                 for request in running:
@@ -312,7 +320,7 @@ class BatchDecoder:
         others: list[Request] = []
         histories: list[Estimate] = []  # of `others`
         for request in running:
-            policy, drafted = request.policy, request.sequence.drafted
+            policy, drafted = request.policy, request.sequence.drafted - request.sequence.forced
             if not request.sequence.can_draft or request.idle or request.error:
                 continue
             if isinstance(policy, Estimate):
@@ -326,6 +334,15 @@ class BatchDecoder:
         tokens = read + sum(request.sequence.num_logits for request in running)
         places = self.draft_length.choose(histories, tokens, sum(not request.copy for request in own), bool(own))
         return own + [others[i] for i in places]
+
+    @staticmethod
+    def _draft_forced(request: Request) -> None:
+        """Draft the tokens that the grammar forces. The draft model goes on behind them if it can."""
+        if request.sequence.draft_forced():
+            request.copied = True
+            model = request.of_model
+            alone = model is not None and model is request.proposer and not model.continues_others
+            request.idle = request.idle or alone
 
     @staticmethod
     def _read(draft: BatchModel, requests: list[Request]) -> int:
@@ -358,7 +375,10 @@ class BatchDecoder:
         request.looked_up = text.drafted
         asked = text.token_ids, text.distribution, text.random
         if isinstance(source, CombinedProposer):
-            match, can_use_model = source.match(*asked), source.can_use_model(text.token_ids, request.copied)
+            match, can_use_model = (
+                text.allowed(source.match(*asked)),
+                source.can_use_model(text.token_ids, request.copied),
+            )
             if isinstance(policy, CombinedEstimate):
                 request.foreseen = match
                 policy.foresee(match, can_use_model)
@@ -367,7 +387,7 @@ class BatchDecoder:
                 request.foreseen = match if source.is_trusted(match) else None
             request.idle = not request.foreseen and not can_use_model
         elif source and isinstance(policy, AcceptanceEstimate):
-            request.foreseen = source.propose(*asked)
+            request.foreseen = text.allowed(source.propose(*asked))
             request.idle = request.foreseen is None
             if request.foreseen:
                 policy.foresee(request.foreseen.confidence())
@@ -377,7 +397,7 @@ class BatchDecoder:
         source = request.of_model or request.proposer
         proposal = copy = request.copy
         if source and not proposal:
-            proposal = source.propose(text.token_ids, text.distribution, text.random)
+            proposal = text.allowed(source.propose(text.token_ids, text.distribution, text.random))
         if proposal is None:
             request.idle = True
             return
@@ -399,7 +419,7 @@ class BatchDecoder:
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)
-        step = Step(tokens, min(step.accepted, len(tokens)), step.proposed)
+        step = step._replace(tokens=tokens, accepted=min(step.accepted, len(tokens)))
         if request.sequence.is_finished or request.result.finish_reason == "stop":
             piece += self._finish(request)
         return RequestOutput(request, step, piece)

@@ -32,11 +32,13 @@ from speculative.drafting.policy import (
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
 from speculative.drafting.suffix import LONGEST_MATCH, SuffixProposer
+from speculative.models import vocabulary
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
 from speculative.models.loading import load_models
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
+from speculative.sampling.grammar import Grammars, Tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -76,6 +78,7 @@ class Decoder:
         self.draft_length = draft_length or FixedDraftLength(5)
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
+        self.grammars = grammars_of(tokenizer, main.vocab_size)
         self.kv_cache = _cache_notes(main, draft)
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
@@ -157,7 +160,9 @@ class Decoder:
     def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
         """The sequence of a new request. This is where its config is resolved."""
         ids = self.encode(prompt, config)
-        params = SamplingParams.resolve(config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed)
+        params = SamplingParams.resolve(
+            config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed, grammars=self.grammars
+        )
         return Sequence(ids, params, self.main.vocab_size, self._random)
 
     def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
@@ -186,14 +191,20 @@ class Decoder:
             is_prefill = text.is_prefill
             begin = time.perf_counter()
             declined = self._draft(text, policy)
+            forced = text.forced
             drafted_at = time.perf_counter()
             step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
             seconds = drafted_at - begin, time.perf_counter() - drafted_at
-            if declined is not None and step.accepted == step.proposed and isinstance(policy, LookupDraftLength):
+            if (
+                declined is not None
+                and not forced
+                and step.accepted == step.proposed
+                and isinstance(policy, LookupDraftLength)
+            ):
                 policy.learn_declined(step.tokens[-1] == declined)
-            if isinstance(policy, CombinedDraftLength):
+            if isinstance(policy, CombinedDraftLength) and not forced:
                 policy.see(step.tokens)
-            if not is_prefill:
+            if not is_prefill and not forced:  # by which no source can be judged
                 policy.update(step.proposed, step.accepted, *seconds)
             yield step
 
@@ -203,10 +214,15 @@ class Decoder:
             self._draft_combined(text, policy, self.draft)
             return None
         sees_proposals, confidence = isinstance(policy, LookupDraftLength), None
-        while self.draft and text.can_draft and (sees_proposals or policy.should_draft(text.drafted, confidence)):
-            proposal = self.draft.propose(text.token_ids, text.distribution, text.random)
+        while True:
+            if text.draft_forced() and isinstance(self.draft, DraftModelProposer) and not self.draft.continues_others:
+                break
+            drafted = text.drafted - text.forced
+            if not (self.draft and text.can_draft and (sees_proposals or policy.should_draft(drafted, confidence))):
+                break
+            proposal = text.allowed(self.draft.propose(text.token_ids, text.distribution, text.random))
             confidence = proposal.confidence if proposal else None
-            if sees_proposals and not policy.should_draft(text.drafted, confidence):
+            if sees_proposals and not policy.should_draft(drafted, confidence):
                 return proposal.token if proposal else None
             if proposal is None:
                 break
@@ -220,13 +236,18 @@ class Decoder:
         confidence, copied = None, False
         if chooses:
             chooses.begin()
-        while text.can_draft:
+        while True:
+            copied = text.draft_forced() or copied
+            if not text.can_draft:
+                break
             asked = text.token_ids, text.distribution, text.random
-            match, can_use_model = draft.match(*asked), draft.can_use_model(text.token_ids, copied)
+            match, can_use_model = text.allowed(draft.match(*asked)), draft.can_use_model(text.token_ids, copied)
             copies: bool | None = None
             if chooses:
                 copies = chooses.copies_next(match, can_use_model)
-            elif policy.should_draft(text.drafted, confidence) and (can_use_model or draft.is_trusted(match)):
+            elif policy.should_draft(text.drafted - text.forced, confidence) and (
+                can_use_model or draft.is_trusted(match)
+            ):
                 copies = draft.is_trusted(match)
             if copies is None:
                 break
@@ -262,6 +283,20 @@ def encode(
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
     return ids.astype(np.int64)
+
+
+def grammars_of(tokenizer: openvino_genai.Tokenizer | None, vocab_size: int) -> Grammars | None:
+    """The compiler of grammars for a model with `vocab_size` logits; None without a tokenizer."""
+    if not tokenizer:
+        return None
+
+    def tokens() -> Tokens:
+        known = vocabulary.of(tokenizer)
+        if not known:
+            raise ValueError("structured_output_config needs a detokenizer that names its tokens: convert it again")
+        return Tokens(known.tokens(), vocabulary.special(tokenizer, known), known.encode)
+
+    return Grammars(tokens, vocab_size)
 
 
 def check_ngram_size(max_ngram_size: int | None) -> None:

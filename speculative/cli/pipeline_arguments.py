@@ -49,6 +49,8 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
         argument = parser.add_argument(*flags, **ARGUMENTS[name])
         argument.default = default or argument.default
     args = _parse(parser)
+    if "--regex" in names and (args.regex is None) == (args.json_schema is None):
+        fail("give either --json-schema or --regex (see --help)")
     if "[draft]" in names and "draft" in args:
         names = (*names, "draft")
     if getattr(args, "recommended", False):
@@ -137,6 +139,16 @@ def decimal(valid: Callable[[float], bool], range_: str) -> Callable[[str], floa
     return parse
 
 
+def file_text(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{path} is not UTF-8") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+
+
 temperature = decimal(lambda value: 0 <= value < math.inf, "of 0 or more")
 
 
@@ -182,6 +194,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "help": f"draft tokens per iteration, 1 to {MAX_DRAFT_LENGTH}; auto: adaptive; a threshold like 0.4: until the "
         "draft's confidence in a token is lower (default: auto)",
     },
+    "--json-schema": {
+        "type": file_text,
+        "metavar": "FILE",
+        "help": "write JSON that follows the schema in this file",
+    },
+    "--regex": {"metavar": "REGEX", "help": "write text that this regular expression matches as a whole"},
     "--suffix-decoding": {
         "action": argparse.BooleanOptionalAction,
         "help": "also copy draft tokens from the text so far: with the adaptive draft length, where that is worth more "

@@ -15,8 +15,6 @@ from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
-from speculative.models.eagle3_batch import HeadSlot
-from speculative.models.eagle3_head import EagleHead
 from speculative.sampling.proposal import Proposal
 
 TRUSTED = 0.7  # confidence from which a token is copied, if the draft length does not depend on acceptance and costs
@@ -34,16 +32,9 @@ class CombinedProposer:
         """The draft model."""
         return self.draft_model.model
 
-    @property
-    def continues_copies(self) -> bool:
-        """Whether the draft model drafts after copied tokens of the same draft. An EAGLE-3 head would need a forward
-        pass for each, a draft with another tokenizer would encode the text again if they are rejected."""
-        is_head = isinstance(self.draft_model.model, (EagleHead, HeadSlot))
-        return not is_head and not self.draft_model.retokenizer
-
     def can_use_model(self, tokens: np.ndarray, copied: bool) -> bool:
         """Whether the draft model can propose the token after `tokens` (int64 [n]), some of which are `copied`."""
-        return (not copied or self.continues_copies) and self.draft_model.draft_ids(tokens) is not None
+        return (not copied or self.draft_model.continues_others) and self.draft_model.draft_ids(tokens) is not None
 
     def match(self, tokens: np.ndarray, transform: Transform, random: np.random.Generator) -> Proposal | None:
         """The token to copy after `tokens` (int64 [n]), None without a match. It depends on `tokens` only."""

@@ -8,7 +8,9 @@ import numpy as np
 from speculative.drafting.retokenizer import Retokenizer
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
+from speculative.models.eagle3_batch import HeadSlot
 from speculative.models.eagle3_head import EagleHead
+from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, draw
 
@@ -30,13 +32,19 @@ class DraftModelProposer:
     `vocab_size` is the main model's number of logits. Models of one family may pad the vocabulary differently: extra
     logits are cut, missing ones get probability 0. A draft with another tokenizer needs a `retokenizer` and proposes
     tokens that both vocabularies have. Proposes nothing beyond the draft's context length, nor after a token that it
-    cannot read.
+    cannot read, nor where the grammar allows no token that the draft has.
     """
 
     def __init__(self, model: CachedModel | EagleHead | Slot, vocab_size: int, retokenizer: Retokenizer | None = None):
         self.model = model
         self.retokenizer = retokenizer
         self._vocab_size = vocab_size
+
+    @property
+    def continues_others(self) -> bool:
+        """Whether it drafts after draft tokens that are not its own. An EAGLE-3 head would need a forward pass for
+        each, a draft with another tokenizer would encode the text again if they are rejected."""
+        return not isinstance(self.model, (EagleHead, HeadSlot)) and not self.retokenizer
 
     def draft_ids(self, tokens: np.ndarray) -> np.ndarray | None:
         """`tokens` (int64 [n]) as the draft reads them; None if they do not fit its context and its vocabulary, which
@@ -54,7 +62,10 @@ class DraftModelProposer:
         if ids is None:
             return None
         logits = self._main_logits(self.model.logits(ids)[0])
-        q = transform(logits, tokens)
+        try:
+            q = transform(logits, tokens)
+        except NothingAllowed:
+            return None
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)

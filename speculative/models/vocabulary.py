@@ -81,6 +81,15 @@ def of(tokenizer: openvino_genai.Tokenizer) -> Vocabulary | None:
     )
 
 
+def special(tokenizer: openvino_genai.Tokenizer, vocabulary: Vocabulary) -> frozenset[int]:
+    """The tokens that are no text, as "</s>"."""
+    ids = [*vocabulary.spelled]
+    one_by_one = [[token] for token in ids]
+    with_them = tokenizer.decode(one_by_one, skip_special_tokens=False)
+    without = tokenizer.decode(one_by_one, skip_special_tokens=True)
+    return frozenset(token for token, one, other in zip(ids, with_them, without, strict=True) if one and not other)
+
+
 class SharedTokens:
     """The tokens that a main model and a draft share, and how the draft reads the main model's tokens.
 

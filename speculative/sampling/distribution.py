@@ -8,15 +8,17 @@ of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply 
 3. `presence_penalty` (once) and `frequency_penalty` (times the count) move the logits of generated tokens, not of
    prompt tokens, towards 0 and past it. So negative logits rise: GenAI "reduces the absolute log prob". OpenAI's API
    and other tools subtract, as `subtract_penalties` does.
-4. `top_k` keeps the k largest logits; the softmax of logits / `temperature` is taken over these.
-5. `min_p` keeps tokens with at least that share of the largest probability.
-6. `top_p` keeps the smallest set of most probable tokens whose sum exceeds top_p of the sum in step 4.
+4. Tokens that the grammar of `structured_output_config` forbids have probability 0; stop tokens, unless it may end.
+5. `top_k` keeps the k largest logits; the softmax of logits / `temperature` is taken over these.
+6. `min_p` keeps tokens with at least that share of the largest probability.
+7. `top_p` keeps the smallest set of most probable tokens whose sum exceeds top_p of the sum in step 5.
 
 Main and draft use the same transform, so speculative decoding is lossless for the transformed main model.
 """
 
 import numpy as np
 
+from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot
 
@@ -28,21 +30,29 @@ class Distribution:
         self.greedy = params.greedy
         self._params = params
         self._stop_token_ids = sorted(params.all_stop_token_ids)
+        stop = params.stop_token_ids
+        self.grammar = params.grammar.state(stop, params.all_stop_token_ids) if params.grammar else None
 
     def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | OneHot:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
-        `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite.
+        `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite, and
+        NothingAllowed if the grammar allows no token that has a logit. Behind the end of the text, all are allowed.
         """
         params = self._params
         logits = self._penalised(logits, prompt, generated)
-        best = int(logits.argmax())
+        size, allowed = len(logits), self.grammar.allowed(generated) if self.grammar else None
+        if allowed is not None:
+            logits = logits[allowed]
+        best = int(logits.argmax()) if len(logits) else 0
+        if allowed is not None and (not len(logits) or logits[best] == -np.inf):
+            raise NothingAllowed("no token of the model can continue the text as the grammar demands")
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
             raise ValueError(
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:
-            return OneHot(best, len(logits))
+            return OneHot(best if allowed is None else int(allowed[best]), size)
 
         kept = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
         weights = logits[kept] - logits[best]
@@ -55,7 +65,9 @@ class Distribution:
         if params.top_p < 1:
             weights *= nucleus(weights, params.top_p * total)
         weights /= weights.sum()
-        return weights if isinstance(kept, slice) else _spread(weights, kept, len(logits))
+        if allowed is not None:
+            return _spread(weights, allowed[kept], size)
+        return weights if isinstance(kept, slice) else _spread(weights, kept, size)
 
     def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
         params = self._params

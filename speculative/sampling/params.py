@@ -9,6 +9,8 @@ from pathlib import Path
 
 from openvino_genai import GenerationConfig, Tokenizer
 
+from speculative.sampling.grammar import Grammar, Grammars
+
 NEUTRAL = GenerationConfig()
 GREEDY_TEMPERATURE = 1e-6  # decoding is greedy at and below it
 
@@ -39,6 +41,7 @@ class SamplingParams:
     num_assistant_tokens: int  # draft length, 0 if unset
     assistant_confidence_threshold: float  # 0 if unset
     seed: int | None  # None: not reproducible
+    grammar: Grammar | None = None  # that the text must follow
 
     @classmethod
     def resolve(
@@ -49,18 +52,21 @@ class SamplingParams:
         default_stop_token_ids: frozenset[int] = frozenset(),
         subtract_penalties: bool = False,
         seed: int | None = None,
+        grammars: Grammars | None = None,
     ) -> "SamplingParams":
         """Resolve `config` for a prompt of `num_prompt_tokens` tokens.
 
         `context_length` is the longest sequence in tokens, prompt included (None: no limit). The model's
         `default_stop_token_ids` apply if `config` sets none. `seed` takes precedence over the config's `rng_seed`.
+        `grammars` compiles the `structured_output_config`, which is not supported without.
 
         Raises ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, if a value
-        is out of range, or if the prompt leaves no room for new tokens.
+        is out of range, if a grammar is invalid, or if the prompt leaves no room for new tokens.
         """
-        _check_supported(config)
+        _check_supported(config, grammars)
         max_new_tokens = _max_new_tokens(config, num_prompt_tokens, context_length)
         _check_ranges(config)
+        structure = config.structured_output_config
         named = {token for token in (*config.stop_token_ids, config.eos_token_id) if token >= 0}
         all_stop_token_ids = frozenset(named or default_stop_token_ids)
         return cls(
@@ -82,6 +88,7 @@ class SamplingParams:
             num_assistant_tokens=config.num_assistant_tokens,
             assistant_confidence_threshold=config.assistant_confidence_threshold,
             seed=config.rng_seed or None if seed is None else seed,
+            grammar=grammars.compile(structure) if grammars and structure else None,
         )
 
     @property
@@ -90,14 +97,14 @@ class SamplingParams:
         return not self.do_sample or self.temperature <= GREEDY_TEMPERATURE
 
 
-def _check_supported(config: GenerationConfig) -> None:
+def _check_supported(config: GenerationConfig, grammars: Grammars | None) -> None:
     """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
     invalid."""
     for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
         value, neutral = getattr(config, name), getattr(NEUTRAL, name)
         if value != neutral:
             raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
-    for name in ("structured_output_config", "adapters", "parsers"):
+    for name in ("adapters", "parsers", *(() if grammars else ("structured_output_config",))):
         if getattr(config, name):
             raise ValueError(f"{name} is not supported here: leave it empty")
     if config.max_new_tokens < 1:

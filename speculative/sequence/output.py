@@ -34,7 +34,7 @@ class OutputProcessor:
 
     def take(self, step: Step) -> tuple[list[int], str]:
         """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
-        final now. Sets `finish_reason` to "stop" at a stop token or stop string."""
+        final now. Sets `finish_reason` to "stop" at a stop token, a stop string or the end of a grammar."""
         piece, used = self._text.push(step.tokens) if self._text else ("", len(step.tokens))
         result, gained = self.result, step.tokens[:used]
         result.tokens += gained
@@ -46,7 +46,7 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        if (self._text and self._text.stopped) or gained[-1] in self._stop_token_ids:
+        if (self._text and self._text.stopped) or gained[-1] in self._stop_token_ids or step.is_complete:
             result.finish_reason = "stop"
         return gained, piece
 

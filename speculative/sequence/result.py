@@ -15,6 +15,7 @@ class Step(NamedTuple):
     tokens: list[int]
     accepted: int
     proposed: int
+    is_complete: bool = False  # the text's grammar allows nothing more
 
 
 @dataclass

@@ -16,6 +16,8 @@ from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 
+MOST_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
+
 
 class Sequence:
     """A prompt (token ids int64 [n]) and its continuation according to `params`, with its own random generator.
@@ -37,8 +39,12 @@ class Sequence:
         self._tokens = np.empty(self.n + params.max_new_tokens, np.int64)  # prompt, generated, draft
         self._tokens[: self.n] = prompt
         self._transform = Distribution(params)
+        self._grammar = self._transform.grammar
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
+        self.forced = 0  # draft tokens that the grammar forces
+        self._most_forced = MOST_FORCED // 4  # in the next forward pass; less after one that was rejected
         self.is_finished = False
+        self._vocab_size = vocab_size
 
     @property
     def max_length(self) -> int:
@@ -70,20 +76,46 @@ class Sequence:
         """Whether another draft token can be useful: not if only one token may follow, nor after a stop token."""
         if self.is_prefill or len(self.token_ids) >= self.max_length - 1:
             return False
+        if self._grammar:
+            return not self._grammar.is_over(self._generated)
         return not (self._q and int(self.token_ids[-1]) in self.params.stop_token_ids)
+
+    @property
+    def _generated(self) -> np.ndarray:
+        """Generated and draft tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
 
     def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | OneHot:
         """The next-token distribution after `tokens`, a prefix of this sequence, from `logits` float32 [V]."""
         return self._transform(logits, tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :])
+
+    def allowed(self, proposal: Proposal | None) -> Proposal | None:
+        """The proposal of the next token, None if the grammar forbids it."""
+        if proposal and self._grammar and not self._grammar.allows(self._generated, proposal.token):
+            return None
+        return proposal
 
     def draft(self, proposal: Proposal) -> None:
         """Append a draft token. Every draft token must be verified, or the output is not lossless."""
         self._tokens[self.n + len(self._q)] = proposal.token
         self._q.append(proposal.q)
 
+    def draft_forced(self) -> bool:
+        """Draft the tokens whose bytes the grammar forces. Returns whether there are any. They are verified as any
+        others, as the main model may prefer other tokens with these bytes."""
+        count = self.drafted
+        for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
+            proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
+            if not self.can_draft or self.forced >= self._most_forced or not self.allowed(proposal):
+                break
+            self.draft(proposal)
+            self.forced += 1
+        return self.drafted > count
+
     def drop_draft(self) -> None:
         """Discard all draft tokens, after the main model has failed."""
         self._q.clear()
+        self.forced = 0
 
     def verify(self, logits: np.ndarray) -> Step:
         """Append the accepted draft tokens and the recovered or bonus token; `logits` are the last `num_logits`."""
@@ -91,12 +123,23 @@ class Sequence:
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
         )
-        self._q.clear()
+        more, less = min(2 * self._most_forced, MOST_FORCED), min(accepted + 3, self._most_forced)
+        self._most_forced = less if self.forced and accepted < len(drafted) else more
+        self.drop_draft()
         gained = [*drafted[:accepted], token]
         end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output
             gained = gained[: end + 1]
+        elif (
+            self._grammar
+            and accepted
+            and self._grammar.is_over(self._tokens[self.num_prompt_tokens : self.n + accepted])
+        ):
+            gained = drafted[:accepted]  # nothing follows
         self._tokens[self.n : self.n + len(gained)] = gained
         self.n += len(gained)
-        self.is_finished = end is not None or self.n == self.max_length
-        return Step(gained, accepted, len(drafted))
+        is_complete = end is None and self._grammar is not None and self._grammar.is_over(self._generated)
+        if self._grammar:
+            self._grammar.forget(before=self.n - self.num_prompt_tokens)
+        self.is_finished = end is not None or is_complete or self.n == self.max_length
+        return Step(gained, accepted, len(drafted), is_complete)

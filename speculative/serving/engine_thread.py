@@ -237,7 +237,7 @@ class Engine:
         return refused
 
     def _count(self, gain: RequestOutput) -> None:
-        tokens, accepted, proposed = gain.step
+        tokens, accepted, proposed = gain.step[:3]
         self.generated += len(tokens)
         if tokens and gain.request.result.gained:  # not the prompt's forward pass
             self.decoded += len(tokens)

@@ -1,0 +1,278 @@
+"""Grammars: which tokens may come next in a text that follows a JSON schema, a regular expression or an EBNF grammar.
+
+    grammar = Grammars(tokens, vocab_size).compile(StructuredOutputConfig(regex="[0-9]+"))
+    state = grammar.state(stop_token_ids, stop_token_ids)
+    state.allowed(generated)  # the ids of the tokens that may follow
+
+A `GrammarState` is asked about a text, not told about tokens: it goes back to where the text it saw last differs, so
+rejected draft tokens need no care. The tokens are checked as bytes, by llguidance, which is imported with the first
+grammar.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from openvino_genai import StructuredOutputConfig
+
+from speculative.error_text import one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KINDS = ("json_schema", "regex", "grammar")
+OTHER_KINDS = ("structural_tags_config", "compound_grammar")
+OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
+KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars; tokens of texts
+MOST_ERROR = 200  # characters of an error message
+INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
+
+
+class NothingAllowed(ValueError):
+    """The model has no token that the grammar allows."""
+
+
+class Tokens(NamedTuple):
+    """A tokenizer, as a grammar reads it."""
+
+    pieces: dict[int, bytes]  # what each token adds to a text
+    special: frozenset[int]  # tokens that a text leaves out, as "</s>"
+    encode: Callable[[str], np.ndarray]  # a text's token ids, int64 [n]
+
+
+class Grammars:
+    """Compiles the grammars of requests for a model with `vocab_size` logits. `tokens` is called for the first one."""
+
+    def __init__(self, tokens: Callable[[], Tokens], vocab_size: int):
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: dict[str, Grammar] = {}  # the latest last
+        self._lock = threading.Lock()
+
+    def compile(self, config: StructuredOutputConfig) -> "Grammar":
+        """The grammar that `config` asks for. Raises ValueError if it is invalid, or of a kind that is not supported,
+        and RuntimeError without llguidance."""
+        kind, source = _only_kind(config)
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise RuntimeError(INSTALL) from None
+        try:
+            text = LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
+        except ValueError as error:
+            raise _invalid(kind, str(error)) from None
+        with self._lock:
+            if not self._tokenizer:
+                tokens = self._tokens()
+                self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
+            grammar = self._compiled.pop(text, None)
+            if not grammar:
+                if message := LLMatcher.validate_grammar(text, self._tokenizer):
+                    raise _invalid(kind, message)
+                matcher = LLMatcher(self._tokenizer, text, log_level=0)
+                grammar = Grammar(matcher, self._vocab_size, self._encoder)
+                try:
+                    begins = grammar.state().allowed(np.zeros(0, np.int64))
+                except ValueError as error:
+                    raise _invalid(kind, str(error)) from None
+                if begins is None or not len(begins):
+                    raise _invalid(kind, "it allows no text, or none that the model's tokens can spell")
+            self._compiled[text] = grammar
+            if len(self._compiled) > KEPT:
+                del self._compiled[next(iter(self._compiled))]
+        return grammar
+
+
+class Grammar:
+    """A compiled grammar."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, encode: Callable[[str], list[int]]):
+        self._matcher = matcher
+        self.vocab_size = vocab_size
+        self.encode = encode
+        self._lock = threading.Lock()
+
+    def matcher(self) -> "LLMatcher":
+        """A matcher at the beginning of a text."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def state(self, stop: Iterable[int] = (), special: Iterable[int] = ()) -> "GrammarState":
+        """The state of a text that a token in `stop` ends. No token in `special` is text."""
+        return GrammarState(self, frozenset(stop), frozenset(special))
+
+
+class GrammarState:
+    """Where a text, from its first generated token on, is in its grammar."""
+
+    def __init__(self, grammar: Grammar, stop: frozenset[int], special: frozenset[int]):
+        size = grammar.vocab_size
+        self._grammar = grammar
+        self._matcher = grammar.matcher()
+        self._stop = stop
+        self._stop_ids = [token for token in stop if token < size]
+        self._never = [token for token in stop | special if token < size]
+        self._read = np.zeros(0, np.int64)  # the tokens that the matcher has consumed
+        self._bits = np.zeros((1, size // 32 + 1), np.int32)  # one more than `size`: llguidance's end of text
+        self._allowed: dict[int, np.ndarray] = {}  # by the number of tokens before
+
+    def allowed(self, generated: np.ndarray) -> np.ndarray | None:
+        """The ids, ascending int64 [n], of the tokens that may follow `generated` (int64 [m]); none if its vocabulary
+        cannot continue the text. None after the end of the text. Raises ValueError if `generated` is not allowed."""
+        same = self._common(generated)
+        if same < len(generated) or same not in self._allowed:
+            if not self._go_to(generated, same) or self._is_over():
+                return None
+            self._allowed[len(generated)] = self._compute()
+        return self._allowed[len(generated)]
+
+    def allows(self, generated: np.ndarray, token: int) -> bool:
+        """Whether `token` may follow `generated`."""
+        allowed = self.allowed(generated)
+        if allowed is None:
+            return False
+        place = int(allowed.searchsorted(token))
+        return place < len(allowed) and int(allowed[place]) == token
+
+    def is_over(self, generated: np.ndarray) -> bool:
+        """Whether nothing can follow `generated`: the grammar is complete, or the last token ends the text."""
+        return not self._go_to(generated, self._common(generated)) or self._is_over()
+
+    def forced(self, generated: np.ndarray) -> list[int]:
+        """The tokens that follow `generated` if the next bytes are certain, as the tokenizer would write them. Other
+        tokens may spell the same bytes."""
+        if not self._go_to(generated, self._common(generated)) or self._is_over():
+            return []
+        text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        tokens = self._grammar.encode(text) if text else []
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+
+    def forget(self, before: int) -> None:
+        """Free what is known about texts of less than `before` tokens."""
+        self._allowed = {length: ids for length, ids in self._allowed.items() if length >= before}
+
+    def _is_over(self) -> bool:
+        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
+
+    def _common(self, generated: np.ndarray) -> int:
+        """The number of tokens that `generated` and the text that was read last begin with."""
+        length = min(len(generated), len(self._read))
+        differing = np.flatnonzero(generated[:length] != self._read[:length])
+        return int(differing[0]) if len(differing) else length
+
+    def _go_to(self, generated: np.ndarray, same: int) -> bool:
+        """Let the matcher read `generated`, whose first `same` tokens it has read. False if the text ended before."""
+        back = len(self._read) - same
+        if back:
+            self._allowed = {length: ids for length, ids in self._allowed.items() if length <= same}
+            if not self._matcher.rollback(back):  # after a dead end
+                self._matcher, same = self._grammar.matcher(), 0
+        rest = generated[same:].tolist()
+        end = next((i for i, token in enumerate(rest) if token in self._stop), len(rest))
+        count = self._matcher.try_consume_tokens(rest[:end]) if end else 0
+        self._read = generated[: same + count].copy()
+        if count < end and not self._is_over():
+            raise ValueError(self._error() or f"the grammar does not allow token {rest[count]} after {count} others")
+        return same + count == len(generated)
+
+    def _compute(self) -> np.ndarray:
+        matcher, bits = self._matcher, self._bits
+        accepting = matcher.is_accepting()
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if "NoExtensionBias" in matcher.get_error():  # a dead end
+            return np.zeros(0, np.int64)
+        if matcher.is_error():
+            raise ValueError(self._error())
+        size = self._grammar.vocab_size
+        allowed = np.unpackbits(bits.view(np.uint8)[0], count=size, bitorder="little").view(bool)
+        allowed[self._never] = False
+        allowed[self._stop_ids] = accepting
+        return np.flatnonzero(allowed)
+
+    def _error(self) -> str:
+        message = self._matcher.get_error()
+        return _first_sentence(message) if message else ""
+
+
+class _Encoder:
+    """The tokens of a text within another. As a tokenizer may add a space where a text begins, it
+    is encoded behind a newline."""
+
+    def __init__(self, encode: Callable[[str], np.ndarray]):
+        self._encode = encode
+        self._newline = encode("\n").tolist()
+        self._known: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        if text not in self._known:
+            if len(self._known) >= KEPT_TEXTS:
+                self._known.clear()
+            tokens, begin = self._encode(f"\n{text}").tolist(), len(self._newline)
+            is_whole = tokens[:begin] == self._newline
+            self._known[text] = tokens[begin:] if is_whole else self._encode(text).tolist()
+        return self._known[text]
+
+
+class _Tokenizer:
+    """A tokenizer, as llguidance wants it. Its end of text is a token that the model does not have, as which tokens end
+    a text depends on the request."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Tokens, vocab_size: int):
+        pieces = tokens.pieces
+        self.tokens = [pieces.get(token, b"") for token in range(vocab_size)] + [b"<end of text>"]
+        self.eos_token_id = vocab_size
+        self.special_token_ids = sorted({vocab_size, *(token for token in tokens.special if token < vocab_size)})
+        self._encode = tokens.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace")).tolist()
+
+
+def _tokenizer(tokens: Tokens, vocab_size: int) -> "LLTokenizer":
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Tokenizer(tokens, vocab_size)))
+
+
+def _only_kind(config: StructuredOutputConfig) -> tuple[str, str]:
+    """The kind of grammar that `config` asks for, and the grammar."""
+    for kind in OTHER_KINDS:
+        if getattr(config, kind):
+            raise ValueError(f"structured_output_config.{kind} is not supported here: use {', '.join(KINDS)}")
+    given = [kind for kind in KINDS if getattr(config, kind) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"structured_output_config has {' and '.join(given) or 'no grammar'}, but needs one of {', '.join(KINDS)}"
+        )
+    return given[0], getattr(config, given[0])
+
+
+def _lark(kind: str, source: str) -> str:
+    """The grammar in llguidance's language. Raises ValueError."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if kind == "json_schema":
+        return f"start: %json {json.dumps(json.loads(source))}"
+    if kind == "regex":
+        return json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    try:
+        return any_to_lark(source)
+    except Exception as error:  # llguidance raises no other
+        raise ValueError(str(error)) from None
+
+
+def _invalid(kind: str, message: str) -> ValueError:
+    return ValueError(f"structured_output_config.{kind} is invalid: {_first_sentence(message)}")
+
+
+def _first_sentence(message: str) -> str:
+    """The message in one line, without the state of the parser and the grammar that llguidance appends."""
+    message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", message.split("<state>")[0])
+    return one_line(ValueError(re.split(r"\n +1 \| ", message)[0]))[:MOST_ERROR]

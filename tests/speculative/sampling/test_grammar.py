@@ -1,0 +1,161 @@
+"""A grammar says which tokens may follow: compared with sets of words, while texts go on and fall back as drafts do."""
+
+import json
+import sys
+
+import numpy as np
+import openvino_genai
+import pytest
+from openvino_genai import StructuredOutputConfig
+
+from speculative.decoder import grammars_of
+from speculative.sampling import grammar
+from speculative.sampling.grammar import Grammars, NothingAllowed, Tokens
+from tests.support.languages import PIECES, REGEXES, STOP, allowed_after, grammars, spelled, words
+from tests.support.paths import MAIN
+
+EBNF = 'root ::= "a" b? "e"\nb ::= "b" | "c"'
+EBNF_WORDS = {"ae", "abe", "ace"}
+
+
+def ids(*tokens):
+    return np.array(tokens, np.int64)
+
+
+def state_of(stop=(STOP,), special=(STOP,), **kind):
+    return grammars().compile(StructuredOutputConfig(**kind)).state(stop, special)
+
+
+def check_walks(state, language, stop, walks=60):
+    """Ask about texts that go on, and fall back to an earlier one now and then, as drafts do."""
+    random = np.random.default_rng(0)
+    for _ in range(walks):
+        text: list[int] = []
+        while len(spelled(text)) < 6 and (allowed := allowed_after(language, text, stop)) not in ([], [STOP]):
+            assert state.allowed(ids(*text)).tolist() == allowed
+            assert [token for token in range(8) if state.allows(ids(*text), token)] == allowed
+            assert not state.is_over(ids(*text))
+            token = int(random.choice(allowed))
+            if token == STOP:
+                assert state.is_over(ids(*text, token)) and state.allowed(ids(*text, token)) is None
+                break
+            text.append(token)
+            if random.random() < 0.3:
+                text = text[: int(random.integers(len(text) + 1))]
+        else:
+            assert state.is_over(ids(*text)) == (allowed_after(language, text, stop) in ([], [STOP]))
+
+
+@pytest.mark.parametrize("stop", [True, False], ids=["may end", "no stop token"])
+@pytest.mark.parametrize("name", REGEXES)
+def test_the_allowed_tokens_are_those_that_some_word_goes_on_with(name, stop):
+    check_walks(state_of([STOP] * stop, regex=REGEXES[name]), words(REGEXES[name]), stop)
+
+
+def test_an_ebnf_grammar_is_read_as_genai_reads_it():
+    check_walks(state_of(grammar=EBNF), EBNF_WORDS, stop=True)
+
+
+def test_a_token_that_ends_the_text_is_no_part_of_it():
+    """ "c" is a stop token here: it may not be written where the grammar has a c."""
+    state = state_of([3], [3], regex="a(c|b)?")
+    assert state.allowed(ids(0)).tolist() == [1, 3]
+    assert state.is_over(ids(0, 3))
+    assert state_of([3], [3], regex="(ac|ab)e").allowed(ids(0)).tolist() == [1]
+
+
+def test_forced_tokens_are_spelled_as_the_tokenizer_does_and_others_are_allowed():
+    state = state_of(regex="abcd(a|b)")
+    assert state.forced(ids()) == [2, 3, 5]
+    assert state.allowed(ids()).tolist() == [0, 2]
+    assert state.forced(ids(0)) == [4, 5]
+    assert state.forced(ids(2, 3, 5)) == [] and state.forced(ids(2, 3, 5, 0)) == []
+    assert state.allowed(ids(0)).tolist() == [1, 4]
+
+
+def test_a_dead_end_allows_nothing_and_another_text_goes_on():
+    state = state_of(regex="ab(x|y)|ac")
+    assert state.allowed(ids(0, 1)).tolist() == [] and not state.is_over(ids(0, 1))
+    assert state.allowed(ids(0)).tolist() == [1, 3]
+    assert state.is_over(ids(0, 3))
+
+
+def test_a_token_that_is_not_allowed_is_an_error_and_another_text_goes_on():
+    state = state_of(regex="abc")
+    with pytest.raises(ValueError, match="the grammar does not allow token 5 after 1 others"):
+        state.allowed(ids(0, 5))
+    assert state.allowed(ids(0)).tolist() == [1, 4]
+
+
+def test_special_tokens_are_no_text():
+    """A text may contain "<|user|>", but not the token of that name."""
+    tokenizer = openvino_genai.Tokenizer(str(MAIN))
+    compiler = grammars_of(tokenizer, 4096)
+    state = compiler.compile(StructuredOutputConfig(regex="<[|]user[|]>")).state([0], [0])
+    named = tokenizer.get_vocab()[b"<|user|>"]
+    assert named not in state.allowed(ids())
+    assert 0 not in compiler.compile(StructuredOutputConfig(regex="(.|\n)*")).state([], [0]).allowed(ids())
+
+
+def test_a_grammar_is_compiled_once():
+    compiler = grammars()
+    first = compiler.compile(StructuredOutputConfig(regex="a+"))
+    assert compiler.compile(StructuredOutputConfig(regex="a+")) is first
+    for n in range(grammar.KEPT):
+        compiler.compile(StructuredOutputConfig(regex=f"a{{{n + 1}}}"))
+    assert compiler.compile(StructuredOutputConfig(regex="a+")) is not first
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("regex", "a(", "unclosed group"),
+        ("regex", "", "it allows no text"),
+        ("regex", "x", "none that the model's tokens can spell"),
+        ("json_schema", "{", "Expecting property name"),
+        ("json_schema", "7", "schema must be an object or boolean"),
+        ("json_schema", '{"type": "foo"}', "Invalid type: foo"),
+        ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "incompatible types"),
+        ("grammar", "", "No 'root' rule found"),
+        ("grammar", "root ::= other", "Rule 'other' not found"),
+    ],
+)
+def test_an_invalid_grammar_is_refused_in_one_sentence(kind, source, words):
+    with pytest.raises(ValueError, match=rf"^structured_output_config.{kind} is invalid: [^\n]*{words}[^\n]*$"):
+        grammars().compile(StructuredOutputConfig(**{kind: source}))
+
+
+def test_what_is_not_supported_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="has no grammar, but needs one of json_schema, regex, grammar"):
+        grammars().compile(StructuredOutputConfig())
+    two = StructuredOutputConfig(regex="a")
+    two.json_schema = json.dumps({"type": "object"})
+    with pytest.raises(ValueError, match="has json_schema and regex, but needs one of"):
+        grammars().compile(two)
+    tags = StructuredOutputConfig(compound_grammar=StructuredOutputConfig.Regex("a"))
+    with pytest.raises(ValueError, match="compound_grammar is not supported here: use json_schema, regex, grammar"):
+        grammars().compile(tags)
+
+
+def test_without_llguidance_the_error_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RuntimeError, match=r"install it: pip install llguidance==1\.9\.1$"):
+        grammars().compile(StructuredOutputConfig(regex="a"))
+
+
+def test_the_tokenizer_is_read_for_the_first_grammar_only():
+    asked = []
+
+    def tokens():
+        asked.append(True)
+        return Tokens({i: piece.encode() for i, piece in enumerate(PIECES)}, frozenset(), lambda text: ids())
+
+    compiler = Grammars(tokens, 8)
+    assert not asked
+    for regex in ("a", "b"):
+        compiler.compile(StructuredOutputConfig(regex=regex))
+    assert len(asked) == 1
+
+
+def test_nothing_allowed_is_a_value_error():
+    assert issubclass(NothingAllowed, ValueError)

@@ -1,0 +1,394 @@
+"""Text that follows a grammar has exactly the main model's distribution under the grammar, from every source of drafts.
+
+The reference knows no grammar: a language is the set of its words, and a token is allowed if some word goes on like
+that. Samples of the engine are compared with the joint distribution of the main model's logits at allowed tokens only,
+computed without a draft and without a cache.
+"""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jsonschema
+import numpy as np
+import openvino_genai
+import pytest
+from openvino_genai import GenerationConfig, StructuredOutputConfig
+
+from speculative import decoder as engine
+from speculative.batch_decoder import BatchDecoder
+from speculative.batch_decoder import load as load_batch
+from speculative.decoder import Decoder
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.combined import CombinedProposer
+from speculative.drafting.latency_curve import LatencyCurve
+from speculative.drafting.policy import FixedDraftLength
+from speculative.drafting.proposers import DraftModelProposer
+from speculative.drafting.retokenizer import Retokenizer
+from speculative.drafting.suffix import SuffixProposer
+from speculative.models import cached_model, eagle3_head
+from speculative.models.batch_model import BatchModel
+from speculative.models.eagle3_batch import BatchHead
+from speculative.models.spec import ModelSpec
+from speculative.sampling import grammar
+from speculative.sampling.distribution import Distribution
+from speculative.sampling.grammar import GrammarState
+from speculative.sampling.lossless_check import compare, exact_joint
+from speculative.sampling.params import SamplingParams
+from speculative.sampling.rejection_sampling import OneHot
+from speculative.sequence import sequence
+from tests.support.languages import REGEXES, STOP, allowed_after, grammars, words
+from tests.support.letters import shared_letters
+from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.steps import finish
+from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
+from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
+
+EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
+PROMPT = np.array([1, 5, 2, 6, 3, 0])
+LENGTH = 4  # tokens compared
+DRAWS = 600
+FALSE_ALARM = 1e-7  # the chance that a right engine fails one comparison
+SOURCES = ("none", "good", "useless", "lookup", "two sources", "eagle3", "other tokenizer")
+SETTINGS = {
+    "plain": {},
+    "hot": {"temperature": 1.5},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.7, "temperature": 1.2},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "min-new": {"min_new_tokens": 2},
+}
+CASES = [
+    (source, name, list(SETTINGS)[(i + j) % 5])
+    for i, source in enumerate(SOURCES)
+    for j, name in enumerate(REGEXES)
+    if source in ("good", "lookup") or (i + j) % 2
+] + [("good", "ends early", "min-new")]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["read_file", "write_file"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "done": {"type": "boolean"},
+    },
+    "required": ["name", "count", "done"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny_llamas")
+    folders = {
+        "main": save_tiny_llama(folder / "main", seed=1),
+        "good": save_tiny_llama(folder / "good", seed=1, noise=0.2),
+        "useless": save_tiny_llama(folder / "useless", seed=2),
+    }
+    head = fitted(dataclasses.replace(tiny_head(seed=5), layers=[0, 0, 0]), tiny_llama(seed=1))
+    models = {name: cached_model.load(ModelSpec(path, "CPU", EXACT), capacity=2048) for name, path in folders.items()}
+    specs = [ModelSpec(path, "CPU", EXACT) for path in (folders["main"], save_head(folder / "eagle3", head))]
+    models["eagle3"] = eagle3_head.load(*specs, capacity=2048)
+    return models
+
+
+@pytest.fixture(scope="module")
+def load(models):
+    def load(source, draft_length=3):
+        main, suffix = models["main"], SuffixProposer(VOCABULARY)
+        if source == "eagle3":
+            main, draft = models["eagle3"][0], DraftModelProposer(models["eagle3"][1], VOCABULARY)
+        elif source == "two sources":
+            draft = CombinedProposer(suffix, DraftModelProposer(models["good"], VOCABULARY))
+        elif source == "other tokenizer":
+            draft = DraftModelProposer(models["useless"], VOCABULARY, Retokenizer(shared_letters()))
+        else:
+            draft = {"none": None, "lookup": suffix}.get(source)
+            if source in models:
+                draft = DraftModelProposer(models[source], VOCABULARY)
+        decoder = Decoder(main, draft, FixedDraftLength(draft_length))
+        decoder.grammars = grammars()
+        return decoder
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def logits(models):
+    """The main model's logits [V] after the prompt and some tokens, computed without a cache."""
+
+    @functools.cache
+    def logits(*tokens):
+        models["main"].reset()
+        return models["main"].logits(np.concatenate([PROMPT, np.array(tokens, np.int64)]))[0].copy()
+
+    return logits
+
+
+def config_of(name, more=None, **options):
+    structure = {"structured_output_config": StructuredOutputConfig(regex=REGEXES[name])} if name else {}
+    options = {"do_sample": True, "max_new_tokens": 9, "stop_token_ids": {STOP}, **(more or {}), **options}
+    return GenerationConfig(**structure, **options)
+
+
+@functools.cache
+def words_of(name):
+    return words(REGEXES[name])
+
+
+def exact_cells(logits, name, setting, length=LENGTH):
+    """A text that can only end there is written with a stop token. Without a name, there is no grammar."""
+    language = words_of(name) if name else None
+    transform = Distribution(SamplingParams.resolve(config_of(None, SETTINGS[setting])))
+
+    def next_token(generated):
+        allowed = [*range(VOCABULARY)] if language is None else allowed_after(language, generated)
+        if allowed == [STOP]:
+            return OneHot(STOP, VOCABULARY)
+        masked = np.full(VOCABULARY, -np.inf, np.float32)
+        masked[allowed] = logits(*generated)[allowed]
+        return transform(masked, PROMPT, np.array(generated, np.int64))
+
+    return exact_joint(next_token, length, stop_token_ids={STOP})
+
+
+def as_cell(tokens, reason, length=LENGTH):
+    if reason == "stop" and tokens[-1] != STOP:
+        tokens = [*tokens, STOP]
+    return tokens[:length]
+
+
+def sample(decoder, config, draws, seed=1):
+    decoder.reset(seed)
+    results = [decoder.generate(PROMPT, config) for _ in range(draws)]
+    return [as_cell(result.tokens, result.finish_reason) for result in results]
+
+
+def check(load, logits, source, name, setting, draws=DRAWS):
+    drawn = sample(load(source), config_of(name, SETTINGS[setting]), draws)
+    comparison = compare(drawn, exact_cells(logits, name, setting))
+    print(source, name, setting, comparison)
+    return comparison
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_draws_have_the_exact_joint_distribution_under_the_grammar(case, load, logits):
+    comparison = check(load, logits, *case)
+    assert not comparison.impossible and comparison.p_value > FALSE_ALARM
+
+
+# ---- many requests --------------------------------------------------------------------------------------------------
+
+
+def batch(models, source):
+    main = BatchModel(models["eagle3"][0] if source == "eagle3" else models["main"], 64)
+    draft = {"eagle3": lambda: BatchHead(models["eagle3"][1], main, 64), "none": lambda: None, "lookup": lambda: None}
+    draft = draft.get(source, lambda: BatchModel(models["good"], 64))()
+    suffix = SuffixProposer(VOCABULARY) if source in ("lookup", "two sources") else None
+    curves = (LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2, 64: 0.4}), LatencyCurve({1: 0.1, 64: 0.2}))
+    decoder = BatchDecoder(main, draft, BatchDraftLength(*curves), suffix=suffix)
+    decoder.grammars = grammars()
+    return decoder
+
+
+@pytest.mark.parametrize("options", [{}, {"num_assistant_tokens": 3}], ids=["adaptive", "K=3"])
+@pytest.mark.parametrize("source", ["none", "good", "lookup", "two sources", "eagle3"])
+def test_concurrent_draws_with_and_without_grammars_have_their_exact_joint_distributions(
+    source, options, models, logits
+):
+    decoder, random, drawn = batch(models, source), np.random.default_rng(3), {}
+    cases = [*zip(REGEXES, SETTINGS, strict=False), (None, "plain")]
+    asked = [case for case in cases for _ in range(300)]
+    random.shuffle(asked)
+    for some in range(0, len(asked), 20):
+        requests = []
+        for name, setting in asked[some : some + 20]:
+            name = name if name in REGEXES else None
+            request = decoder.add_request(PROMPT, config_of(name, SETTINGS[setting], **options))
+            request.sequence.random = np.random.default_rng(int(random.integers(2**60)))
+            requests.append((name, setting, request))
+        finish(decoder)
+        for name, setting, request in requests:
+            assert not request.error
+            result = request.result
+            drawn.setdefault((name, setting), []).append(as_cell(result.tokens, result.finish_reason))
+    for (name, setting), texts in drawn.items():
+        comparison = compare(texts, exact_cells(logits, name, setting))
+        assert not comparison.impossible and comparison.p_value > FALSE_ALARM, (name, setting, comparison)
+
+
+def test_a_request_that_no_token_can_continue_ends_alone_with_one_sentence(models):
+    """There is no token for x, which shows after "ab" only."""
+    decoder = batch(models, "good")
+    structure = StructuredOutputConfig(regex="ab(x|xe)")
+    greedy = GenerationConfig(max_new_tokens=5, structured_output_config=structure)
+    bad, good = decoder.add_request(PROMPT, greedy), decoder.add_request(PROMPT, config_of("forces"))
+    finish(decoder)
+    assert "no token of the model can continue the text as the grammar demands" in str(bad.error)
+    assert not good.error and good.result.finish_reason == "stop"
+
+
+# ---- the embedded pair ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The embedded pair in exact arithmetic, and its main model alone."""
+    exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
+    main, draft = ModelSpec(MAIN, "CPU", exact), ModelSpec(DRAFT, "CPU", exact)
+    return (
+        engine.load(main),
+        engine.load(main, draft),
+        engine.load(main, draft, max_ngram_size=8),
+        load_batch(main, draft),
+    )
+
+
+def json_config(**options):
+    structure = StructuredOutputConfig(json_schema=json.dumps(SCHEMA))
+    return GenerationConfig(max_new_tokens=60, structured_output_config=structure, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
+def test_json_of_the_embedded_pair_follows_its_schema(options, pair):
+    _, decoder, combined, batch_decoder = pair
+    results = [
+        one.generate("def f(x):\n", json_config(**options), seed=seed) for one in (decoder, combined) for seed in (1, 2)
+    ]
+    requests = [batch_decoder.add_request("def f(x):\n", json_config(**options), seed=seed) for seed in (1, 2)]
+    finish(batch_decoder)
+    for result in (*results, *(request.result for request in requests)):
+        assert result.finish_reason == "stop"
+        jsonschema.validate(json.loads(result.text), SCHEMA)
+    assert any(sum(result.accepted) for result in results)
+
+
+GRAMMARS = {
+    "json": {"json_schema": json.dumps(SCHEMA)},
+    "free json": {"json_schema": '{"type": "object"}'},
+    "regex": {"regex": "[A-Z][a-z]+ [a-z]+( and [a-z]+){2}\\."},
+    "ebnf": {"grammar": 'root ::= "def " name "(" args? "):"\nname ::= [a-z_]+\nargs ::= name (", " name)*'},
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_greedy_tokens_with_a_draft_are_those_without(name, pair):
+    alone, *others, batch_decoder = pair
+    config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
+    expected = alone.generate("def read(path):", config)
+    request = batch_decoder.add_request("def read(path):", config)
+    plain = batch_decoder.add_request("def read(path):", GenerationConfig(max_new_tokens=40))
+    finish(batch_decoder)
+    assert request.result.tokens == expected.tokens
+    assert plain.result.tokens == alone.generate("def read(path):", GenerationConfig(max_new_tokens=40)).tokens
+    for decoder in others:
+        assert decoder.generate("def read(path):", config).tokens == expected.tokens
+
+
+def test_greedy_text_is_that_of_genai(pair):
+    pipeline = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    for name in ("regex", "ebnf"):
+        config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
+        expected = pipeline.generate(["def read(path):"], config).texts[0]
+        assert pair[1].generate("def read(path):", config).text == expected
+
+
+def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
+    """The text is that without such drafts, in fewer forward passes; the draft model is asked less often."""
+    alone, decoder, *_ = pair
+    free = [one.generate("def f(x):\n", json_config()) for one in (alone, decoder)]
+    assert free[0].tokens == free[1].tokens
+    assert sum(free[0].accepted) > len(free[0].tokens) / 2 and len(free[1].gained) <= len(free[0].gained)
+    monkeypatch.setattr(sequence, "MOST_FORCED", 0)
+    plain = alone.generate("def f(x):\n", json_config())
+    assert plain.tokens == free[0].tokens and not sum(plain.proposed)
+
+
+def test_nothing_is_imported_until_a_request_asks():
+    program = (
+        "import sys; from speculative import load; from openvino_genai import *; d = load(sys.argv[1]); "
+        "d.generate('def', GenerationConfig(max_new_tokens=2)); print('llguidance' in sys.modules); "
+        "structure = StructuredOutputConfig(regex='a+'); "
+        "d.generate('def', GenerationConfig(max_new_tokens=2, structured_output_config=structure)); "
+        "print('llguidance' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, MAIN], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["False", "True"]
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+
+def the_draft_knows_no_grammar(patch):
+    """The mask is applied to p only: what the draft proposes is forbidden, or has another probability than it says."""
+    propose = DraftModelProposer.propose
+
+    def wrong(self, tokens, transform, random):
+        free = Distribution(dataclasses.replace(transform.__self__.params, grammar=None))
+        return propose(self, tokens, lambda logits, text: free(logits, PROMPT, text[len(PROMPT) :]), random)
+
+    patch.setattr(DraftModelProposer, "propose", wrong)
+
+
+def the_mask_is_not_rolled_back(patch):
+    def forward_only(self, generated, same):
+        rest = generated[len(self._read) :].tolist()
+        self._matcher.try_consume_tokens(rest)
+        self._read = generated.copy()
+        return not any(token == STOP for token in generated)
+
+    patch.setattr(GrammarState, "_go_to", forward_only)
+
+
+def the_mask_is_that_of_the_token_before(patch):
+    allowed = GrammarState.allowed
+    patch.setattr(GrammarState, "allowed", lambda self, generated: allowed(self, generated[:-1]))
+
+
+def the_text_may_end_anywhere(patch):
+    compute = GrammarState._compute
+    patch.setattr(GrammarState, "_compute", lambda self: np.union1d(compute(self), [STOP]))
+
+
+def a_mask_of_a_rejected_draft_is_kept(patch):
+    go_to = GrammarState._go_to
+
+    def keeps(self, generated, same):
+        kept = dict(self._allowed)
+        done = go_to(self, generated, same)
+        self._allowed = kept | self._allowed
+        return done
+
+    patch.setattr(GrammarState, "_go_to", keeps)
+
+
+def only_the_usual_spelling(patch):
+    """As llguidance does by default: where the text is certain, the tokenizer's tokens of it are forced."""
+    patch.setattr(grammar, "OPTIONS", "")
+
+
+BUGS = [
+    only_the_usual_spelling,
+    the_draft_knows_no_grammar,
+    the_mask_is_not_rolled_back,
+    the_mask_is_that_of_the_token_before,
+    the_text_may_end_anywhere,
+    a_mask_of_a_rejected_draft_is_kept,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_same_check_finds_a_planted_bug(bug, load, logits, monkeypatch):
+    bug(monkeypatch)
+    found = []
+    for name in ("forbids", "ends early", "forces"):
+        try:
+            comparison = check(load, logits, "good", name, "plain", draws=1500)
+        except (ValueError, StopIteration) as error:
+            print(bug.__name__, error)
+            found.append(True)
+        else:
+            found.append(bool(comparison.impossible) or comparison.p_value < FALSE_ALARM)
+    assert any(found)
