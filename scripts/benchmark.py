@@ -7,10 +7,10 @@ The main model alone is always measured. `--paths` adds: `draft`, the draft mode
 the draft, greedy, for each K; `lookup`, draft tokens copied from the text, by GenAI's prompt lookup and our suffix
 decoding, which is also adaptive; `engine`, our engine, greedy, for each K and adaptive; `sampled`, our engine at
 `--temperature`, lossless. With `lookup` and one of these two, our engine also takes draft tokens from the draft and the
-text together. Without DRAFT, the path is `lookup`. GenAI's own sampled mode with a draft is not lossless
-(scripts/verify_lossless.py). Each GenAI path and our engine run in their own process, each with its own copy of the
-main model: choose fewer paths if memory is short. As the memory a model is loaded into changes its speed by 5 to 10 %,
-`--starts 3` starts the processes three times.
+text together; with `lookup` and `sampled`, suffix decoding is sampled, too. Without DRAFT, the path is `lookup`.
+GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.py). Each GenAI path and our engine run
+in their own process, each with its own copy of the main model: choose fewer paths if memory is short. As the memory a
+model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes three times.
 
 With an EAGLE-3 draft, the `draft` path is left out, as it cannot decode alone, and our engine decodes without a draft
 in a process of its own, whose main model computes no hidden states for the draft. `--tree-depth` adds GenAI's trees to
@@ -206,9 +206,9 @@ def our_methods(ks: list[int], paths: list[str], temperature: float):
             yield f"{kind}, adaptive", "adaptive", t
             if "lookup" in paths:
                 yield f"{kind}, draft and suffix decoding", TWO_SOURCES, t
-        if path == "engine" and "lookup" in paths:
-            yield "ours, suffix decoding", f"lookup {LOOKUP}", 0.0
-            yield "ours, suffix decoding, adaptive", ADAPTIVE_LOOKUP, 0.0
+        if "lookup" in paths and (path in paths or not t):
+            yield f"{kind}, suffix decoding", f"lookup {LOOKUP}", t
+            yield f"{kind}, suffix decoding, adaptive", ADAPTIVE_LOOKUP, t
 
 
 def behind_other_text(prompts: list[np.ndarray], arguments: argparse.Namespace) -> list[np.ndarray]:
@@ -299,7 +299,7 @@ def compare(methods: list[Method]) -> list[Ratio]:
             facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
         if ADAPTIVE_LOOKUP in table:
-            facts.append(ratio("suffix decoding, adaptive / ours alone", table[ADAPTIVE_LOOKUP], table[0]))
+            facts.append(ratio(f"suffix decoding, adaptive / ours alone, {kind}", table[ADAPTIVE_LOOKUP], table[0]))
         if TWO_SOURCES in table:
             others = [table[key] for key in ("adaptive", ADAPTIVE_LOOKUP) if key in table]
             better = max(others, key=throughput)

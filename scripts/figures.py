@@ -8,8 +8,8 @@
 
 Each result is the output of a command (the table FIGURES), saved as docs/figures/NAME.json with machine, versions,
 commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md and
-docs/benchmarks.md; figures:gains and figures:summary are tables of several results. Large pairs are generated in build/
-first. The machine must be idle.
+docs/benchmarks.md; figures:gains, figures:sources and figures:summary are tables of several results. Large pairs are
+generated in build/ first. The machine must be idle.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speculative.atomic_write import atomic_write
-from speculative.bench.reporting.gains_table import gains, summary
+from speculative.bench.reporting.gains_table import gains, sources, summary
 from speculative.bench.result import Machine, RecordedResult
 from speculative.cli.processes import prepare_output
 
@@ -240,7 +240,7 @@ def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
 
     def block(found: re.Match) -> str:
         begin, name, end = found.groups()
-        tables = {"gains": gains, "summary": summary}
+        tables = {"gains": gains, "sources": sources, "summary": summary}
         return begin + (tables[name](kept) if name in tables else shown(name, kept.get(name))) + end
 
     return BLOCK.sub(block, text)

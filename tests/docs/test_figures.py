@@ -47,7 +47,7 @@ def test_no_path_of_this_machine_is_saved():
 
 def test_every_figure_is_shown_and_no_other():
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
-    assert {name for _, name, _ in figures.BLOCK.findall(text)} == {*figures.FIGURES, "gains", "summary"}
+    assert {name for _, name, _ in figures.BLOCK.findall(text)} == {*figures.FIGURES, "gains", "sources", "summary"}
     assert text.count("<!-- figures:") == len(figures.BLOCK.findall(text)) == text.count("<!-- /figures -->")
 
 
@@ -232,3 +232,29 @@ def test_the_summary_has_one_number_and_one_range_a_row(genai, native):
         "2.00x (1.00-2.00)",
     ]
     assert "Not measured yet" in gains_table.summary({})
+
+
+def test_sources_are_compared_by_category():
+    def row(name, sampled, speedup):
+        return {"name": name, "sampled": sampled, "draft_length": 3, "speedup": speedup, "block_efficiency": 1.5}
+
+    def part(category, name, speedup):
+        return {"category": category, "name": name, "speedup": speedup, "prompts": 2}
+
+    alone = {**row("alone", False, 1.0), "draft_length": 0}
+    result = {
+        "rows": [alone, row("K = 3", False, 1.2), row("lookup", False, 1.1), row("sampled", True, 1.3)],
+        "categories": [part("code", "K = 3", 1.0), part("code", "lookup", 1.4), part("code", "sampled", 1.3)],
+    }
+    tables = gains_table.sources({"sources-smollm2": {"result": result}}).splitlines()
+    assert [line for line in tables if "head" in line] == [
+        "**SmolLM2-135M int8 with its EAGLE-3 head, greedy**",
+        "**SmolLM2-135M int8 with its EAGLE-3 head, temperature 1**",
+    ]
+    assert tables[4:7] == [
+        "| code | 2 | 1.00x | **1.40x** |",
+        "| all prompts | 2 | **1.20x** | 1.10x |",
+        "| tokens per forward pass | | 1.50 | 1.50 |",
+    ]
+    assert "| code | 2 | **1.30x** |" in tables
+    assert "Not measured yet" in gains_table.sources({})

@@ -86,7 +86,7 @@ def test_the_benchmark_leaves_out_the_draft_alone_and_decodes_alone_without_hidd
             method.rounds.append([method.decode(IDS)])
             methods.append(method)
     rows = {row["name"]: row for row in benchmark.summarise(methods, keeps_caches=False)}
-    assert len(rows) == 14 and {"ours, draft and suffix decoding", "ours, sampled, draft and suffix decoding"} <= set(
+    assert len(rows) == 16 and {"ours, draft and suffix decoding", "ours, sampled, draft and suffix decoding"} <= set(
         rows
     )
     assert all(row["same_text"] == 1 for row in rows.values() if not row["sampled"])

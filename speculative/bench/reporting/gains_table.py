@@ -1,7 +1,7 @@
-"""Markdown tables of the speedups of both pairs in README and docs, from the recorded results."""
+"""Markdown tables of the speedups in README and docs, from the recorded results: of both pairs, and by category."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from speculative.bench.result import (
     BatchingResult,
@@ -16,6 +16,10 @@ from speculative.pair.engines import GENAI, NATIVE, engine_id
 PAIRS = {
     "embedded": "embedded pair (31.6 M + 2.0 M)",
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
+}
+SOURCES = {
+    "sources-smollm2": "SmolLM2-135M int8 with its EAGLE-3 head",
+    "sources-benchmark-pair": "Benchmark pair (1.1 B int8 + 34 M)",
 }
 Cell = Callable[[Any], str]  # of the result of the program that `figures` come from
 
@@ -49,6 +53,40 @@ def summary(kept: dict[str, RecordedResult]) -> str:
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", last]) + "\n"
+
+
+def sources(kept: dict[str, RecordedResult]) -> str:
+    """The Markdown tables of all sources of draft tokens by category of prompts, greedy and sampled."""
+    parts = []
+    for name in SOURCES:
+        for sampled in (False, True) if name in kept else ():
+            result = cast(BenchmarkResult, kept[name]["result"])
+            title = f"**{SOURCES[name]}, {'temperature 1' if sampled else 'greedy'}**"
+            parts.append(f"{title}\n\n{by_category(result, sampled)}")
+    return "\n".join(parts) or f"Not measured yet: `make figures FIGURES={','.join(SOURCES)}`.\n"
+
+
+def by_category(result: BenchmarkResult, sampled: bool) -> str:
+    """A row per category, with the speedup of each method; the best of a row is bold."""
+    methods = [row for row in result["rows"] if row["sampled"] == sampled and row["draft_length"]]
+    names = [row["name"] for row in methods]
+    speedups: dict[str, dict[str, float]] = {}
+    prompts = {row["category"]: row["prompts"] for row in result["categories"]}
+    for row in result["categories"]:
+        speedups.setdefault(row["category"], {})[row["name"]] = row["speedup"]
+    lines = [f"| | prompts | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for category, of in speedups.items():
+        lines.append(f"| {category} | {prompts[category]} | {_best_in_bold([of[name] for name in names])} |")
+    speeds = [row["speedup"] for row in methods]
+    lines.append(f"| all prompts | {sum(prompts.values())} | {_best_in_bold(speeds)} |")
+    each = [f"{row['block_efficiency']:.2f}" if row["block_efficiency"] else "" for row in methods]
+    lines.append(f"| tokens per forward pass | | {' | '.join(each)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _best_in_bold(speedups: list[float]) -> str:
+    best = max(speedups, default=0.0)
+    return " | ".join(f"**{speed:.2f}x**" if speed == best else f"{speed:.2f}x" for speed in speedups)
 
 
 def best_fixed(engine: str, sampled: bool) -> Cell:
