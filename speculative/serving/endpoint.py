@@ -21,19 +21,17 @@ from starlette.types import Receive, Scope, Send
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import health, openapi, request_body
-from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull
+from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
-    ResponseBuilder,
     described,
-    model_card,
     shown,
-    usage,
 )
+from speculative.serving.responses import ResponseBuilder, model_card, usage
 from speculative.serving.settings import Limits
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
@@ -55,7 +53,7 @@ class Endpoint:
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
-        self._coming = 0  # requests being encoded or waiting for it
+        self._coming = 0  # choices of requests being encoded or waiting for it
         self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
@@ -138,56 +136,67 @@ class Endpoint:
             raise self._as_answer(self.engine.error)
         self.asking += 1
         try:
-            job = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
+            jobs = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
         except BaseException:
             self.asking -= 1
             raise
         answer = ResponseBuilder(asked, self.name)
-        if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the job
-            return EventStream(self._until_over(job), lambda: self._events(job, answer))
-        with self._until_over(job):
-            generation = await job.end()
-            return JSONResponse(answer.whole(generation, usage(len(job.prompt), generation, job.cached_tokens)))
+        if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
+            return EventStream(self._until_over(jobs), lambda: self._events(jobs, answer))
+        with self._until_over(jobs):
+            async for _ in pieces(jobs):
+                pass
+            return JSONResponse(answer.whole([job.result for job in jobs], usage(jobs)))
 
-    async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> GenerationHandle:
-        """Encode the prompt and submit the request to the engine. A full queue rejects the request before that."""
+    async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> list[GenerationHandle]:
+        """Encode the prompt and submit a job for each choice. A full queue rejects the request before that."""
+        jobs: list[GenerationHandle] = []
         try:
-            self.engine.check_queue(self._coming)
+            self.engine.check_queue(self._coming + asked.choices)
             prompt = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
             config = asked.config(self._room(asked, len(prompt)))
             self._set_draft_length(config)
-            return self.engine.submit(prompt, config, asked.random_seed, self.limits.timeout, salt)
+            self.engine.check_queue(asked.choices)
+            for choice in range(asked.choices):
+                job = self.engine.submit(prompt, config, asked.random_seed(choice), self.limits.timeout, salt)
+                jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:
+            for job in jobs:
+                self.engine.cancel(job)
             raise self._as_answer(error) from error
+        return jobs
 
     async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
-        self._coming += 1
+        self._coming += asked.choices
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
         finally:
-            self._coming -= 1
+            self._coming -= asked.choices
 
-    async def _events(self, job: GenerationHandle, answer: ResponseBuilder) -> AsyncIterator[bytes]:
+    async def _events(self, jobs: list[GenerationHandle], answer: ResponseBuilder) -> AsyncIterator[bytes]:
         if head := answer.begin():
             yield head
         try:
-            async for text in job.pieces():
-                yield answer.piece(text)
-            yield answer.end(job.result.finish_reason, usage(len(job.prompt), job.result, job.cached_tokens))
+            async for index, text in pieces(jobs):
+                if text is None:
+                    yield answer.end_choice(index, jobs[index].result.finish_reason)
+                elif events := answer.piece(index, text):
+                    yield events
+            yield answer.end(usage(jobs))
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _AlreadySent from error
 
     @contextmanager
-    def _until_over(self, job: GenerationHandle) -> Iterator[None]:
-        """Context manager of a running request. Its end frees the slot in the batch and counts the outcome."""
-        self._jobs.add(job)
+    def _until_over(self, jobs: list[GenerationHandle]) -> Iterator[None]:
+        """Context manager of a running request. Its end frees the slots in the batch and counts the outcomes."""
+        self._jobs.update(jobs)
         outcome = "disconnected"
         try:
             yield
-            outcome = job.result.finish_reason
+            outcome = ""  # each job has its own
         except Exception as error:
             answer = self._as_answer(error.__cause__ if isinstance(error, _AlreadySent) else error)
             outcome = answer.body["error"]["code"] or "decoding_failed"
@@ -195,9 +204,10 @@ class Endpoint:
                 raise answer from error
         finally:
             self.asking -= 1
-            self._jobs.discard(job)
-            self.engine.cancel(job)
-            self.metrics.over(job, outcome)
+            self._jobs.difference_update(jobs)
+            for job in jobs:
+                self.engine.cancel(job)
+                self.metrics.over(job, outcome or job.result.finish_reason)
 
     def _as_answer(self, error: BaseException | None) -> ApiError:
         """Return the response to an error: 4xx for an invalid request, 503 if a retry helps, 500 for a defect."""

@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 from openvino_genai import GenerationConfig
@@ -74,16 +74,9 @@ class GenerationHandle:
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it is generated. Raises the error that ended the job early."""
-        while not self.finished:
-            await self._news.wait()
-            self._news.clear()
-            self._told, self._read_at = None, self._loop.time()
-            if piece := self._take():
-                yield piece
-        if piece := self._take():
-            yield piece
-        if self.error:
-            raise self.error
+        async for _, text in pieces([self]):
+            if text is not None:
+                yield text
 
     async def end(self) -> GenerationResult:
         """The complete result. Raises the error that ended the job early."""
@@ -103,10 +96,38 @@ class GenerationHandle:
         self._news.set()
         self._end.set()
 
-    def _take(self) -> str:
+    def tell(self, news: asyncio.Event) -> None:
+        """From now on, set `news` when there is something to read."""
+        self._news = news
+
+    def take(self) -> str:
+        """The text that was not read before."""
+        self._told, self._read_at = None, self._loop.time()
         text = "".join(self._text)
         self._text.clear()
         return text
+
+
+async def pieces(jobs: Sequence[GenerationHandle]) -> AsyncIterator[tuple[int, str | None]]:
+    """The texts of `jobs` as they are generated, each piece with the index of its job; None after a job's last piece.
+    Raises the first error that ends one of them early."""
+    news = asyncio.Event()
+    news.set()
+    for job in jobs:
+        job.tell(news)
+    running = dict(enumerate(jobs))
+    while running:
+        await news.wait()
+        news.clear()
+        for i, job in list(running.items()):
+            finished = job.finished
+            if text := job.take():
+                yield i, text
+            if finished:
+                if job.error:
+                    raise job.error
+                del running[i]
+                yield i, None
 
 
 News = tuple[GenerationHandle, str, bool, Exception | None]  # new text, whether the job is finished, error
@@ -145,9 +166,9 @@ class Engine:
     def idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def check_queue(self, coming: int = 0) -> None:
-        """Raise QueueFull if the queue has no room left after `coming` jobs that are about to be submitted."""
-        if self.waiting + coming >= self.max_queue + max(self.max_num_seqs - self.running, 0):
+    def check_queue(self, jobs: int = 1) -> None:
+        """Raise QueueFull if the queue has no room for `jobs` more."""
+        if self.waiting + jobs > self.max_queue + max(self.max_num_seqs - self.running, 0):
             raise QueueFull(self._seconds_to_place())
 
     def submit(

@@ -1,6 +1,6 @@
 """The OpenAPI document at /openapi.json: the responses and errors of each path.
 
-The responses are built in protocol.py; tests compare them with the schemas here.
+The responses are built in responses.py; tests compare them with the schemas here.
 """
 
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Request and response types of the OpenAI API: chat completions, completions, models, errors.
+"""Request types of the OpenAI API: chat completions, completions; its errors.
 
 The server rejects an unsupported field that would change the output, and names it; it rejects a field of the wrong type
 and never converts it. It accepts and ignores fields that only label a request (`user`, `metadata`, ...), nulls, and
@@ -7,11 +7,10 @@ invalid elements cost no more than one.
 """
 
 import json
-import time
-import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from openvino_genai import GenerationConfig
@@ -26,13 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from speculative.sequence.result import GenerationResult
-
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
-LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
 # JSON schemas of fields for which the API accepts several types and this module converts them to one
 TEXT_PART = {
     "type": "object",
@@ -254,8 +250,16 @@ class BaseRequest(Given):
         return config
 
     @property
-    def random_seed(self) -> int | None:
-        return None if self.seed is None else self.seed & SEED_BITS
+    def choices(self) -> int:
+        """The number of texts to generate."""
+        return 1
+
+    def random_seed(self, choice: int) -> int | None:
+        """The seed of a choice, which is the request's own for the first one."""
+        if self.seed is None:
+            return None
+        seed = self.seed & SEED_BITS
+        return int(np.random.SeedSequence([seed, choice]).generate_state(1, np.uint64)[0]) if choice else seed
 
 
 class ChatCompletionRequest(BaseRequest):
@@ -324,80 +328,3 @@ def _not_served(name: str, off: dict[str, tuple]) -> str:
     if name not in off:
         return "unknown parameter: omit it"
     return f"only {' or '.join(json.dumps(value) for value in off[name])} is supported: omit it"
-
-
-class ResponseBuilder:
-    """Builds the response to one request, as one object or as a stream of chunks."""
-
-    def __init__(self, asked: BaseRequest, model: str):
-        self._chat = isinstance(asked, ChatCompletionRequest)
-        self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def whole(self, generation: GenerationResult, usage: dict) -> dict:
-        choice: dict[str, object] = {"index": 0, "logprobs": None, "finish_reason": generation.finish_reason}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": generation.text, "refusal": None}
-        else:
-            choice["text"] = generation.text
-        name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": [choice], "usage": usage}
-
-    def begin(self) -> bytes:
-        """Return the server-sent events before the text."""
-        return self._event(self._chunk({"role": "assistant", "content": ""}, None)) if self._chat else b""
-
-    def piece(self, text: str) -> bytes:
-        return self._event(self._chunk({"content": text} if self._chat else text, None))
-
-    def end(self, finish_reason: str, usage: dict) -> bytes:
-        """Return the server-sent events after the text."""
-        last = self._event(self._chunk({} if self._chat else "", finish_reason))
-        if self._usage_last:
-            last += self._event({**self._chunk_head(), "choices": [], "usage": usage})
-        return last + b"data: [DONE]\n\n"
-
-    def broken(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
-        return self._event(error.body)
-
-    def _chunk(self, content: dict | str, finish_reason: str | None) -> dict:
-        choice = {"index": 0, ("delta" if self._chat else "text"): content, "logprobs": None}
-        chunk = {**self._chunk_head(), "choices": [{**choice, "finish_reason": finish_reason}]}
-        return {**chunk, "usage": None} if self._usage_last else chunk
-
-    def _chunk_head(self) -> dict:
-        return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
-
-    @staticmethod
-    def _event(data: dict) -> bytes:
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
-        return b"data: " + text.encode() + b"\n\n"
-
-
-def usage(prompt_tokens: int, generation: GenerationResult, cached_tokens: int) -> dict:
-    """Return the API's token counts. The prefix cache had `cached_tokens` of the prompt.
-
-    `completion_tokens` excludes rejected draft tokens, which are not part of the output.
-    """
-    accepted, proposed = sum(generation.from_draft), sum(generation.proposed)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(generation.tokens),
-        "total_tokens": prompt_tokens + len(generation.tokens),
-        "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": proposed - accepted,
-            "reasoning_tokens": 0,
-            "audio_tokens": 0,
-        },
-    }
-
-
-def model_card(name: str, created: int) -> dict:
-    return {"id": name, "object": "model", "created": created, "owned_by": "local"}

@@ -28,7 +28,8 @@ from speculative.models.spec import ModelSpec
 from speculative.serving import arguments, connections, health, request_body
 from speculative.serving.engine_thread import EngineFailed
 from speculative.serving.middleware import digest
-from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message, ResponseBuilder
+from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message
+from speculative.serving.responses import ResponseBuilder
 from speculative.serving.settings import API_KEY_VARIABLE, Limits
 from tests.support.later import Later
 from tests.support.paths import DRAFT, MAIN
@@ -209,7 +210,7 @@ def test_streams_have_no_line_ends_of_unicode():
     """Clients that split lines as Unicode does would split one event into several."""
     ends = "a\u2028b\u2029c\u0085d"
     answer = ResponseBuilder(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
-    (line,) = filter(None, answer.piece(ends).decode().splitlines())
+    (line,) = filter(None, answer.piece(0, ends).decode().splitlines())
     assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == ends
 
 
