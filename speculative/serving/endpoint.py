@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
@@ -18,9 +18,10 @@ from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
+from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
-from speculative.serving import health, openapi, request_body
+from speculative.serving import health, openapi, request_body, tokenization
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
@@ -33,8 +34,11 @@ from speculative.serving.protocol import (
 )
 from speculative.serving.responses import ResponseBuilder, model_card, usage
 from speculative.serving.settings import Limits
+from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
+T = TypeVar("T")
+AskedT = TypeVar("AskedT", TokenizeRequest, DetokenizeRequest)
 
 
 class Stopped(Exception):
@@ -93,6 +97,8 @@ class Endpoint:
             ("GET", "/v1/models/{name:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
         ):
             answers = openapi.answers(path, bool(keys))
             app.add_api_route(path, handle, methods=[method], response_model=None, responses=answers)
@@ -126,6 +132,12 @@ class Endpoint:
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         return await self._answer(asked, request)
+
+    async def tokenize(self, asked: TokenizeRequest) -> dict:
+        return await self._by_tokenizer(tokenization.tokenize, asked)
+
+    async def detokenize(self, asked: DetokenizeRequest) -> dict:
+        return await self._by_tokenizer(tokenization.detokenize, asked)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
@@ -171,9 +183,26 @@ class Endpoint:
     async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
         self._coming += asked.choices
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, asked)
+            return await self._in_encoding_thread(self.engine.decoder.encode, asked.prompt, asked.config(1))
         finally:
             self._coming -= asked.choices
+
+    async def _by_tokenizer(self, act: Callable[[BatchDecoder, AskedT], dict], asked: AskedT) -> dict:
+        self._check_open()
+        if asked.model is not None:
+            self._check_model(asked.model)
+        self.asking += 1
+        try:
+            return await self._in_encoding_thread(act, self.engine.decoder, asked)
+        finally:
+            self.asking -= 1
+
+    async def _in_encoding_thread(self, act: Callable[..., T], *arguments: object) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, act, *arguments)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
+            raise ApiError(400, message, "invalid_prompt") from None
 
     async def _events(self, jobs: list[GenerationHandle], answer: ResponseBuilder) -> AsyncIterator[bytes]:
         if head := answer.begin():
@@ -238,13 +267,6 @@ class Endpoint:
             message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _encode(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
-        try:
-            return self.engine.decoder.encode(asked.prompt, asked.config(1))
-        except (ValueError, RuntimeError, OverflowError) as error:
-            message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
-            raise ApiError(400, message, "invalid_prompt") from None
-
     def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
         """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the
         limits allow if the request has none. Raises ApiError if prompt or number exceed a limit."""
@@ -286,7 +308,8 @@ class Endpoint:
     async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place, problem = described(
-            {**first, "loc": first["loc"][1:]}, ChatCompletionRequest.off | CompletionRequest.off
+            {**first, "loc": first["loc"][1:]},
+            ChatCompletionRequest.off | CompletionRequest.off | TokenizeRequest.off,
         )
         message = f"{place or 'The body'}: {problem}."
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))

@@ -153,14 +153,28 @@ class CompletionChunk(Head):
     usage: Usage | None = None
 
 
+class Tokenized(Schema):
+    count: int = Field(ge=0)
+    max_model_len: int = Field(ge=1)
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Schema):
+    prompt: str
+
+
 LOOKED_AT = (413, 429, 500)  # errors of every path but /health
-READ = (400, 404, 408, *LOOKED_AT, 503, 504)  # and of paths that read a body
+READ = (400, 404, 408, *LOOKED_AT, 503)  # and of paths that read a body
+DECODED = (*READ, 504)
 ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, errors
     "/health": (Health, None, (500, 503)),
     "/v1/models": (ModelList, None, LOOKED_AT),
     "/v1/models/{name:path}": (ModelCard, None, (404, *LOOKED_AT)),
-    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, READ),
-    "/v1/completions": (Completion, CompletionChunk, READ),
+    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, DECODED),
+    "/v1/completions": (Completion, CompletionChunk, DECODED),
+    "/tokenize": (Tokenized, None, READ),
+    "/detokenize": (Detokenized, None, READ),
 }
 
 

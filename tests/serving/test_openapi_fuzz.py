@@ -28,7 +28,10 @@ RULES = settings(
 POSTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "def f("},
+    "/tokenize": {"prompt": "def f("},
+    "/detokenize": {"tokens": [5]},
 }
+FEW = {"max_tokens": 2, "max_completion_tokens": None}
 KINDS = ["generated", "served", "answered", "streamed", "of another model"]
 
 
@@ -54,6 +57,10 @@ def described(document):
 
 def base(api):
     return api.url.removesuffix("/v1")
+
+
+def is_decoded(path):
+    return path.endswith("completions")
 
 
 @functools.cache
@@ -90,19 +97,20 @@ def check_events(text, data, document):
 
 
 @pytest.mark.parametrize("method_path", ["GET /health", "GET /v1/models", "GET /v1/models/{name}",
-                                         "POST /v1/chat/completions", "POST /v1/completions"])  # fmt: skip
+                                         "POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize",
+                                         "POST /detokenize"])  # fmt: skip
 def test_the_answers_are_as_the_document_says(api, document, described, method_path):
     method, path = method_path.split()
     kinds = Counter()
 
     @RULES
-    @given(described[path][method].as_strategy(), st.sampled_from(KINDS))
-    def check(case, kind):
+    @given(st.sampled_from(KINDS), described[path][method].as_strategy())
+    def check(kind, case):
         """Many generated bodies name another model or exceed a limit: most of them are corrected."""
         if kind != "generated" and path in POSTS and isinstance(case.body, dict):
             generated = case.body if kind == "served" else POSTS[path]
-            case.body = {**generated, "model": api.model, "max_tokens": 2, "max_completion_tokens": None}
-            if kind == "streamed":
+            case.body = {**generated, "model": api.model, **(FEW if is_decoded(path) else {})}
+            if kind == "streamed" and is_decoded(path):
                 case.body["stream"] = True
             elif kind == "of another model":
                 case.body["model"] = "another"
@@ -111,7 +119,9 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
     check()
     wanted = {"200 application/json"}
     if path in POSTS:
-        wanted |= {"200 text/event-stream", "400 application/json", "404 application/json"}
+        wanted |= {"400 application/json", "404 application/json"}
+    if is_decoded(path):
+        wanted |= {"200 text/event-stream"}
     if path == "/v1/models/{name}":
         wanted = {"404 application/json"}
     assert wanted <= set(kinds), kinds  # all of them were tried
@@ -137,7 +147,7 @@ values = st.recursive(
 def bodies(draw, path, fields, most):
     """A body as bytes: one that is answered, and a field of it that is drawn, deep, or long, up to and beyond the
     limit."""
-    body = {"model": "embedded", "max_tokens": 1, **POSTS[path]}
+    body = {"model": "embedded", **({"max_tokens": 1} if is_decoded(path) else {}), **POSTS[path]}
     value = json.dumps(draw(values)).encode()
     depth = draw(st.sampled_from([0, 0, 1, 10, 100, 900, 1_000, 10_000, 100_000]))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"}"), (b'[{"content":[', b"]}]")]))

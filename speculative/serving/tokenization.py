@@ -1,0 +1,80 @@
+"""Request types of /tokenize and /detokenize, as in vLLM, and what answers them."""
+
+import functools
+from typing import Annotated, Any, ClassVar
+
+from openvino_genai import Tokenizer
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
+
+from speculative.batch_decoder import BatchDecoder
+from speculative.serving.protocol import ApiError, Given, Message
+
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+class TokenizeRequest(Given):
+    """A text, or the messages of a chat."""
+
+    off: ClassVar[dict[str, tuple]] = {
+        "add_generation_prompt": (True,),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "tools": ([],),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field([], min_length=1)
+    add_special_tokens: bool | None = None  # by default for a prompt, and not for messages, whose template has them
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("either prompt or messages is required")
+        return self
+
+
+def token_ids(tokens: Any) -> Any:
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise ValueError("should be a list of token ids")
+    return tokens
+
+
+class DetokenizeRequest(Given):
+    model: str | None = None
+    tokens: Annotated[Any, BeforeValidator(token_ids), WithJsonSchema(TOKEN_IDS)]
+
+
+def tokenize(decoder: BatchDecoder, asked: TokenizeRequest) -> dict:
+    """The response with the token ids of the text. Raises ApiError for messages without a chat template."""
+    tokenizer, text, special = decoder.tokenizer, asked.prompt, not asked.messages
+    assert tokenizer  # a server has one
+    if asked.messages:
+        if not tokenizer.chat_template:
+            raise ApiError(400, "The model has no chat template: send a prompt.", "invalid_request", "messages")
+        messages = [message.plain() for message in asked.messages]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    if asked.add_special_tokens is not None:
+        special = asked.add_special_tokens
+    tokens = tokenizer.encode(text, add_special_tokens=special).input_ids.data.ravel().tolist()
+    answer = {"count": len(tokens), "max_model_len": decoder.main.context, "tokens": tokens, "token_strs": None}
+    if asked.return_token_strs:
+        answer["token_strs"] = [spellings(tokenizer).get(token, "") for token in tokens]
+    return answer
+
+
+@functools.lru_cache(maxsize=1)
+def spellings(tokenizer: Tokenizer) -> dict[int, str]:
+    """Each token as the vocabulary spells it. A token with a part of a character has U+FFFD there."""
+    return {token_id: token.decode(errors="replace") for token, token_id in tokenizer.get_vocab().items()}
+
+
+def detokenize(decoder: BatchDecoder, asked: DetokenizeRequest) -> dict:
+    """The response with the text of the tokens, special tokens included. Raises ApiError for an unknown token."""
+    last = decoder.main.vocab_size - 1
+    if any(not 0 <= token <= last for token in asked.tokens):
+        message = f"tokens: the ids of the model's tokens range from 0 to {last}, but one is not among them."
+        raise ApiError(400, message, "invalid_request", "tokens")
+    assert decoder.tokenizer  # a server has one
+    return {"prompt": decoder.tokenizer.decode(asked.tokens, skip_special_tokens=False) if asked.tokens else ""}

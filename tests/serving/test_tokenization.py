@@ -1,0 +1,103 @@
+"""/tokenize and /detokenize: the tokens that a request to the model has, and the text of tokens."""
+
+import httpx
+import pytest
+
+from speculative import batch_decoder
+from speculative.serving.middleware import digest
+from tests.support.paths import DRAFT
+from tests.support.serving import PLAIN, Api
+
+TEXT = "def f(x):\n    return 'é 😀'"
+MESSAGES = [{"role": "user", "content": "Write a stack."}]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(DRAFT)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        yield api
+
+
+def post(api, path, body, **headers):
+    return httpx.post(api.url.removesuffix("/v1") + path, json=body, headers=headers, timeout=60, **PLAIN)
+
+
+def test_a_text_becomes_tokens_and_again_the_text(api, decoder):
+    answer = post(api, "/tokenize", {"model": "embedded", "prompt": TEXT, "return_token_strs": True}).json()
+    assert (
+        answer["tokens"]
+        == decoder.encode([*answer["tokens"]]).tolist()
+        == decoder.tokenizer.encode(TEXT).input_ids.data[0].tolist()
+    )
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == decoder.main.context and answer["token_strs"][0] == "def"
+    assert "".join(answer["token_strs"]).startswith("def f(x):\n    return '") and "\ufffd" in answer["token_strs"]
+    assert post(api, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"messages": MESSAGES}, "/chat/completions"),
+        ({"prompt": TEXT}, "/completions"),
+    ],
+)
+def test_the_count_is_that_of_a_requests_prompt(api, body, path):
+    counted = post(api, "/tokenize", body).json()["count"]
+    answer = post(api, f"/v1{path}", {"model": "embedded", "max_tokens": 1, **body}).json()
+    assert counted == answer["usage"]["prompt_tokens"]
+
+
+def test_special_tokens_of_a_chat_are_in_its_text(api):
+    answer = post(api, "/tokenize", {"messages": MESSAGES}).json()
+    text = post(api, "/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
+    assert text == "<|user|>Write a stack.<|assistant|>" and answer["token_strs"] is None
+
+
+def test_an_empty_text_has_no_tokens(api):
+    assert post(api, "/tokenize", {"prompt": ""}).json()["tokens"] == []
+    assert post(api, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "model": "another"}, 404, "use 'embedded'"),
+        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "only false is supported"),
+        ("/detokenize", {}, 400, "tokens: is required"),
+        ("/detokenize", {"tokens": [1.5]}, 400, "list of token ids"),
+        ("/detokenize", {"tokens": [4096]}, 400, "from 0 to 4095"),
+        ("/detokenize", {"tokens": [-1]}, 400, "from 0 to 4095"),
+        ("/detokenize", {"tokens": [5], "model": "another"}, 404, "use 'embedded'"),
+        ("/tokenize", {"prompt": "x" * 200_000}, 413, "send a shorter prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(api, path, body, status, words):
+    answer = post(api, path, body)
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+def test_messages_need_a_chat_template(api, decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "tokenizer", WithoutTemplate(decoder.tokenizer))
+    assert "send a prompt" in post(api, "/tokenize", {"messages": MESSAGES}).json()["error"]["message"]
+
+
+class WithoutTemplate:
+    chat_template = ""
+
+    def __init__(self, tokenizer):
+        self.encode = tokenizer.encode
+
+
+def test_the_key_is_required_here_too(decoder):
+    with Api(decoder, keys=frozenset([digest("one")])) as api:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            assert post(api, path, body).status_code == 401
+            assert post(api, path, body, Authorization="Bearer one").status_code == 200
