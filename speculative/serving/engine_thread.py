@@ -55,6 +55,7 @@ class GenerationHandle:
         self.error: Exception | None = None  # why it ended early
         self.salt = b""  # of the prefix cache
         self.submitted = time.perf_counter()
+        self.admitted = 0.0  # when it got its slot in the batch
         self.first_at = self.last_at = 0.0  # arrival of the first and the last token
         self._text: list[str] = []  # unread text
         self._loop = asyncio.get_running_loop()
@@ -142,6 +143,7 @@ class Engine:
         self.max_num_seqs, self.max_queue = max_num_seqs, max_queue
         self.error: EngineFailed | None = None
         self.stepping_since = 0.0  # start of the current step; 0: none
+        self.prompt_tokens = self.cached_tokens = 0  # of prompts so far, and of these from the prefix cache
         self.generated = 0  # tokens so far
         self.decoded = self.iterations = 0  # after the prompts' forward passes
         self.drafts = self.proposed = self.accepted = 0
@@ -161,6 +163,12 @@ class Engine:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the main model's KV-cache blocks that running requests use."""
+        pool = self.decoder.main.pool
+        return 1 - pool.free / pool.blocks
 
     @property
     def idle(self) -> bool:
@@ -252,6 +260,7 @@ class Engine:
             self._waiting.popleft()
             try:
                 job.request = self.decoder.add_request(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
+                job.admitted = time.perf_counter()
                 self._running[job.request] = job
             except Exception as error:  # caused by this job
                 refused.append((job, "", True, error))
@@ -260,7 +269,10 @@ class Engine:
     def _count(self, gain: RequestOutput) -> None:
         tokens, accepted, proposed = gain.step[:3]
         self.generated += len(tokens)
-        if tokens and gain.request.result.gained:  # not the prompt's forward pass
+        if tokens and not gain.request.result.gained:  # the prompt's forward pass
+            self.prompt_tokens += gain.request.sequence.num_prompt_tokens
+            self.cached_tokens += gain.request.cached_tokens
+        elif tokens:
             self.decoded += len(tokens)
             self.iterations += 1
             self.drafts += proposed > 0

@@ -1,9 +1,11 @@
-"""Prometheus metrics of a replica, through Ray's metrics API; all replicas on all machines share the same series.
+"""Prometheus metrics of a replica, through Ray's metrics API: one port per machine exports those of all its replicas.
 
-The counters of drafts, draft tokens and accepted tokens have vLLM's names and meanings, less its prefix `vllm:`. Rates
-are computed from the counters, as usual in Prometheus: the acceptance rate is accepted over draft tokens; the mean
-acceptance length is 1 + accepted tokens over drafts; the block efficiency, which includes iterations without a draft,
-is decoded tokens over iterations. Definitions: speculative/sequence/metrics.py.
+Names, labels and meanings are vLLM's (https://docs.vllm.ai/en/stable/usage/metrics/) where it has the metric. Ray has
+no colon in a name and adds a prefix of its own: `vllm:num_requests_running` is `ray_vllm_num_requests_running` here, as
+for vLLM on Ray. What vLLM does not have begins with `speculative_`. Rates are computed from the counters, as usual in
+Prometheus: the acceptance rate is accepted over draft tokens; the mean acceptance length is 1 + accepted tokens over
+drafts; the block efficiency, which includes iterations without a draft, is decoded tokens over iterations. Definitions:
+speculative/sequence/metrics.py. Sums of histograms are estimates: Ray counts each value as the middle of its bucket.
 """
 
 import asyncio
@@ -14,8 +16,27 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from speculative.serving.engine_thread import Engine, GenerationHandle
 
 EVERY = 1.0  # seconds between updates, instead of one per token
+COUNTERS = {  # name: attribute of `Engine`, description
+    "vllm_prompt_tokens": ("prompt_tokens", "Prompt tokens processed, those from the prefix cache included"),
+    "vllm_prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked for in the prefix cache"),
+    "vllm_prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache"),
+    "vllm_generation_tokens": ("generated", "Tokens generated"),
+    "vllm_spec_decode_num_drafts": ("drafts", "Drafts: iterations of a text with draft tokens"),
+    "vllm_spec_decode_num_draft_tokens": ("proposed", "Draft tokens proposed"),
+    "vllm_spec_decode_num_accepted_tokens": ("accepted", "Draft tokens accepted"),
+    "speculative_decoded_tokens": ("decoded", "Tokens generated after the first of each answer"),
+    "speculative_iterations": ("iterations", "Main-model passes after the prompt, per text"),
+}
+GAUGES = {
+    "vllm_num_requests_running": ("running", "Requests in the batch"),
+    "vllm_num_requests_waiting": ("waiting", "Requests waiting for a slot in the batch"),
+    "vllm_kv_cache_usage_perc": ("cache_usage", "Share of the KV cache in use, from 0 to 1"),
+}
 TTFT = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100]
 TPOT = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1]
+LATENCY = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500]
+TOKENS = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000]
+FINISHED = ("stop", "length")  # reasons that are no errors
 
 
 class Metrics:
@@ -23,55 +44,68 @@ class Metrics:
 
     def __init__(self, engine: Engine, model: str):
         self._engine = engine
-        tags = {"model": model}
+        tags = {"model_name": model}
 
         def made(kind: type, name: str, description: str, more: tuple = (), **options: Any) -> Any:
-            metric = kind(name, description, tag_keys=("model", *more), **options)
+            metric = kind(name, description, tag_keys=("model_name", *more), **options)
             metric.set_default_tags(tags)
             return metric
 
-        self._requests = made(Counter, "speculative_requests", "Requests by outcome", ("outcome",))
-        self._prompt = made(Counter, "speculative_prompt_tokens", "Prompt tokens processed")
-        self._counters = {
-            "generated": made(Counter, "speculative_generated_tokens", "Tokens generated"),
-            "decoded": made(Counter, "speculative_decoded_tokens", "Tokens generated after the first of each answer"),
-            "iterations": made(Counter, "speculative_iterations", "Main-model passes after the prompt, per text"),
-            "drafts": made(Counter, "spec_decode_num_drafts", "Drafts: iterations of a text with draft tokens"),
-            "proposed": made(Counter, "spec_decode_num_draft_tokens", "Draft tokens proposed"),
-            "accepted": made(Counter, "spec_decode_num_accepted_tokens", "Draft tokens accepted"),
-        }
-        self._told = dict.fromkeys(self._counters, 0)
-        self._gauges = {
-            "waiting": made(Gauge, "speculative_waiting_requests", "Requests waiting for a slot in the batch"),
-            "running": made(Gauge, "speculative_running_requests", "Requests in the batch"),
-        }
+        self._counters = {name: made(Counter, name, description) for name, (_, description) in COUNTERS.items()}
+        self._told = dict.fromkeys(COUNTERS, 0)
+        self._gauges = {name: made(Gauge, name, description) for name, (_, description) in GAUGES.items()}
+        self._finished = made(
+            Counter, "vllm_request_success", "Requests that ended, by reason: stop, length, abort or error",
+            ("finished_reason",),
+        )  # fmt: skip
+        self._errors = made(
+            Counter, "speculative_request_errors", "Requests refused (refused_STATUS) or failed (code of the error)",
+            ("error",),
+        )  # fmt: skip
         self._ttft = made(
-            Histogram, "speculative_ttft_seconds", "Time to first token, queueing included", boundaries=TTFT
+            Histogram, "vllm_time_to_first_token_seconds", "Time to first token, queueing included", boundaries=TTFT
         )
         self._tpot = made(
-            Histogram, "speculative_tpot_seconds", "Time per output token after the first", boundaries=TPOT
+            Histogram, "vllm_request_time_per_output_token_seconds", "Time per output token after a request's first",
+            boundaries=TPOT,
+        )  # fmt: skip
+        self._latency = made(
+            Histogram, "vllm_e2e_request_latency_seconds", "Time from a request to its last token", boundaries=LATENCY
         )
+        self._queued = made(
+            Histogram, "vllm_request_queue_time_seconds", "Time waiting for a slot in the batch", boundaries=LATENCY
+        )
+        self._prompts = made(Histogram, "vllm_request_prompt_tokens", "Tokens of a prompt", boundaries=TOKENS)
+        self._answers = made(Histogram, "vllm_request_generation_tokens", "Tokens of an answer", boundaries=TOKENS)
         self._task = asyncio.create_task(self._tell())
 
     def refused(self, status: int) -> None:
         """Count a request that was rejected with an error before decoding."""
-        self._requests.inc(tags={"outcome": f"refused_{status}"})
+        self._errors.inc(tags={"error": f"refused_{status}"})
 
     def over(self, job: GenerationHandle, outcome: str) -> None:
-        self._requests.inc(tags={"outcome": outcome})
+        """Count a request that ended. `outcome`: its finish reason, "disconnected", or the code of its error."""
+        reason = {"disconnected": "abort"}.get(outcome, outcome if outcome in FINISHED else "error")
+        self._finished.inc(tags={"finished_reason": reason})
+        if reason == "error":
+            self._errors.inc(tags={"error": outcome})
         if job.first_at:
-            self._prompt.inc(len(job.prompt))
+            tokens = len(job.result.tokens)
             self._ttft.observe(job.first_at - job.submitted)
-            if (tokens := len(job.result.tokens)) > 1:
+            self._latency.observe(job.last_at - job.submitted)
+            self._queued.observe(job.admitted - job.submitted)
+            self._prompts.observe(len(job.prompt))
+            self._answers.observe(tokens)
+            if tokens > 1:
                 self._tpot.observe((job.last_at - job.first_at) / (tokens - 1))
 
     async def _tell(self) -> None:
         while True:
             for name, counter in self._counters.items():
-                now = getattr(self._engine, name)
+                now = getattr(self._engine, COUNTERS[name][0])
                 if now > self._told[name]:
                     counter.inc(now - self._told[name])
                     self._told[name] = now
             for name, gauge in self._gauges.items():
-                gauge.set(getattr(self._engine, name))
+                gauge.set(getattr(self._engine, GAUGES[name][0]))
             await asyncio.sleep(EVERY)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculative.serving import connections
+from tests.support.dashboard import expressions, metrics_in
 from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.serving import PLAIN, small_server
@@ -362,22 +363,47 @@ def test_a_frequency_penalty_decides_how_much_is_repeated(client):
 
 
 def test_metrics_count_what_was_served(server, client):
-    wait_until(lambda: server.metrics()["speculative_ttft_seconds_count"])
-    before, usage = server.settled_metrics(), complete(client).usage
+    complete(client)
+    wait_until(lambda: server.metrics()["vllm_time_to_first_token_seconds_count"])
+    before, completion = server.settled_metrics(), complete(client)
+    usage, reason = completion.usage, completion.choices[0].finish_reason
     details = usage.completion_tokens_details
     wanted = {
-        "speculative_generated_tokens_total": usage.completion_tokens,
-        "spec_decode_num_accepted_tokens_total": details.accepted_prediction_tokens,
-        "spec_decode_num_draft_tokens_total": details.accepted_prediction_tokens + details.rejected_prediction_tokens,
-        "speculative_requests_total": 1,
-        "speculative_ttft_seconds_count": 1,
-        "speculative_tpot_seconds_count": 1,
-        "speculative_prompt_tokens_total": usage.prompt_tokens,
+        "vllm_generation_tokens_total": usage.completion_tokens,
+        "vllm_spec_decode_num_accepted_tokens_total": details.accepted_prediction_tokens,
+        "vllm_spec_decode_num_draft_tokens_total": (
+            details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        ),
+        ("vllm_request_success_total", reason): 1,
+        "vllm_time_to_first_token_seconds_count": 1,
+        "vllm_request_time_per_output_token_seconds_count": 1,
+        "vllm_e2e_request_latency_seconds_count": 1,
+        "vllm_request_queue_time_seconds_count": 1,
+        "vllm_request_prompt_tokens_count": 1,
+        "vllm_request_generation_tokens_count": 1,
+        "vllm_prompt_tokens_total": usage.prompt_tokens,
+        "vllm_prefix_cache_queries_total": usage.prompt_tokens,
+        "vllm_prefix_cache_hits_total": usage.prompt_tokens_details.cached_tokens,
     }
     wait_until(lambda: {name: server.metrics()[name] - before[name] for name in wanted} == wanted)
     new = server.metrics() - before
-    drafts, tokens = new["spec_decode_num_drafts_total"], new["spec_decode_num_draft_tokens_total"]
+    drafts, tokens = new["vllm_spec_decode_num_drafts_total"], new["vllm_spec_decode_num_draft_tokens_total"]
     assert drafts <= min(tokens, new["speculative_iterations_total"]) and bool(drafts) == bool(tokens)
+
+
+def test_the_server_exports_every_metric_of_the_dashboard(server, client):
+    for _ in range(2):  # the second finds the first one's prompt in the prefix cache
+        complete(client, "def is_prime(n):\n    " * 10)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="x")
+    wanted = {name for expression in expressions() for name in metrics_in(expression)}
+    assert len(wanted) > 10
+
+    def exported():
+        text = httpx.get(f"http://127.0.0.1:{server.metrics_port}/metrics", **PLAIN).text
+        return {line.partition("{")[0] for line in text.splitlines()}
+
+    wait_until(lambda: wanted <= exported(), f"{sorted(wanted)} are exported")
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def is_idle(server):
 
 
 def counted(sums):
-    """The server's request counts by outcome."""
+    """The server's request counts by finish reason and error."""
     return Counter({name[1]: count for name, count in sums.items() if isinstance(name, tuple)})
 
 
@@ -164,7 +164,7 @@ def test_clients_that_vanish_make_room(server, sent):
         connection.close()
     wait_until(lambda: is_idle(server), "their places are free")
     assert one(server).outcome == "answered"
-    count(sent, disconnected=RUNNING + WAITING, length=1)
+    count(sent, abort=RUNNING + WAITING, length=1)
 
 
 def some_running_some_waiting(server):
@@ -300,7 +300,7 @@ def test_the_server_counts_as_its_clients_do(server, before, sent):
 
     wait_until(lambda: all(new()[name] >= number for name, number in sent.items()), f"the server has counted {sent}")
     found = new()
-    assert all(found[name] == sent[name] for name in ("disconnected", "refused_429")), found
+    assert all(found[name] == sent[name] for name in ("abort", "refused_429")), found
     assert not [name for name in found if name.startswith("refused_5") or "failed" in name or "internal" in name], found
 
 

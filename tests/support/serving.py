@@ -112,14 +112,14 @@ class Server:
         return openai.OpenAI(base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 120, **options})
 
     def metrics(self) -> Counter:
-        """The sums of its metrics so far, by name; those of an outcome also by (name, outcome)."""
+        """The sums of its metrics so far, by name; those by reason or error also by (name, reason or error)."""
         sums: Counter = Counter()
         for line in httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", **PLAIN).text.splitlines():
-            if line.startswith(("ray_speculative_", "ray_spec_decode_")):
+            if line.startswith(("ray_speculative_", "ray_vllm_")):
                 name, value = line.partition("{")[0].removeprefix("ray_"), float(line.rsplit(" ", 1)[1])
                 sums[name] += value
-                if outcome := re.search(r'outcome="(\w+)"', line):
-                    sums[name, outcome[1]] += value
+                if kind := re.search(r'(?:finished_reason|error)="(\w+)"', line):
+                    sums[name, kind[1]] += value
         return sums
 
     def settled_metrics(self) -> Counter:
