@@ -248,8 +248,8 @@ def test_sources_are_compared_by_category():
     }
     tables = gains_table.sources({"sources-smollm2": {"result": result}}).splitlines()
     assert [line for line in tables if "head" in line] == [
-        "**SmolLM2-135M int8 with its EAGLE-3 head, greedy**",
-        "**SmolLM2-135M int8 with its EAGLE-3 head, temperature 1**",
+        "**SmolLM2-135M (fp16 weights) with its EAGLE-3 head, greedy**",
+        "**SmolLM2-135M (fp16 weights) with its EAGLE-3 head, temperature 1**",
     ]
     assert tables[4:7] == [
         "| code | 2 | 1.00x | **1.40x** |",

@@ -18,8 +18,8 @@ PAIRS = {
     "benchmark-pair": "benchmark pair (1.1 B int8 + 34 M, TinyLlama's shape)",
 }
 SOURCES = {
-    "sources-smollm2": "SmolLM2-135M int8 with its EAGLE-3 head",
-    "sources-benchmark-pair": "Benchmark pair (1.1 B int8 + 34 M)",
+    "sources-smollm2": "SmolLM2-135M (fp16 weights) with its EAGLE-3 head",
+    "sources-benchmark-pair": "Benchmark pair (1.1 B with int8 weights, draft of 34 M)",
 }
 Cell = Callable[[Any], str]  # of the result of the program that `figures` come from
 
