@@ -49,7 +49,8 @@ def pytest_generate_tests(metafunc):
 
 
 IN_RAYS_PROCESS = [  # the last ends the server that those before it share
-    *("test_serve_cluster", "test_address", "test_benchmark_serving", "test_serve_soak", "test_serve", "test_readme"),
+    *("test_serve_cluster", "test_address", "test_prefix_routing", "test_benchmark_serving", "test_serve_soak"),
+    *("test_serve", "test_readme"),
     "test_serve_faults",
 ]
 STARTING_RAY = {*IN_RAYS_PROCESS} - {"test_readme"}  # of which a few tests do

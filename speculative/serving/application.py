@@ -7,11 +7,13 @@ from pathlib import Path
 
 from ray import serve
 from ray.exceptions import RayTaskError
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
 from speculative.serving.arguments import in_url
 from speculative.serving.deployment import Replica
+from speculative.serving.prefix_routing import PrefixRouter
 from speculative.serving.settings import Settings
 
 NAME = "speculative"
@@ -37,16 +39,20 @@ def start(settings: Settings) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
-    app = deployment.bind(settings.pair, settings.limits, settings.keys)
     try:
-        handle = serve.run(app, name=NAME, route_prefix="/")
+        handle = serve.run(bound(settings), name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ServeFailed(_reason() or str(error)) from error
     url = f"http://{in_url(settings.host)}:{settings.port}/health"
     if not _answers(url):
         raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
+
+
+def bound(settings: Settings) -> Application:
+    """The application: the deployment of the replicas with its arguments."""
+    deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
+    return deployment.bind(settings.pair, settings.limits, settings.keys)
 
 
 def options(settings: Settings) -> dict:
@@ -57,8 +63,16 @@ def options(settings: Settings) -> dict:
         replicas = {
             "autoscaling_config": {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas, **usual}
         }
+    routing: dict[str, object] = {}
+    if settings.routing == "prefix":
+        tolerance = max(settings.limits.max_num_seqs // 4, 1)
+        router = RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs={"tolerance": tolerance}
+        )  # fmt: skip
+        routing = {"request_router_config": router}
     return {
         **replicas,
+        **routing,
         "max_ongoing_requests": settings.limits.ongoing,
         "max_queued_requests": settings.limits.ongoing,  # in a proxy, beyond those at the replicas
         "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),

@@ -59,6 +59,7 @@ def parse(description: str) -> Settings:
         address=args.address,
         replicas=args.replicas,
         max_replicas=args.max_replicas,
+        routing=args.routing,
         num_cpus=args.num_cpus,
         metrics_port=args.metrics_port,
         drain=args.drain,
@@ -152,6 +153,11 @@ def _add_ray_arguments(ray: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="scale up to N replicas under load",
     )
+    ray.add_argument(
+        "--routing", choices=("balanced", "prefix"), default=Settings.routing,
+        help="balanced: to the less loaded of two replicas; prefix: to the replica that has the request's beginning in "
+        "its prefix cache, unless it is overloaded (default: %(default)s)",
+    )  # fmt: skip
     ray.add_argument(
         "--num-cpus",
         type=whole_number(1, 4096),

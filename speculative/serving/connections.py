@@ -1,21 +1,24 @@
 """Limits on a proxy's connections, in number and idle time: uvicorn, the HTTP server of Ray Serve, waits forever for
-the request of a client that connects and sends nothing.
+the request of a client that connects and sends nothing. And the middleware of a proxy.
 
 Ray calls `bound` in each of its proxies, as configured in `ray_runtime.PROXIES`.
 """
 
 import asyncio
 
+from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
+
+from speculative.serving.body_hashes import BeginningReader
 
 MOST = 1_000  # connections
 IDLE = 30.0  # seconds without a request
 
 
-def bound() -> list:
-    """Install the limits; call before creating uvicorn's server. Returns Ray's list of middlewares, which is empty."""
+def bound() -> list[Middleware]:
+    """Install the limits; call before creating uvicorn's server. Returns the middlewares that Ray adds to its own."""
     auto.AutoHTTPProtocol = bounded(auto.AutoHTTPProtocol)
-    return []
+    return [Middleware(BeginningReader)]
 
 
 def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = IDLE) -> type[asyncio.Protocol]:

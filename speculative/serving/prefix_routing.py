@@ -1,0 +1,80 @@
+"""Prefix-aware routing: requests that begin alike go to the replica that has their beginning in its prefix cache.
+
+`PrefixRouter` remembers which replicas had requests with which hashes (body_hashes.py). A chat that returns repeats its
+former body up to the end of the messages. Ray's own PrefixCacheAffinityRouter (ray.serve.llm) needs the prompt as an
+argument of a deployment, so an ingress deployment between proxy and replicas, and waits for an actor while it chooses.
+"""
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+from ray.serve.request_router import (
+    LocalityMixin,
+    MultiplexMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+MOST_HASHES = 50_000  # that a router remembers, the latest
+
+
+class HashTable:
+    """The replicas that had requests with a hash, for the latest `MOST_HASHES` hashes."""
+
+    def __init__(self) -> None:
+        self._replicas: OrderedDict[str, set[ReplicaID]] = OrderedDict()
+
+    def add(self, found: list[str], replica: ReplicaID) -> None:
+        for one in found:
+            self._replicas.setdefault(one, set()).add(replica)
+            self._replicas.move_to_end(one)
+        while len(self._replicas) > MOST_HASHES:
+            self._replicas.popitem(last=False)
+
+    def longest(self, found: list[str], among: set[ReplicaID]) -> set[ReplicaID]:
+        """Those `among` the replicas that have most of the beginning; none if no replica has any of it."""
+        for one in reversed(found):
+            if having := self._replicas.get(one, set()) & among:
+                return having
+        return set()
+
+
+class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+    """Prefers the replicas with the longest beginning of a request, unless they are overloaded: unless they have over
+    `tolerance` requests more than the least loaded replica. For other requests it chooses as Ray's default router."""
+
+    def initialize_state(self, tolerance: int) -> None:
+        self._tolerance = tolerance
+        self._table = HashTable()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+
+        usual = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
+        found = self._hashes(pending_request)
+        having = self._table.longest(found, {replica.replica_id for replica in candidate_replicas})
+        if not having:
+            return usual
+        loads = await self._loads(candidate_replicas)
+        most = min(loads.values()) + self._tolerance
+        preferred = [replica for replica in candidate_replicas if replica.replica_id in having]
+        return [[replica for replica in preferred if loads[replica.replica_id] <= most], *usual]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        self._table.add(self._hashes(pending_request), replica_id)
+
+    @staticmethod
+    def _hashes(request: PendingRequest | None) -> list[str]:
+        return request.metadata.session_id.split(",") if request and request.metadata.session_id else []
+
+    async def _loads(self, replicas: list[RunningReplica]) -> dict[ReplicaID, float]:
+        """Requests at each replica; infinitely many where it does not say."""
+        known = {replica.replica_id: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
+        unknown = [replica for replica in replicas if known[replica.replica_id] is None]
+        known |= {replica.replica_id: count for replica, count in await self._probe_queue_lens(unknown, 0)}
+        return {replica: math.inf if count is None else count for replica, count in known.items()}

@@ -1,0 +1,115 @@
+"""Prefix-aware routing: chats that return, an overloaded replica, and how the router learns of a body."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+
+import pytest
+
+from speculative.serving import body_hashes, prefix_routing
+from speculative.serving.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
+from speculative.serving.prefix_routing import HashTable
+from tests.support.serving import small_server
+from tests.support.waiting import wait_until
+
+CHATS, TURNS = 6, 3
+
+
+@pytest.fixture(scope="module")
+def server():
+    with small_server("--replicas", 2, "--routing", "prefix", "--max-num-seqs", 4) as server:
+        yield server
+
+
+def post(server, body):
+    """The connection of a request whose body is `body`, or its beginning where that is longer than `READ` bytes."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(len(body) + (len(body) > READ)))
+    connection.endheaders(body)
+    return connection
+
+
+def cached_tokens(server, prompt):
+    """Prompt tokens of a completion that came from the prefix cache of its replica."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    with contextlib.closing(post(server, json.dumps(body).encode())) as connection:
+        answer = json.load(connection.getresponse())
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_chats_that_return_go_to_the_replica_that_has_them(server):
+    chats = [f"# chat {i}\n" + f"value_{i} = {i}\n" * 30 for i in range(CHATS)]
+    for turn in range(TURNS):
+        for i in range(CHATS):
+            cached = cached_tokens(server, chats[i])
+            assert bool(cached) == bool(turn), (turn, i, cached)
+            chats[i] += f"other_{turn} = {turn}\n" * 20
+
+
+def test_an_overloaded_replica_is_passed_over(server):
+    """Requests whose bodies do not end load it: two are more than a quarter of its batch beyond the other's none."""
+    prompt = "name = 'overloaded'\n" * 30
+    assert not cached_tokens(server, prompt) and cached_tokens(server, prompt)
+    beginning = json.dumps({"model": server.model, "prompt": prompt})[:-2].encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(contextlib.closing(post(server, beginning.ljust(READ + 1, b"x"))))
+        wait_until(lambda: not cached_tokens(server, prompt), "the other replica gets it", seconds=20)
+        assert cached_tokens(server, prompt)  # which has it from now on
+
+
+def test_hashes_are_equal_as_long_as_bodies_and_keys_are():
+    body = bytes(range(256)) * 5
+    other = body[: 3 * CHUNK] + b"other" + body[3 * CHUNK :]
+    assert len(hashes(body, b"")) == 5 and len(set(hashes(body, b""))) == 5
+    assert [x == y for x, y in zip(hashes(body, b""), hashes(other, b""), strict=True)] == [True] * 3 + [False] * 2
+    assert not set(hashes(body, b"")) & set(hashes(body, b"a key"))
+
+
+def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
+    monkeypatch.setattr(prefix_routing, "MOST_HASHES", 3)
+    table = HashTable()
+    table.add(["a", "b"], "first")
+    table.add(["a"], "second")
+    assert table.longest(["a", "b", "c"], {"first", "second"}) == {"first"}
+    assert table.longest(["a", "b", "c"], {"second"}) == {"second"}
+    assert table.longest(["a", "x"], {"first", "second"}) == {"first", "second"}
+    assert table.longest(["x"], {"first", "second"}) == set()
+    table.add(["d", "e"], "second")  # "b" was the oldest
+    assert table.longest(["b"], {"first", "second"}) == set()
+
+
+def read(parts, more_after=False):
+    """The header and body that the application behind `BeginningReader` gets of a request with these parts."""
+    got = {}
+
+    async def application(scope, receive, send):
+        got["header"] = [value for name, value in scope["headers"] if name == HEADER]
+        got["body"] = b""
+        for _ in parts:
+            got["body"] += (await receive())["body"]
+
+    async def client():
+        left = [{"body": part, "more_body": more_after or i < len(parts) - 1} for i, part in enumerate(parts)]
+
+        async def receive():
+            if not left:
+                await asyncio.sleep(600)
+            return left.pop(0)
+
+        scope = {"type": "http", "method": "POST", "headers": [(HEADER, b"forged"), (b"authorization", b"key")]}
+        await BeginningReader(application)(scope, receive, None)
+
+    asyncio.run(client())
+    return got["header"], got["body"]
+
+
+def test_the_application_gets_the_body_and_the_hashes_of_its_beginning(monkeypatch):
+    monkeypatch.setattr(body_hashes, "SECONDS", 0.1)
+    parts = [b"x" * CHUNK, b"y" * READ, b"z"]
+    wanted = ",".join(hashes(b"".join(parts)[:READ], b"key")).encode()
+    assert read(parts) == ([wanted], b"".join(parts))
+    assert read(parts[:1], more_after=True) == ([hashes(parts[0], b"key")[0].encode()], parts[0])  # of a slow client
