@@ -52,7 +52,7 @@ def start(settings: Settings) -> DeploymentHandle:
 def bound(settings: Settings) -> Application:
     """The application: the deployment of the replicas with its arguments."""
     deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
-    return deployment.bind(settings.pair, settings.limits, settings.keys)
+    return deployment.bind(settings.pair, settings.limits, settings.keys, settings.cors_origins)
 
 
 def options(settings: Settings) -> dict:

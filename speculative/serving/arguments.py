@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from speculative.serving.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
 
 FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}
+ORIGIN = re.compile(r"\*|https?://[a-z0-9.:\[\]-]+")
 _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
@@ -61,6 +63,7 @@ def parse(description: str) -> Settings:
         max_replicas=args.max_replicas,
         routing=args.routing,
         num_cpus=args.num_cpus,
+        cors_origins=tuple(args.cors_origin),
         metrics_port=args.metrics_port,
         drain=args.drain,
     )
@@ -100,6 +103,11 @@ def _add_http_arguments(http: argparse._ArgumentGroup) -> None:
         help=f"require one of the API keys in FILE, one per line (default: the one in {API_KEY_VARIABLE}, if set)",
     )
     http.add_argument("--insecure", action="store_true", help="listen on a network address without an API key")
+    http.add_argument(
+        "--cors-origin", type=origin, action="append", default=[], metavar="ORIGIN",
+        help="let web pages of this origin use the server, like https://example.org; * for all (repeatable; "
+        "default: none)",
+    )  # fmt: skip
 
 
 def _add_limits(limits: argparse._ArgumentGroup) -> None:
@@ -181,6 +189,13 @@ def resource(text: str) -> tuple[str, float]:
         if name:
             return name, _above_zero(amount)
     raise argparse.ArgumentTypeError(f"{text!r} is not NAME=AMOUNT, like intel_gpu=1")
+
+
+def origin(text: str) -> str:
+    """An argparse type: the origin of web pages, as browsers send it."""
+    if ORIGIN.fullmatch(text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not an origin, like https://example.org or http://localhost:3000")
 
 
 def _check_models(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
 
 from speculative.serving.body_hashes import BeginningReader
+from speculative.serving.request_id import RequestId
 
 MOST = 1_000  # connections
 IDLE = 30.0  # seconds without a request
@@ -18,7 +19,7 @@ IDLE = 30.0  # seconds without a request
 def bound() -> list[Middleware]:
     """Install the limits; call before creating uvicorn's server. Returns the middlewares that Ray adds to its own."""
     auto.AutoHTTPProtocol = bounded(auto.AutoHTTPProtocol)
-    return [Middleware(BeginningReader)]
+    return [Middleware(BeginningReader), Middleware(RequestId)]
 
 
 def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = IDLE) -> type[asyncio.Protocol]:

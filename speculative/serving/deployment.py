@@ -17,9 +17,9 @@ from speculative.serving.settings import Limits, Pair
 @serve.ingress()
 class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None
+        self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None, cors_origins: tuple[str, ...] = ()
     ):
-        """`keys`: digests of the API keys (`middleware.digest`), or None."""
+        """`keys`: digests of the API keys (`middleware.digest`), or None. `cors_origins`: whose pages may use it."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,
             prefix_cache=pair.prefix_cache, subtract_penalties=True, past_answers=pair.past_answers,
@@ -28,10 +28,10 @@ class Replica:
         self._engine = Engine(decoder, limits.max_num_seqs, limits.max_queue)
         metrics = Metrics(self._engine, pair.name)
         self._endpoint = Endpoint(pair.name, self._engine, limits, metrics, pair.draft_length)
-        self._keys = keys
+        self._keys, self._cors_origins = keys, cors_origins
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._endpoint.application(self._keys)
+        return self._endpoint.application(self._keys, self._cors_origins)
 
     async def check_health(self) -> None:
         """Called regularly by Ray Serve, which replaces a replica that raises."""

@@ -5,7 +5,7 @@ A request whose client disconnects or whose time limit passes frees its slot in 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
@@ -32,6 +33,7 @@ from speculative.serving.protocol import (
     described,
     shown,
 )
+from speculative.serving.request_id import HEADER, RequestId
 from speculative.serving.responses import ResponseBuilder, model_card, usage
 from speculative.serving.settings import Limits
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
@@ -73,9 +75,10 @@ class Endpoint:
                 job.finish(Stopped())
         return left
 
-    def application(self, keys: frozenset[bytes] | None) -> FastAPI:
-        """Return the ASGI application. `keys`: digests of the API keys (`middleware.digest`); None: no key required."""
-        app = FastAPI(title="A speculative pair", docs_url=None, redoc_url=None)
+    def application(self, keys: frozenset[bytes] | None, cors_origins: Sequence[str] = ()) -> FastAPI:
+        """Return the ASGI application. `keys`: digests of the API keys (`middleware.digest`); None: no key required.
+        Pages of `cors_origins` may use it."""
+        app = Application(cors_origins, title="A speculative pair", docs_url=None, redoc_url=None)
         app.router.route_class = request_body.route_of(self.longest_prompt)
         app.add_middleware(
             Guard,
@@ -316,6 +319,23 @@ class Endpoint:
 
     async def _fail(self, request: Request, error: Exception) -> Response:
         return await self._refuse(request, ApiError(500, "The server failed on this request.", "internal_error"))
+
+
+class Application(FastAPI):
+    """FastAPI with the middleware that concerns every response, the one to an unexpected error included."""
+
+    def __init__(self, cors_origins: Sequence[str], **options: Any):
+        super().__init__(**options)
+        self._cors_origins = cors_origins
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app = super().build_middleware_stack()
+        if self._cors_origins:
+            app = CORSMiddleware(
+                app, self._cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+                expose_headers=[HEADER, "retry-after"],
+            )  # fmt: skip
+        return RequestId(app)
 
 
 class _AlreadySent(Exception):

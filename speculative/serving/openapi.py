@@ -25,6 +25,8 @@ ERRORS = {
 }
 WAITS = {429, 503}  # with the header retry-after
 SECONDS = {"type": "integer", "minimum": 1}
+ID = {"x-request-id": {"description": "As in the request, or a new one", "required": True,
+                       "schema": {"type": "string", "minLength": 1, "maxLength": 128}}}  # fmt: skip
 RETRY_AFTER = {"retry-after": {"description": "Seconds", "required": True, "schema": SECONDS}}
 
 
@@ -181,7 +183,7 @@ ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, err
 def answers(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
     """The responses of a path, in FastAPI's form. `keys`: whether an API key is required."""
     whole, chunk, errors = ANSWERS[path]
-    answer: dict[str, Any] = {"model": whole, "description": "The response"}
+    answer: dict[str, Any] = {"model": whole, "description": "The response", "headers": ID}
     if chunk:
         answer["description"] += ", or with stream=true its chunks, followed by `[DONE]` or an error"
         answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
@@ -192,8 +194,8 @@ def answers(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
 
 
 def error(status: int) -> dict[str, Any]:
-    headers = {"headers": RETRY_AFTER} if status in WAITS else {}
-    return {"model": Error, "description": ERRORS[status], **headers}
+    headers = {**ID, **(RETRY_AFTER if status in WAITS else {})}
+    return {"model": Error, "description": ERRORS[status], "headers": headers}
 
 
 def event(chunk: type[Schema]) -> dict:

@@ -64,6 +64,7 @@ class Settings:
     max_replicas: int | None = None  # under load; None: always `replicas`
     routing: str = "balanced"  # or "prefix": requests that begin alike go to the same replica
     num_cpus: int | None = None  # cores per replica; None: OpenVINO's default, which Ray counts as 1
+    cors_origins: tuple[str, ...] = ()  # whose pages may use the server in a browser
     metrics_port: int = 8001  # of the local Ray, for Prometheus
     drain: float = 30.0  # seconds for finishing running requests when the server is stopped
 

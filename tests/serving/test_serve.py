@@ -268,6 +268,14 @@ def test_other_paths_and_methods_are_answered_with_an_error_object(server):
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
+def test_a_response_has_one_request_id(server):
+    """Ray's proxy would add any id of the request a second time."""
+    for sent, kept in (("mine", True), ("x" * 5_000, False)):
+        answer = httpx.get(f"{server.url}/models", headers={"x-request-id": sent}, **PLAIN)
+        (found,) = answer.headers.get_list("x-request-id")
+        assert (found == sent) is kept and len(found) <= 128
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

@@ -178,20 +178,20 @@ class Api:
 
     model = "embedded"
 
-    def __init__(self, decoder, keys=None, http="auto", **limits):
+    def __init__(self, decoder, keys=None, http="auto", cors_origins=(), **limits):
         defaults = {"max_prompt_tokens": 10**6, "max_output_tokens": 400, "max_num_seqs": 4, "max_queue": 4}
         self.limits = Limits(**{**defaults, "timeout": 60, **limits})
         self.counts = Counts()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=[self._serve(decoder, keys, http)])
+        self._thread = threading.Thread(target=asyncio.run, args=[self._serve(decoder, keys, http, cors_origins)])
 
-    async def _serve(self, decoder, keys, http) -> None:
+    async def _serve(self, decoder, keys, http, cors_origins) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = Engine(decoder, self.limits.max_num_seqs, self.limits.max_queue)
         self.endpoint = Endpoint(self.model, self.engine, self.limits, self.counts)
-        app = self.endpoint.application(keys)
+        app = self.endpoint.application(keys, cors_origins)
         config = uvicorn.Config(app, port=self.port, http=http, lifespan="off", log_config=None)
         self.uvicorn = uvicorn.Server(config)
         serving = asyncio.create_task(self.uvicorn.serve())

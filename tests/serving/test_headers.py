@@ -1,0 +1,102 @@
+"""The headers of responses: a request id on each, and those that let the web pages of an origin use the server."""
+
+import re
+
+import httpx
+import pytest
+
+from speculative import batch_decoder
+from speculative.serving import arguments
+from speculative.serving.middleware import digest
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import PLAIN, Api
+
+ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1}
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(DRAFT)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder, keys=frozenset([digest("one")]), cors_origins=(PAGE,)) as api:
+        yield api
+
+
+def ask(api, method="POST", path="/v1/completions", body=None, key="one", **headers):
+    headers |= {"authorization": f"Bearer {key}"}
+    url = api.url.removesuffix("/v1") + path
+    return httpx.request(method, url, json=body, headers=headers, timeout=60, **PLAIN)
+
+
+REQUESTS = {  # by the status of the response
+    "200": {"body": ONE},
+    "200 as a stream": {"body": {**ONE, "stream": True}},
+    "400": {"body": {**ONE, "temperature": -1}},
+    "401": {"body": ONE, "key": "two"},
+    "404": {"method": "GET", "path": "/nothing"},
+    "405": {"method": "GET"},
+    "413": {"body": {**ONE, "prompt": "x" * 200_000}},
+    "500": {"path": "/tokenize", "body": {"prompt": "x"}},
+}
+
+
+@pytest.mark.parametrize("status", REQUESTS)
+def test_every_response_has_the_requests_id_or_a_new_one(api, decoder, monkeypatch, status):
+    if status == "500":
+        monkeypatch.setattr(decoder, "tokenizer", None)
+    sent = "a1_B.2:c/d+e=f@g-h"
+    answers = [ask(api, **REQUESTS[status], **({"x-request-id": sent} if known else {})) for known in (True, False)]
+    assert {answer.status_code for answer in answers} == {int(status[:3])}
+    known, made = (answer.headers.get_list("x-request-id") for answer in answers)
+    assert known == [sent] and len(made) == 1 and re.fullmatch("[0-9a-f]{32}", made[0])
+
+
+@pytest.mark.parametrize("unfit", ["", "a b", "x" * 129, "caf\u00e9".encode(), '"', "<b>", "a,b"])
+def test_an_unfit_id_is_replaced(api, unfit):
+    found = ask(api, body=ONE, **{"x-request-id": unfit}).headers.get_list("x-request-id")
+    assert len(found) == 1 and re.fullmatch("[0-9a-f]{32}", found[0])
+
+
+ASKS = {"origin": PAGE, "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+
+
+def test_a_page_of_a_given_origin_may_ask_before_it_has_a_key(api):
+    asked = httpx.options(f"{api.url}/completions", headers=ASKS, **PLAIN)
+    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
+    assert asked.headers["access-control-allow-headers"].replace(" ", "") == ASKS["access-control-request-headers"]
+    for status in ("200", "200 as a stream", "400", "401"):
+        answer = ask(api, **REQUESTS[status], origin=PAGE)
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+def test_a_page_may_read_an_unexpected_error(api, decoder, monkeypatch):
+    monkeypatch.setattr(decoder, "tokenizer", None)
+    assert ask(api, **REQUESTS["500"], origin=PAGE).headers["access-control-allow-origin"] == PAGE
+
+
+def test_a_page_of_another_origin_may_not(api, decoder):
+    asked = httpx.options(f"{api.url}/completions", headers={**ASKS, "origin": "https://example.com"}, **PLAIN)
+    assert asked.status_code == 400 and "access-control-allow-origin" not in asked.headers
+    assert "access-control-allow-origin" not in ask(api, body=ONE, origin="https://example.com").headers
+    with Api(decoder) as closed:  # by default there is no such origin
+        assert httpx.options(f"{closed.url}/completions", headers=ASKS, **PLAIN).status_code == 405
+        assert "access-control-allow-origin" not in ask(closed, body=ONE, origin=PAGE).headers
+
+
+def test_the_command_takes_origins(monkeypatch, capsys):
+    def parsed(*given):
+        monkeypatch.setattr("sys.argv", ["serve_pair.py", str(MAIN), *given])
+        return arguments.parse("").cors_origins
+
+    assert parsed() == () and parsed("--cors-origin", "*") == ("*",)
+    assert parsed("--cors-origin", PAGE, "--cors-origin", "http://localhost:3000") == (PAGE, "http://localhost:3000")
+    for wrong in ("example.org", f"{PAGE}/", f"{PAGE}/page", "https://", "", "ftp://example.org"):
+        with pytest.raises(SystemExit):
+            parsed("--cors-origin", wrong)
+        assert "is not an origin" in capsys.readouterr().err
