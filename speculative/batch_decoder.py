@@ -47,6 +47,7 @@ from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
+from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
@@ -142,6 +143,7 @@ class BatchDecoder:
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
         self.grammars = grammars_of(tokenizer, main.vocab_size)
+        self._masks = MaskThread()
         self._shared = shared
         self._requests: list[Request] = []
         self._came: list[Request] = []  # since the last step
@@ -246,7 +248,8 @@ class BatchDecoder:
             return []
 
         begin = time.perf_counter()
-        logits = self.main.logits(list(parts.values()))
+        with self._masks.computing(request.sequence for request, part in parts.items() if part.last):
+            logits = self.main.logits(list(parts.values()))
         forced = {request for request in running if request.sequence.forced}
         steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):

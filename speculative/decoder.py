@@ -40,6 +40,7 @@ from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 from speculative.sampling.grammar import Grammars, Tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
+from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
@@ -80,6 +81,7 @@ class Decoder:
         self.stop_token_ids = stop_token_ids
         self.grammars = grammars_of(tokenizer, main.vocab_size)
         self.kv_cache = _cache_notes(main, draft)
+        self._masks = MaskThread()
         self._busy = threading.Lock()
         self._random = np.random.default_rng()
 
@@ -193,7 +195,9 @@ class Decoder:
             declined = self._draft(text, policy)
             forced = text.forced
             drafted_at = time.perf_counter()
-            step = text.verify(self.main.logits(text.token_ids, last=text.num_logits))
+            with self._masks.computing([text]):
+                logits = self.main.logits(text.token_ids, last=text.num_logits)
+            step = text.verify(logits)
             seconds = drafted_at - begin, time.perf_counter() - drafted_at
             if (
                 declined is not None

@@ -41,11 +41,15 @@ class Distribution:
         """
         params = self._params
         logits = self._penalised(logits, prompt, generated)
-        size, allowed = len(logits), self.grammar.allowed(generated) if self.grammar else None
+        size, mask = len(logits), self.grammar.mask(generated) if self.grammar else None
+        allowed = mask.ids if mask and mask.are_allowed else None
         if allowed is not None:
             logits = logits[allowed]
+        elif mask:
+            logits = logits.copy()
+            logits[mask.ids] = -np.inf
         best = int(logits.argmax()) if len(logits) else 0
-        if allowed is not None and (not len(logits) or logits[best] == -np.inf):
+        if mask and (not len(logits) or logits[best] == -np.inf):
             raise NothingAllowed("no token of the model can continue the text as the grammar demands")
         if not np.isfinite(logits[best]):  # argmax returns the first NaN, if any
             raise ValueError(

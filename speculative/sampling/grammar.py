@@ -2,7 +2,7 @@
 
     grammar = Grammars(tokens, vocab_size).compile(StructuredOutputConfig(regex="[0-9]+"))
     state = grammar.state(stop_token_ids, stop_token_ids)
-    state.allowed(generated)  # the ids of the tokens that may follow
+    state.mask(generated)  # the tokens that may follow
 
 A `GrammarState` is asked about a text, not told about tokens: it goes back to where the text it saw last differs, so
 rejected draft tokens need no care. The tokens are checked as bytes, by llguidance, which is imported with the first
@@ -76,10 +76,10 @@ class Grammars:
                 matcher = LLMatcher(self._tokenizer, text, log_level=0)
                 grammar = Grammar(matcher, self._vocab_size, self._encoder)
                 try:
-                    begins = grammar.state().allowed(np.zeros(0, np.int64))
+                    begins = grammar.state().mask(np.zeros(0, np.int64))
                 except ValueError as error:
                     raise _invalid(kind, str(error)) from None
-                if begins is None or not len(begins):
+                if begins is None or (begins.are_allowed and not len(begins.ids)):
                     raise _invalid(kind, "it allows no text, or none that the model's tokens can spell")
             self._compiled[text] = grammar
             if len(self._compiled) > KEPT:
@@ -106,6 +106,23 @@ class Grammar:
         return GrammarState(self, frozenset(stop), frozenset(special))
 
 
+class Mask(NamedTuple):
+    """The tokens that may follow a text: those in `ids` (int64 [n], ascending), or all others; whichever are fewer."""
+
+    ids: np.ndarray
+    are_allowed: bool
+
+    @classmethod
+    def of(cls, allowed: np.ndarray) -> "Mask":
+        """The mask of `allowed` bool [V]."""
+        are_allowed = 2 * int(np.count_nonzero(allowed)) <= len(allowed)
+        return cls(np.flatnonzero(allowed if are_allowed else ~allowed), are_allowed)
+
+    def __contains__(self, token: object) -> bool:
+        place = int(self.ids.searchsorted(token))
+        return (place < len(self.ids) and int(self.ids[place]) == token) == self.are_allowed
+
+
 class GrammarState:
     """Where a text, from its first generated token on, is in its grammar."""
 
@@ -116,82 +133,96 @@ class GrammarState:
         self._stop = stop
         self._stop_ids = [token for token in stop if token < size]
         self._never = [token for token in stop | special if token < size]
-        self._read = np.zeros(0, np.int64)  # the tokens that the matcher has consumed
+        self._text = np.zeros(0, np.int64)  # the last text that is no beginning of the one before
+        self._read = 0  # tokens of it that the matcher has consumed
         self._bits = np.zeros((1, size // 32 + 1), np.int32)  # one more than `size`: llguidance's end of text
-        self._allowed: dict[int, np.ndarray] = {}  # by the number of tokens before
+        self._masks: dict[int, Mask] = {}  # after the first tokens of the text, by their number
 
-    def allowed(self, generated: np.ndarray) -> np.ndarray | None:
-        """The ids, ascending int64 [n], of the tokens that may follow `generated` (int64 [m]); none if its vocabulary
-        cannot continue the text. None after the end of the text. Raises ValueError if `generated` is not allowed."""
-        same = self._common(generated)
-        if same < len(generated) or same not in self._allowed:
-            if not self._go_to(generated, same) or self._is_over():
+    def mask(self, generated: np.ndarray) -> Mask | None:
+        """The tokens that may follow `generated` (int64 [m]); none if the vocabulary cannot continue the text. None
+        after the end of the text. Raises ValueError if `generated` is not allowed."""
+        self._see(generated)
+        if len(generated) not in self._masks:
+            if not self._go_to(generated) or self._is_over():
                 return None
-            self._allowed[len(generated)] = self._compute()
-        return self._allowed[len(generated)]
+            self._masks[len(generated)] = self._compute()
+        return self._masks[len(generated)]
 
     def allows(self, generated: np.ndarray, token: int) -> bool:
-        """Whether `token` may follow `generated`."""
-        allowed = self.allowed(generated)
-        if allowed is None:
+        """Whether `token` may follow `generated`. Computes no mask."""
+        self._see(generated)
+        if mask := self._masks.get(len(generated)):
+            return token in mask
+        if not self._go_to(generated) or self._is_over():
             return False
-        place = int(allowed.searchsorted(token))
-        return place < len(allowed) and int(allowed[place]) == token
+        if token in self._stop:
+            return bool(self._matcher.is_accepting())
+        return token not in self._never and self._matcher.validate_tokens([token]) == 1
 
     def is_over(self, generated: np.ndarray) -> bool:
         """Whether nothing can follow `generated`: the grammar is complete, or the last token ends the text."""
-        return not self._go_to(generated, self._common(generated)) or self._is_over()
+        return not self._go_to(generated) or self._is_over()
 
     def forced(self, generated: np.ndarray) -> list[int]:
         """The tokens that follow `generated` if the next bytes are certain, as the tokenizer would write them. Other
         tokens may spell the same bytes."""
-        if not self._go_to(generated, self._common(generated)) or self._is_over():
+        if not self._go_to(generated) or self._is_over():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
         tokens = self._grammar.encode(text) if text else []
-        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+        usable = next((i for i, token in enumerate(tokens) if token in self._never), len(tokens))
+        return tokens[: self._matcher.validate_tokens(tokens[:usable])] if usable else []
 
     def forget(self, before: int) -> None:
         """Free what is known about texts of less than `before` tokens."""
-        self._allowed = {length: ids for length, ids in self._allowed.items() if length >= before}
+        self._masks = {length: mask for length, mask in self._masks.items() if length >= before}
 
     def _is_over(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
 
-    def _common(self, generated: np.ndarray) -> int:
-        """The number of tokens that `generated` and the text that was read last begin with."""
-        length = min(len(generated), len(self._read))
-        differing = np.flatnonzero(generated[:length] != self._read[:length])
-        return int(differing[0]) if len(differing) else length
+    def _see(self, generated: np.ndarray) -> None:
+        """Forget what is known about another text than `generated`, behind their common beginning."""
+        length = min(len(generated), len(self._text))
+        differing = np.flatnonzero(generated[:length] != self._text[:length])
+        same = int(differing[0]) if len(differing) else length
+        if same < len(generated):
+            self._text = generated.copy()
+            self._masks = {length: mask for length, mask in self._masks.items() if length <= same}
+            self._go_back(same)
 
-    def _go_to(self, generated: np.ndarray, same: int) -> bool:
-        """Let the matcher read `generated`, whose first `same` tokens it has read. False if the text ended before."""
-        back = len(self._read) - same
-        if back:
-            self._allowed = {length: ids for length, ids in self._allowed.items() if length <= same}
-            if not self._matcher.rollback(back):  # after a dead end
-                self._matcher, same = self._grammar.matcher(), 0
-        rest = generated[same:].tolist()
+    def _go_back(self, length: int) -> None:
+        """Let the matcher forget all but the first `length` tokens."""
+        if length < self._read:
+            is_back = self._matcher.rollback(self._read - length)  # not after a dead end
+            self._matcher, self._read = (self._matcher, length) if is_back else (self._grammar.matcher(), 0)
+
+    def _go_to(self, generated: np.ndarray) -> bool:
+        """Let the matcher read `generated`. False if the text ended before."""
+        self._see(generated)
+        self._go_back(len(generated))
+        rest = generated[self._read :].tolist()
         end = next((i for i, token in enumerate(rest) if token in self._stop), len(rest))
         count = self._matcher.try_consume_tokens(rest[:end]) if end else 0
-        self._read = generated[: same + count].copy()
+        self._read += count
         if count < end and not self._is_over():
-            raise ValueError(self._error() or f"the grammar does not allow token {rest[count]} after {count} others")
-        return same + count == len(generated)
+            raise ValueError(
+                self._error() or f"the grammar does not allow token {rest[count]} after {self._read} others"
+            )
+        return self._read == len(generated)
 
-    def _compute(self) -> np.ndarray:
+    def _compute(self) -> Mask:
         matcher, bits = self._matcher, self._bits
         accepting = matcher.is_accepting()
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if "NoExtensionBias" in matcher.get_error():  # a dead end
-            return np.zeros(0, np.int64)
+            return Mask(np.zeros(0, np.int64), True)
         if matcher.is_error():
             raise ValueError(self._error())
         size = self._grammar.vocab_size
         allowed = np.unpackbits(bits.view(np.uint8)[0], count=size, bitorder="little").view(bool)
         allowed[self._never] = False
         allowed[self._stop_ids] = accepting
-        return np.flatnonzero(allowed)
+        return Mask.of(allowed)
 
     def _error(self) -> str:
         message = self._matcher.get_error()

@@ -81,6 +81,10 @@ class Sequence:
         return not (self._q and int(self.token_ids[-1]) in self.params.stop_token_ids)
 
     @property
+    def has_grammar(self) -> bool:
+        return self._grammar is not None
+
+    @property
     def _generated(self) -> np.ndarray:
         """Generated and draft tokens."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -106,11 +110,16 @@ class Sequence:
         count = self.drafted
         for token in self._grammar.forced(self._generated) if self._grammar and self.can_draft else ():
             proposal = Proposal(token, OneHot(token, self._vocab_size), lambda: 1.0)
-            if not self.can_draft or self.forced >= self._most_forced or not self.allowed(proposal):
+            if not self.can_draft or self.forced >= self._most_forced:
                 break
             self.draft(proposal)
             self.forced += 1
         return self.drafted > count
+
+    def compute_masks(self) -> None:
+        """Compute which tokens the grammar allows wherever `verify` may ask, so that it need not."""
+        for end in range(self.n, self.n + self.num_logits) if self._grammar else ():
+            self._grammar.mask(self._tokens[self.num_prompt_tokens : end])
 
     def drop_draft(self) -> None:
         """Discard all draft tokens, after the main model has failed."""

@@ -34,7 +34,7 @@ from speculative.models.eagle3_batch import BatchHead
 from speculative.models.spec import ModelSpec
 from speculative.sampling import grammar
 from speculative.sampling.distribution import Distribution
-from speculative.sampling.grammar import GrammarState
+from speculative.sampling.grammar import GrammarState, Mask
 from speculative.sampling.lossless_check import compare, exact_joint
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import OneHot
@@ -333,35 +333,39 @@ def the_draft_knows_no_grammar(patch):
 
 
 def the_mask_is_not_rolled_back(patch):
-    def forward_only(self, generated, same):
-        rest = generated[len(self._read) :].tolist()
-        self._matcher.try_consume_tokens(rest)
-        self._read = generated.copy()
+    def forward_only(self, generated):
+        self._masks.clear()
+        self._matcher.try_consume_tokens(generated[self._read :].tolist())
+        self._read = len(generated)
         return not any(token == STOP for token in generated)
 
     patch.setattr(GrammarState, "_go_to", forward_only)
 
 
 def the_mask_is_that_of_the_token_before(patch):
-    allowed = GrammarState.allowed
-    patch.setattr(GrammarState, "allowed", lambda self, generated: allowed(self, generated[:-1]))
+    mask = GrammarState.mask
+    patch.setattr(GrammarState, "mask", lambda self, generated: mask(self, generated[:-1]))
 
 
 def the_text_may_end_anywhere(patch):
     compute = GrammarState._compute
-    patch.setattr(GrammarState, "_compute", lambda self: np.union1d(compute(self), [STOP]))
+
+    def with_end(self):
+        mask = compute(self)
+        return Mask.of(np.array([token in mask or token == STOP for token in range(VOCABULARY)]))
+
+    patch.setattr(GrammarState, "_compute", with_end)
 
 
 def a_mask_of_a_rejected_draft_is_kept(patch):
-    go_to = GrammarState._go_to
+    see = GrammarState._see
 
-    def keeps(self, generated, same):
-        kept = dict(self._allowed)
-        done = go_to(self, generated, same)
-        self._allowed = kept | self._allowed
-        return done
+    def keeps(self, generated):
+        kept = dict(self._masks)
+        see(self, generated)
+        self._masks = kept
 
-    patch.setattr(GrammarState, "_go_to", keeps)
+    patch.setattr(GrammarState, "_see", keeps)
 
 
 def only_the_usual_spelling(patch):
