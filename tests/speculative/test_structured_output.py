@@ -10,6 +10,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 
 import jsonschema
 import numpy as np
@@ -316,6 +317,34 @@ def test_nothing_is_imported_until_a_request_asks():
     )
     done = subprocess.run([sys.executable, "-c", program, MAIN], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_masks_have_a_thread_only_where_a_text_has_a_grammar(pair):
+    def threads():
+        return sum(thread.name.startswith("masks") for thread in threading.enumerate())
+
+    decoder, before = Decoder(pair[0].main, tokenizer=pair[0].tokenizer), threads()
+    free = decoder.generate("def f(x):\n", GenerationConfig(max_new_tokens=5))
+    assert len(free.tokens) == 5 and threads() == before
+    decoder.generate("def f(x):\n", json_config())
+    assert threads() == before + 1
+
+
+def test_every_mask_is_known_when_the_forward_pass_ends(pair, monkeypatch):
+    """`verify` computes none itself, whatever was drafted."""
+    by = []
+    compute = GrammarState._compute
+    monkeypatch.setattr(
+        GrammarState, "_compute", lambda self: by.append(threading.current_thread().name) or compute(self)
+    )
+    for decoder in (
+        pair[0],
+        Decoder(pair[0].main, SuffixProposer(pair[0].main.vocab_size), tokenizer=pair[0].tokenizer),
+    ):
+        result = decoder.generate("def f(x):\n", json_config())
+        assert sum(result.proposed) and len(by) > len(result.tokens) / 2
+        assert all(name.startswith("masks") for name in by[1:])  # the first is that of the compiler
+        by.clear()
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
