@@ -13,6 +13,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -106,7 +107,8 @@ class Grammar:
         return GrammarState(self, frozenset(stop), frozenset(special))
 
 
-class Mask(NamedTuple):
+@dataclass(frozen=True)
+class Mask:
     """The tokens that may follow a text: those in `ids` (int64 [n], ascending), or all others; whichever are fewer."""
 
     ids: np.ndarray
@@ -118,7 +120,7 @@ class Mask(NamedTuple):
         are_allowed = 2 * int(np.count_nonzero(allowed)) <= len(allowed)
         return cls(np.flatnonzero(allowed if are_allowed else ~allowed), are_allowed)
 
-    def __contains__(self, token: object) -> bool:
+    def __contains__(self, token: int) -> bool:
         place = int(self.ids.searchsorted(token))
         return (place < len(self.ids) and int(self.ids[place]) == token) == self.are_allowed
 

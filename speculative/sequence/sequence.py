@@ -118,8 +118,9 @@ class Sequence:
 
     def compute_masks(self) -> None:
         """Compute which tokens the grammar allows wherever `verify` may ask, so that it need not."""
-        for end in range(self.n, self.n + self.num_logits) if self._grammar else ():
-            self._grammar.mask(self._tokens[self.num_prompt_tokens : end])
+        if self._grammar:
+            for end in range(self.n, self.n + self.num_logits):
+                self._grammar.mask(self._tokens[self.num_prompt_tokens : end])
 
     def drop_draft(self) -> None:
         """Discard all draft tokens, after the main model has failed."""
