@@ -34,7 +34,7 @@ from speculative.serving.protocol import (
     shown,
 )
 from speculative.serving.request_id import HEADER, RequestId
-from speculative.serving.responses import ResponseBuilder, model_card, usage
+from speculative.serving.responses import ResponseBuilder, model_card
 from speculative.serving.settings import Limits
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -149,6 +149,7 @@ class Endpoint:
         self._check_model(asked.model)
         if self.engine.error:
             raise self._as_answer(self.engine.error)
+        self._check_number(asked)
         self.asking += 1
         try:
             jobs = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
@@ -161,32 +162,33 @@ class Endpoint:
         with self._until_over(jobs):
             async for _ in pieces(jobs):
                 pass
-            return JSONResponse(answer.whole([job.result for job in jobs], usage(jobs)))
+            return JSONResponse(answer.whole(jobs))
 
     async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> list[GenerationHandle]:
-        """Encode the prompt and submit a job for each choice. A full queue rejects the request before that."""
+        """Encode the prompts and submit a job for each text. A full queue rejects the request before that."""
         jobs: list[GenerationHandle] = []
         try:
             self.engine.check_queue(self._coming + asked.choices)
-            prompt = await self._encoded(asked)
+            prompts = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
-            config = asked.config(self._room(asked, len(prompt)))
-            self._set_draft_length(config)
+            configs = [asked.config(self._room(asked, len(prompt))) for prompt in prompts]
             self.engine.check_queue(asked.choices)
-            for choice in range(asked.choices):
-                job = self.engine.submit(prompt, config, asked.random_seed(choice), self.limits.timeout, salt)
-                jobs.append(job)
+            for prompt, config in zip(prompts, configs, strict=True):
+                self._set_draft_length(config)
+                for i in range(asked.texts):
+                    seed = asked.random_seed(i)
+                    jobs.append(self.engine.submit(prompt, config, seed, self.limits.timeout, salt))
         except (QueueFull, EngineFailed, Stopped) as error:
             for job in jobs:
                 self.engine.cancel(job)
             raise self._as_answer(error) from error
         return jobs
 
-    async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> np.ndarray:
+    async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
         self._coming += asked.choices
         try:
-            return await self._in_encoding_thread(self.engine.decoder.encode, asked.prompt, asked.config(1))
+            return await self._in_encoding_thread(self._encode, asked)
         finally:
             self._coming -= asked.choices
 
@@ -216,7 +218,7 @@ class Endpoint:
                     yield answer.end_choice(index, jobs[index].result.finish_reason)
                 elif events := answer.piece(index, text):
                     yield events
-            yield answer.end(usage(jobs))
+            yield answer.end(jobs)
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _AlreadySent from error
@@ -269,6 +271,18 @@ class Endpoint:
         if name != self.name:
             message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
+
+    def _check_number(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
+        """Raise ApiError if `asked` are more texts than a request may ask for."""
+        together, most = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.max_queue
+        if asked.texts > together:
+            raise ApiError(400, f"n: is {asked.texts}, but at most {together} are allowed.", "invalid_request", "n")
+        if asked.choices > most:
+            message = f"prompt: {len(asked.prompts)} prompts with n={asked.texts} are {asked.choices} texts, but at "
+            raise ApiError(400, f"{message}most {most} are allowed.", "invalid_request", "prompt")
+
+    def _encode(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
+        return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts]
 
     def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
         """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the

@@ -86,7 +86,7 @@ class Usage(Schema):
 
 
 class AnyChoice(Schema):
-    index: Literal[0]
+    index: int = Field(ge=0)
     logprobs: None
 
 
@@ -116,13 +116,13 @@ class Head(Schema):
 
 class ChatCompletion(Head):
     object: Literal["chat.completion"]
-    choices: list[ChatChoice] = Field(min_length=1, max_length=1)
+    choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
 
 
 class Completion(Head):
     object: Literal["text_completion"]
-    choices: list[TextChoice] = Field(min_length=1, max_length=1)
+    choices: list[TextChoice] = Field(min_length=1)
     usage: Usage
 
 

@@ -27,6 +27,7 @@ from pydantic import (
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
+MOST_TEXTS = 128  # as n in the API; and prompts of a request
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
 # JSON schemas of fields for which the API accepts several types and this module converts them to one
@@ -36,7 +37,13 @@ TEXT_PART = {
     "required": ["type", "text"],
 }
 TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
-TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]}
+TEXT_OR_IDS = [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]
+PROMPTS = {
+    "anyOf": [
+        *TEXT_OR_IDS,
+        *({"type": "array", "items": kind, "minItems": 1, "maxItems": MOST_TEXTS} for kind in TEXT_OR_IDS),
+    ]
+}
 STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}
 
 
@@ -176,7 +183,6 @@ class BaseRequest(Given):
 
     off = {
         # OpenAI's
-        "n": (1,),
         "logit_bias": ({},),
         "metadata": LABEL,
         "parallel_tool_calls": LABEL,  # without tools it has no effect
@@ -205,6 +211,7 @@ class BaseRequest(Given):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MOST_TEXTS)
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -250,16 +257,25 @@ class BaseRequest(Given):
         return config
 
     @property
-    def choices(self) -> int:
-        """The number of texts to generate."""
-        return 1
+    def prompts(self) -> list:
+        raise NotImplementedError
 
-    def random_seed(self, choice: int) -> int | None:
-        """The seed of a choice, which is the request's own for the first one."""
+    @property
+    def texts(self) -> int:
+        """The number of texts to generate for each prompt."""
+        return self.n or 1
+
+    @property
+    def choices(self) -> int:
+        """The number of choices in the response."""
+        return len(self.prompts) * self.texts
+
+    def random_seed(self, i: int) -> int | None:
+        """The seed of text `i` of a prompt: the request's own for the first one, others for the others."""
         if self.seed is None:
             return None
         seed = self.seed & SEED_BITS
-        return int(np.random.SeedSequence([seed, choice]).generate_state(1, np.uint64)[0]) if choice else seed
+        return int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0]) if i else seed
 
 
 class ChatCompletionRequest(BaseRequest):
@@ -284,27 +300,33 @@ class ChatCompletionRequest(BaseRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def prompt(self) -> list[dict[str, str]]:
-        return [message.plain() for message in self.messages]
+    def prompts(self) -> list:
+        return [[message.plain() for message in self.messages]]
 
 
-def one_prompt(prompt: Any) -> str | list[int]:
-    """Validate a prompt, which is a text, token ids, or a list with one of these, and return the text or token ids."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise ValueError(f"only one prompt per request is supported, not {len(prompt)}")
-        prompt = prompt[0]
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and set(map(type, prompt)) <= {int}):
-        raise ValueError("should be a string or a list of token ids")
-    if not prompt:
-        raise ValueError("the prompt is empty: send some text to continue")
-    return prompt
+def all_prompts(prompt: Any) -> list[str | list[int]]:
+    """Validate prompts, which are a text, token ids, or a list of texts or of token ids; return them as a list."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MOST_TEXTS:
+        raise ValueError(f"at most {MOST_TEXTS} prompts per request are allowed, not {len(prompts)}")
+    for i, one in enumerate(prompts):
+        place = f"prompt {i} " if several else ""
+        if not isinstance(one, str) and not (isinstance(one, list) and set(map(type, one)) <= {int}):
+            raise ValueError(f"{place}should be a string or a list of token ids")
+        if not one:
+            raise ValueError(f"{place or 'the prompt '}is empty: send some text to continue")
+    return prompts
 
 
 class CompletionRequest(BaseRequest):
     off = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
-    prompt: Annotated[Any, BeforeValidator(one_prompt), WithJsonSchema(TEXT_OR_IDS)]
+    prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]
+
+    @property
+    def prompts(self) -> list:
+        return self.prompt
 
     @property
     def wanted_tokens(self) -> int | None:

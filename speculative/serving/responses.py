@@ -64,6 +64,7 @@ class ResponseBuilder:
         self._chat = isinstance(asked, ChatCompletionRequest)
         kind = ChatChoiceBuilder if self._chat else ChoiceBuilder
         self.choices = [kind(index) for index in range(asked.choices)]
+        self._texts = asked.texts
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -71,11 +72,11 @@ class ResponseBuilder:
             "model": model,
         }
 
-    def whole(self, generations: Sequence[GenerationResult], usage: dict) -> dict:
-        """Return the response; the choices are made of `generations`."""
-        choices = [choice.whole(one) for choice, one in zip(self.choices, generations, strict=True)]
+    def whole(self, jobs: Sequence[GenerationHandle]) -> dict:
+        """Return the response; each choice is the result of one of `jobs`."""
+        choices = [choice.whole(job.result) for choice, job in zip(self.choices, jobs, strict=True)]
         name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": choices, "usage": usage}
+        return {**self._head, "object": name, "choices": choices, "usage": usage(jobs, self._texts)}
 
     def begin(self) -> bytes:
         """Return the server-sent events before the text."""
@@ -89,9 +90,11 @@ class ResponseBuilder:
         """Return the events after the text of choice `index`."""
         return self._chunks(self.choices[index].end(finish_reason))
 
-    def end(self, usage: dict) -> bytes:
-        """Return the events after all choices."""
-        last = self._event({**self._chunk_head(), "choices": [], "usage": usage}) if self._usage_last else b""
+    def end(self, jobs: Sequence[GenerationHandle]) -> bytes:
+        """Return the events after all choices, which are the results of `jobs`."""
+        last = b""
+        if self._usage_last:
+            last = self._event({**self._chunk_head(), "choices": [], "usage": usage(jobs, self._texts)})
         return last + b"data: [DONE]\n\n"
 
     def broken(self, error: ApiError) -> bytes:
@@ -111,13 +114,13 @@ class ResponseBuilder:
         return b"data: " + text.encode() + b"\n\n"
 
 
-def usage(jobs: Sequence[GenerationHandle]) -> dict:
-    """Return the API's token counts of a request with `jobs`, which have one prompt.
+def usage(jobs: Sequence[GenerationHandle], texts: int) -> dict:
+    """Return the API's token counts of a request with `jobs`, `texts` for each prompt, which counts once.
 
     `completion_tokens` excludes rejected draft tokens, which are not part of the output.
     """
-    generations = [job.result for job in jobs]
-    prompt_tokens = len(jobs[0].prompt)
+    generations, first = [job.result for job in jobs], jobs[::texts]
+    prompt_tokens = sum(len(job.prompt) for job in first)
     completion_tokens = sum(len(generation.tokens) for generation in generations)
     accepted = sum(sum(generation.from_draft) for generation in generations)
     proposed = sum(sum(generation.proposed) for generation in generations)
@@ -125,7 +128,7 @@ def usage(jobs: Sequence[GenerationHandle]) -> dict:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": jobs[0].cached_tokens, "audio_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in first), "audio_tokens": 0},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
