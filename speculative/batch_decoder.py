@@ -82,6 +82,8 @@ class Request:
         self.foreseen: Proposal | None = None  # the token that may be copied next: not random, so may be declined
         self.copied = False  # has copied a token in this iteration, although there is a draft model
         self.idle = False  # has finished drafting in this iteration
+        self.is_repeatable = False  # its text must depend on nothing but its seed
+        self.waits = False  # for its draft to read the text; it is not in this iteration
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
         self.finished = False
@@ -194,6 +196,7 @@ class BatchDecoder:
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
+        request.is_repeatable = self._is_repeatable(params)
         if self.suffix:
             request.suffix = request.proposer = self.suffix.of_request(salt)
         with self._lock:
@@ -238,13 +241,14 @@ class BatchDecoder:
         read = sum(part.missing for part in prompts.values())
         if running:
             self._draft(running, read)
-        running = [request for request in running if not request.error]
+        running = [request for request in running if not (request.error or request.waits)]
         verified = sum(request.sequence.num_logits for request in running)
         parts = {
             request: ScheduledTokens(request.slot, request.sequence.token_ids, request.sequence.num_logits)
             for request in running
         } | prompts
-        if not parts:  # all failed while drafting
+        if not parts:  # all failed while drafting, or wait
+            self._share(requests)
             return []
 
         begin = time.perf_counter()
@@ -257,8 +261,7 @@ class BatchDecoder:
                 steps[request] = step
         gained = sum(len(steps[request].tokens) for request in running if request in steps)
         self.draft_length.update_main(verified, read, gained, time.perf_counter() - begin)
-        for request in parts:
-            self._share(request)
+        self._share(requests)
         for request in running:
             if request in steps and isinstance(request.policy, Estimate) and request not in forced:
                 step = steps[request]
@@ -271,18 +274,19 @@ class BatchDecoder:
         return [gain for gain in gains if gain]
 
     def _prompts(self, requests: list[Request], running: int) -> dict[Request, ScheduledTokens]:
-        """Schedule as many prompt tokens as the running requests can wait for, first come, first served."""
+        """Schedule as many prompt tokens as the running requests can wait for, first come, first served. What a request
+        before computes for all that begin alike, the others wait for."""
+        parts = {}
         for request in requests:
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
+            parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
         budget = PREFILL_CHUNK
         if running:
             curve = self.draft_length.main
             budget = min(
                 max(curve.most(PREFILL_SLOWDOWN * curve(running), beside=running), LEAST_PREFILL_CHUNK), PREFILL_CHUNK
             )
-        return _within(
-            budget, {request: ScheduledTokens(request.slot, request.sequence.token_ids, 1) for request in requests}
-        )
+        return _within(budget, _first_of_alike(parts))
 
     def _draft(self, running: list[Request], read: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
@@ -290,7 +294,7 @@ class BatchDecoder:
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.foreseen, request.idle, request.looked_up = None, None, False, -1
-            request.copied = False
+            request.copied = request.waits = False
             if isinstance(request.policy, Estimate):
                 request.policy.begin()
         if not (self.draft or self.suffix):
@@ -349,25 +353,29 @@ class BatchDecoder:
 
     @staticmethod
     def _read(draft: BatchModel, requests: list[Request]) -> int:
-        """Run the draft model over the requests' missing tokens; long ones are split over several iterations.
+        """Run the draft model over the requests' missing tokens; long ones are split over several iterations, in which
+        their requests have no draft, or wait.
 
         Returns the number of tokens computed.
         """
         asked = {}
-        for request in requests:
+        for request in sorted(requests, key=lambda request: not request.sequence.drafted):
             slot, proposer = request.draft_slot, request.of_model
             if not slot or not proposer:
                 continue
             if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
                 slot.match_prefix(proposer.final_ids(ids))
                 asked[request] = ScheduledTokens(slot, ids, 1)
-        parts = _within(PREFILL_CHUNK, asked)
+        parts = _within(PREFILL_CHUNK, _first_of_alike(asked))
         computed = sum(part.missing for part in parts.values())
         if parts:
             for part, rows in zip(parts.values(), draft.logits(list(parts.values())), strict=True):
                 part.slot.rows = rows
         for request in requests:
             request.idle = request not in parts or not parts[request].last
+            request.waits = request.is_repeatable and request.idle and request in asked
+            if request.waits:
+                request.sequence.drop_draft()
         return computed
 
     def _foresee(self, request: Request) -> None:
@@ -413,9 +421,11 @@ class BatchDecoder:
             request.policy.draft(proposal.confidence())
 
     @staticmethod
-    def _share(request: Request) -> None:
-        """Share the request's cached blocks with others, now that their tokens are verified."""
-        if not request.error:
+    def _share(requests: list[Request]) -> None:
+        """Share the requests' cached blocks with others, now that their tokens are verified."""
+        for request in requests:
+            if request.error:
+                continue
             request.slot.cache_full_blocks(request.sequence.token_ids)
             if request.draft_slot and request.of_model:
                 request.draft_slot.cache_full_blocks(request.of_model.final_ids(request.sequence.token_ids))
@@ -464,13 +474,13 @@ class BatchDecoder:
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
         if policy := policy_from_params(params):
             return policy
-        is_random = self.draft is not None  # otherwise the text does not depend on its draft length
-        repeatable = is_random and params.do_sample and params.seed is not None
-        return (
-            FixedDraftLength(SEEDED_DRAFT)
-            if repeatable
-            else self.draft_length.estimate(combined=bool(self.draft and self.suffix))
-        )
+        if self._is_repeatable(params):
+            return FixedDraftLength(SEEDED_DRAFT)
+        return self.draft_length.estimate(combined=bool(self.draft and self.suffix))
+
+    def _is_repeatable(self, params: SamplingParams) -> bool:
+        """Whether the text of a request depends on its drafts, and must not."""
+        return self.draft is not None and params.do_sample and params.seed is not None
 
     @staticmethod
     def _try(request: Request, act: Callable[..., T], *arguments: object) -> T | None:
@@ -480,6 +490,19 @@ class BatchDecoder:
         except Exception as error:
             request.error = request.error or error
             return None
+
+
+def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
+    """`parts` without those whose next block another one computes."""
+    first: dict[Request, ScheduledTokens] = {}
+    computed: list[ScheduledTokens] = []
+    for request, part in parts.items():
+        if part.has_full_block:
+            if any(part.can_wait_for(other) for other in computed):
+                continue
+            computed.append(part)
+        first[request] = part
+    return first
 
 
 def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:

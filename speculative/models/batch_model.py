@@ -41,6 +41,18 @@ class Slot:
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
+    @property
+    def block_size(self) -> int:
+        return self._model.pool.block_size
+
+    def lacks_full_block(self, tokens: int) -> bool:
+        """Whether a block that `tokens` tokens fill, and that may be shared, is not in the cache yet."""
+        return self._model.shares and self._length // self.block_size < (tokens - 1) // self.block_size
+
+    def shares_with(self, other: "Slot") -> bool:
+        """Whether the two sequences may share blocks."""
+        return self._table.salt == other._table.salt
+
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """Logits [1, V] after `tokens`, which must be those of the last `BatchModel.logits`."""
         return self.rows[-1:]
@@ -66,7 +78,7 @@ class Slot:
         """Reuse the shared blocks of other sequences for the longest prefix of `tokens` without the last token.
         Returns the number of tokens saved."""
         held = self.common_prefix(tokens)
-        if not self._model.shares or len(tokens) - held <= self._model.pool.block_size:
+        if not self._model.shares or len(tokens) - held <= self.block_size:
             return 0
         found = self._table.match_prefix(tokens[:-1])
         if found <= held:
@@ -79,7 +91,7 @@ class Slot:
         """Share the cached blocks of `tokens`, which must be verified tokens, with other sequences."""
         if self._model.shares:
             certain = min(self._length, self._pure, len(tokens) - 1)
-            if certain >= self._table.shared + self._model.pool.block_size:
+            if certain >= self._table.shared + self.block_size:
                 self._table.cache_full_blocks(tokens[: min(certain, self.common_prefix(tokens))])
 
     def start_write(self, start: int, end: int) -> None:
@@ -87,7 +99,7 @@ class Slot:
         if start < self._table.shared:
             raise ValueError(f"{self._table.shared} tokens are shared with other sequences and must not be overwritten")
         if start < self._written and self._model.leaves_traces:
-            self._pure = min(self._pure, start - start % self._model.pool.block_size)
+            self._pure = min(self._pure, start - start % self.block_size)
         self._length = start
         self._written = max(self._written, end)
 
@@ -113,6 +125,20 @@ class ScheduledTokens(NamedTuple):
     def missing(self) -> int:
         """The number of tokens to compute."""
         return len(self.tokens) - self.start
+
+    @property
+    def has_full_block(self) -> bool:
+        """Whether the tokens to compute fill a block that others may share."""
+        return self.slot.lacks_full_block(len(self.tokens))
+
+    def can_wait_for(self, other: "ScheduledTokens") -> bool:
+        """Whether `other` computes its next full block, which it can share then."""
+        if not self.slot.shares_with(other.slot):
+            return False
+        start, size = self.start, self.slot.block_size
+        end = start - start % size + size
+        is_common = other.start < end < min(len(self.tokens), len(other.tokens))
+        return is_common and np.array_equal(self.tokens[:end], other.tokens[:end])
 
 
 class BatchModel:

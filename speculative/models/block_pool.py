@@ -92,7 +92,7 @@ class BlockTable:
     def __init__(self, pool: BlockPool, most: int, salt: bytes = b""):
         self._pool = pool
         self._most = most
-        self._salt = salt
+        self.salt = salt
         self._blocks = np.zeros(most, np.int32)
         self._taken = 0
         self._shared: list[SharedBlock] = []
@@ -145,7 +145,7 @@ class BlockTable:
 
     def _next(self, tokens: np.ndarray) -> tuple[SharedBlock | bytes, bytes]:
         """The lookup key of the next block to share."""
-        before = self._shared[-1] if self._shared else self._salt
+        before = self._shared[-1] if self._shared else self.salt
         return before, tokens[self.shared : self.shared + self._pool.block_size].tobytes()
 
     def _have(self, shared: SharedBlock) -> None:

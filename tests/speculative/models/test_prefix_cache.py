@@ -4,7 +4,9 @@ of verified tokens after the same prefix are shared, shared blocks are never wri
 A shadow of the cache is kept token by token for main and draft model; it finds the planted bugs.
 """
 
+import contextlib
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import openvino
@@ -208,20 +210,31 @@ def test_which_caches_keep_traces_of_rejected_tokens(properties, expected):
     assert BatchModel(cached_model.load(ModelSpec(DRAFT, "CPU", properties), capacity=64)).leaves_traces is expected
 
 
-def test_what_was_computed_once_is_not_computed_again(tiny):
-    """Of a common prefix of 100 tokens, 96 are in full blocks. A second turn also reuses the first turn's answer."""
-    decoder, computed = decoder_of(*tiny), {}
+@contextlib.contextmanager
+def counted_tokens(decoder):
+    """The number of tokens that each model computes."""
+    computed = Counter()
     for model in models_of(decoder):
         run = model._backend.run_together
 
         def counted(runs, run=run, model=model):
-            computed[model] = computed.get(model, 0) + sum(len(one.tokens) for one in runs)
+            computed[model] += sum(len(one.tokens) for one in runs)
             return run(runs)
 
         model._backend.run_together = counted
+    try:
+        yield computed
+    finally:
+        for model in models_of(decoder):
+            del model._backend.run_together
+
+
+def test_what_was_computed_once_is_not_computed_again(tiny):
+    """Of a common prefix of 100 tokens, 96 are in full blocks. A second turn also reuses the first turn's answer."""
+    decoder = decoder_of(*tiny)
     random = np.random.default_rng(4)
     beginning = random.integers(0, 8, 100)
-    try:
+    with counted_tokens(decoder) as computed:
         first = decoder.add_request(beginning, greedy(40))
         finish(decoder)
         computed.clear()
@@ -235,9 +248,75 @@ def test_what_was_computed_once_is_not_computed_again(tiny):
         finish(decoder)
         assert turn.cached_tokens == (140 - 1) // BLOCK * BLOCK
         assert computed[decoder.draft] < 30
-    finally:
-        for model in models_of(decoder):
-            del model._backend.run_together
+
+
+@pytest.mark.parametrize("chunk", [64, 256])
+@pytest.mark.parametrize("salts", [(b"",) * 4, (b"a", b"b", b"a", b"b")], ids=["one tenant", "two tenants"])
+def test_texts_of_one_prompt_compute_it_once(chunk, salts, tiny, monkeypatch):
+    """But for the last, partial block. The main model and the draft read 132 tokens, of which 128 are in full blocks;
+    behind them, one token is drafted with the first of two new tokens, and verified with the second."""
+    monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", chunk)
+    prompt = np.random.default_rng(5).integers(0, 8, 132)
+    config = greedy(3, num_assistant_tokens=1, do_sample=True)
+    alone = decoder_of(*tiny, share=False)
+    expected = [alone.add_request(prompt, config, seed=i) for i in range(4)]
+    finish(alone)
+    decoder = decoder_of(*tiny)
+    with counted_tokens(decoder) as computed:
+        requests = [decoder.add_request(prompt, config, seed=i, salt=salt) for i, salt in enumerate(salts)]
+        finish(decoder)
+    assert [request.result.tokens for request in requests] == [request.result.tokens for request in expected]
+    assert [request.cached_tokens for request in requests] == [
+        128 if salt in salts[:i] else 0 for i, salt in enumerate(salts)
+    ]
+    often = len(set(salts))
+    for model in models_of(decoder):
+        assert often * 132 <= computed[model] <= often * 132 + (4 - often) * 4 + 4 * 4
+    assert blocks_are_back(decoder)
+
+
+def test_without_the_cache_each_text_computes_its_prompt(tiny):
+    decoder = decoder_of(*tiny, share=False)
+    with counted_tokens(decoder) as computed:
+        requests = [decoder.add_request(np.arange(132) % 8, greedy(1)) for _ in range(4)]
+        finish(decoder)
+    assert computed[decoder.main] == 4 * 132 and not any(request.cached_tokens for request in requests)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+def test_texts_go_on_if_the_one_that_they_wait_for_does_not(end, tiny, monkeypatch):
+    monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 40)
+    prompt, decoder = np.random.default_rng(5).integers(0, 8, 132), decoder_of(*tiny)
+    first, *others = (decoder.add_request(prompt, greedy(5)) for _ in range(3))
+    decoder.step()
+    if end == "cancelled":
+        decoder.cancel(first)
+    else:
+        first.error = RuntimeError("planted")
+    finish(decoder)
+    again = decoder.add_request(prompt, greedy(5))
+    finish(decoder)
+    assert [len(request.result.tokens) for request in (first, *others)] == [0, 5, 5]
+    assert all(request.result.tokens == again.result.tokens for request in others) and blocks_are_back(decoder)
+
+
+def test_a_seeded_text_does_not_depend_on_what_its_draft_has_read(tiny, monkeypatch):
+    """It may read a long prompt in several iterations, beside others' prompts, or take it from the cache."""
+    monkeypatch.setattr("speculative.batch_decoder.PREFILL_CHUNK", 40)
+    random = np.random.default_rng(5)
+    prompt, other = random.integers(0, 8, (2, 132))
+    config = greedy(30, do_sample=True, temperature=1.5)
+
+    def text(decoder, *before):
+        for one in before:
+            decoder.add_request(one, greedy(20, num_assistant_tokens=3))
+        request = decoder.add_request(prompt, config, seed=3)
+        finish(decoder)
+        return request.result.tokens
+
+    decoder = decoder_of(*tiny)
+    alone, cached = (text(decoder) for _ in range(2))
+    assert alone == cached == text(decoder_of(*tiny), other) == text(decoder_of(*tiny), other, prompt)
 
 
 def test_texts_that_come_at_once_compute_what_they_share_once(tiny, monkeypatch):
