@@ -12,9 +12,11 @@ grammar.
 import json
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from openvino_genai import StructuredOutputConfig
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "regex", "grammar")
 OTHER_KINDS = ("structural_tags_config", "compound_grammar")
 OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
-KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars; tokens of texts
+KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; tokens of texts
 MOST_ERROR = 200  # characters of an error message
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
@@ -51,12 +53,13 @@ class Grammars:
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: dict[str, Grammar] = {}  # the latest last
+        self._compiled: WeakValueDictionary[str, Grammar] = WeakValueDictionary()
+        self._latest: deque[Grammar] = deque(maxlen=KEPT)  # which are kept, like those of running requests
         self._lock = threading.Lock()
 
     def compile(self, config: StructuredOutputConfig) -> "Grammar":
-        """The grammar that `config` asks for. Raises ValueError if it is invalid, or of a kind that is not supported,
-        and RuntimeError without llguidance."""
+        """The grammar that `config` asks for. One that is still referenced is not compiled again. Raises ValueError if
+        it is invalid, or of a kind that is not supported, and RuntimeError without llguidance."""
         kind, source = _only_kind(config)
         try:
             from llguidance import LLMatcher
@@ -66,25 +69,28 @@ class Grammars:
             text = LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
+        grammar = self._compiled.get(text)
+        if not grammar:
+            grammar = self._compiled[text] = self._new(kind, text)
+            self._latest.append(grammar)
+        return grammar
+
+    def _new(self, kind: str, text: str) -> "Grammar":
+        from llguidance import LLMatcher
+
         with self._lock:
             if not self._tokenizer:
                 tokens = self._tokens()
                 self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
-            grammar = self._compiled.pop(text, None)
-            if not grammar:
-                if message := LLMatcher.validate_grammar(text, self._tokenizer):
-                    raise _invalid(kind, message)
-                matcher = LLMatcher(self._tokenizer, text, log_level=0)
-                grammar = Grammar(matcher, self._vocab_size, self._encoder)
-                try:
-                    begins = grammar.state().mask(np.zeros(0, np.int64))
-                except ValueError as error:
-                    raise _invalid(kind, str(error)) from None
-                if begins is None or (begins.are_allowed and not len(begins.ids)):
-                    raise _invalid(kind, "it allows no text, or none that the model's tokens can spell")
-            self._compiled[text] = grammar
-            if len(self._compiled) > KEPT:
-                del self._compiled[next(iter(self._compiled))]
+        if message := LLMatcher.validate_grammar(text, self._tokenizer):
+            raise _invalid(kind, message)
+        grammar = Grammar(LLMatcher(self._tokenizer, text, log_level=0), self._vocab_size, self._encoder)
+        try:
+            begins = grammar.state().mask(np.zeros(0, np.int64))
+        except ValueError as error:
+            raise _invalid(kind, str(error)) from None
+        if begins is None or (begins.are_allowed and not len(begins.ids)):
+            raise _invalid(kind, "it allows no text, or none that the model's tokens can spell")
         return grammar
 
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
+from speculative.sampling.grammar import Grammar
 from speculative.serving import health, openapi, request_body, tokenization
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.metrics import Metrics
@@ -36,6 +37,7 @@ from speculative.serving.protocol import (
 from speculative.serving.request_id import HEADER, RequestId
 from speculative.serving.responses import ResponseBuilder, model_card
 from speculative.serving.settings import Limits
+from speculative.serving.structured_output import Structure
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
@@ -169,6 +171,7 @@ class Endpoint:
         jobs: list[GenerationHandle] = []
         try:
             self.engine.check_queue(self._coming + asked.choices)
+            grammar = await self._compiled(asked.structure) if asked.structure else None
             prompts = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
@@ -178,12 +181,25 @@ class Endpoint:
                 self._set_draft_length(config)
                 for i in range(asked.texts):
                     seed = asked.random_seed(i)
-                    jobs.append(self.engine.submit(prompt, config, seed, self.limits.timeout, salt))
+                    job = self.engine.submit(prompt, config, seed, self.limits.timeout, salt)
+                    job.grammar = grammar
+                    jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:
             for job in jobs:
                 self.engine.cancel(job)
             raise self._as_answer(error) from error
         return jobs
+
+    async def _compiled(self, structure: Structure) -> Grammar:
+        """The grammar of a request. The decoder finds it compiled as long as it is referenced."""
+        assert self.engine.decoder.grammars  # as there is a tokenizer
+        try:
+            compile = self.engine.decoder.grammars.compile
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, compile, structure.config)
+        except ValueError as error:
+            problem = str(error).partition(" is invalid: ")[2] or str(error)
+            message = f"{structure.parameter}: is invalid or not supported: {problem}."
+            raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
     async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
         self._coming += asked.choices

@@ -19,6 +19,7 @@ import numpy as np
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder, Request, RequestOutput
+from speculative.sampling.grammar import Grammar
 from speculative.sequence.result import GenerationResult
 
 SENT_TOGETHER = 0.04  # seconds of text per piece after the first, to reduce the overhead per piece
@@ -54,6 +55,7 @@ class GenerationHandle:
         self.expiry: asyncio.TimerHandle  # timeout; set on submission
         self.error: Exception | None = None  # why it ended early
         self.salt = b""  # of the prefix cache
+        self.grammar: Grammar | None = None  # referenced here so that it stays compiled
         self.submitted = time.perf_counter()
         self.admitted = 0.0  # when it got its slot in the batch
         self.first_at = self.last_at = 0.0  # arrival of the first and the last token

@@ -14,16 +14,10 @@ import numpy as np
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from openvino_genai import GenerationConfig
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, WithJsonSchema, model_validator
+
+from speculative.serving.given import LABEL, Given
+from speculative.serving.structured_output import ResponseFormat, Structure, StructuredOutputs
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
@@ -78,39 +72,13 @@ def _type(status: int) -> str:
     )
 
 
-class Given(BaseModel):
-    """A JSON object of the API. Nulls, and unsupported fields with one of their `off` values, count as omitted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    off: ClassVar[dict[str, tuple]] = {}  # unsupported fields, with the values that change nothing
-
-    @model_validator(mode="before")
-    @classmethod
-    def asked_for(cls, data: Any) -> Any:
-        """Remove omitted fields. Keep at most one unsupported field, for pydantic's error to name."""
-        if not isinstance(data, dict):
-            return data
-        fields = cls.model_fields  # a computed property: read it once
-        given = {name: value for name, value in data.items() if name in fields and value is not None}
-        for name, value in data.items():
-            if value is None or name in fields:
-                continue
-            off = cls.off.get(name)
-            if off is None or (off != LABEL and value not in off):
-                return given | {name: value}
-        return given
-
-
-LABEL = ()  # `off` of a field that labels a request or message without effect on the output: any value is accepted
-
-
 class StreamOptions(Given):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
 class TextPart(Given):
-    off = {"cache_control": LABEL}
+    off: ClassVar[dict[str, tuple]] = {"cache_control": LABEL}
 
     type: Literal["text"]
     text: str
@@ -131,7 +99,7 @@ def joined(content: Any) -> Any:
 
 
 class Message(Given):
-    off = {
+    off: ClassVar[dict[str, tuple]] = {
         "refusal": ("",),
         "tool_calls": ([],),
         "function_call": ({},),
@@ -181,7 +149,7 @@ def all_tokens(top_k: Any) -> Any:
 class BaseRequest(Given):
     """The fields that chat completions and text completions share."""
 
-    off = {
+    off: ClassVar[dict[str, tuple]] = {
         # OpenAI's
         "logit_bias": ({},),
         "metadata": LABEL,
@@ -225,6 +193,7 @@ class BaseRequest(Given):
     min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def options_of_a_stream(self) -> "BaseRequest":
@@ -235,6 +204,11 @@ class BaseRequest(Given):
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must follow."""
+        return self.structured_outputs.structure if self.structured_outputs else None
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
         """Return the engine's GenerationConfig. The API's defaults apply: temperature 1, all tokens."""
@@ -254,6 +228,8 @@ class BaseRequest(Given):
         config.stop_strings = set(self.stop)
         config.ignore_eos = bool(self.ignore_eos)
         config.apply_chat_template = False
+        if structure := self.structure:
+            config.structured_output_config = structure.config
         return config
 
     @property
@@ -279,13 +255,12 @@ class BaseRequest(Given):
 
 
 class ChatCompletionRequest(BaseRequest):
-    off = BaseRequest.off | {
+    off: ClassVar[dict[str, tuple]] = BaseRequest.off | {
         "add_special_tokens": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "logprobs": (False,),
         "modalities": (["text"],),
-        "response_format": ({"type": "text"},),
         "store": (False,),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
@@ -294,10 +269,21 @@ class ChatCompletionRequest(BaseRequest):
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def one_structure(self) -> "ChatCompletionRequest":
+        if self.structured_outputs and self.response_format and self.response_format.structure:
+            raise ValueError("response_format and structured_outputs exclude each other: send one of them")
+        return self
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def structure(self) -> Structure | None:
+        return (self.response_format and self.response_format.structure) or super().structure
 
     @property
     def prompts(self) -> list:
@@ -320,7 +306,7 @@ def all_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(BaseRequest):
-    off = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
+    off: ClassVar[dict[str, tuple]] = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 
 import numpy as np
 import openvino_genai
@@ -111,7 +112,12 @@ def test_a_grammar_is_compiled_once():
     assert compiler.compile(StructuredOutputConfig(regex="a+")) is first
     for n in range(grammar.KEPT):
         compiler.compile(StructuredOutputConfig(regex=f"a{{{n + 1}}}"))
-    assert compiler.compile(StructuredOutputConfig(regex="a+")) is not first
+    assert compiler.compile(StructuredOutputConfig(regex="a+")) is first  # as it is referenced
+    kept = weakref.ref(first)
+    del first
+    for n in range(grammar.KEPT):
+        compiler.compile(StructuredOutputConfig(regex=f"b{{{n + 1}}}"))
+    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""Structured output in the API: `response_format`, and vLLM's `structured_outputs`, as a grammar of the engine."""
+
+import json
+import re
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple
+
+from openvino_genai import StructuredOutputConfig
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from speculative.serving.given import Given
+
+MOST_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
+# Between the parts of JSON: nothing, a space, or one or two line ends and indentation, as in llama.cpp. Small models
+# fill what is unlimited with whitespace until max_tokens.
+WHITESPACE = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+JSON_OBJECT = {"type": "object"}
+
+
+class Structure(NamedTuple):
+    """What a text must follow, and the parameter that says so."""
+
+    parameter: str
+    config: StructuredOutputConfig
+
+
+def small(value: Any) -> Any:
+    """Validate the size of a JSON schema or of a list of texts."""
+    try:
+        size = len(json.dumps(value))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if size > MOST_CHARACTERS:
+        raise ValueError(f"has {size} characters as JSON, but at most {MOST_CHARACTERS} are allowed")
+    return value
+
+
+def from_text(schema: Any) -> Any:
+    """Parse a schema that is a string."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        raise ValueError("is not a JSON schema") from None
+
+
+def with_whitespace(schema: dict[str, Any]) -> str:
+    """Return the schema as JSON, with `WHITESPACE` unless it has llguidance's options itself."""
+    return json.dumps({"x-guidance": WHITESPACE, **schema})
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(small)]
+SchemaOrText = Annotated[
+    Schema | None, BeforeValidator(from_text), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})
+]
+Source = Annotated[str | None, Field(max_length=MOST_CHARACTERS)]
+
+
+class JsonSchema(Given):
+    name: str
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = None  # the schema is followed in any case
+
+
+class ResponseFormat(Given):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema, and no other, needs json_schema")
+        return self
+
+    @cached_property
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema else JSON_OBJECT
+        parameter = "response_format.json_schema.schema" if self.json_schema else "response_format"
+        return Structure(parameter, StructuredOutputConfig(json_schema=with_whitespace(schema)))
+
+
+class StructuredOutputs(Given):
+    """vLLM's extension."""
+
+    json_: SchemaOrText = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Source = None
+    choice: Annotated[list[str] | None, AfterValidator(small)] = Field(None, min_length=1)
+    grammar: Source = None
+
+    @model_validator(mode="after")
+    def one_kind(self) -> "StructuredOutputs":
+        kinds = [self.json_, self.json_object or None, self.regex, self.choice, self.grammar]
+        if sum(kind is not None for kind in kinds) != 1:
+            raise ValueError("needs one of json, json_object, regex, choice and grammar")
+        return self
+
+    @cached_property
+    def structure(self) -> Structure:
+        if self.grammar is not None:
+            return Structure("structured_outputs.grammar", StructuredOutputConfig(grammar=self.grammar))
+        if self.regex is not None:
+            return Structure("structured_outputs.regex", StructuredOutputConfig(regex=self.regex))
+        if self.choice is not None:
+            regex = "|".join(re.escape(text) for text in self.choice)
+            return Structure("structured_outputs.choice", StructuredOutputConfig(regex=regex))
+        kind = "json_object" if self.json_ is None else "json"
+        schema = JSON_OBJECT if self.json_ is None else self.json_
+        return Structure(f"structured_outputs.{kind}", StructuredOutputConfig(json_schema=with_whitespace(schema)))

@@ -1,0 +1,244 @@
+"""`response_format` and `structured_outputs`, as real clients send them, over the real engine: the text follows them,
+hostile schemas are refused, and no grammar is compiled in the decoding thread."""
+
+import json
+import re
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import httpx
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from speculative import batch_decoder
+from speculative.sampling.grammar import Grammars
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import PLAIN, Api
+
+HI = {"role": "user", "content": "Write code to count the words of a text."}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "n": {"type": "integer", "minimum": 0, "maximum": 9},
+        "kinds": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
+    },
+    "required": ["name", "n", "kinds"],
+    "additionalProperties": False,
+}
+
+
+class Answer(BaseModel):
+    kind: Literal["yes", "no"]
+    number: Literal[1, 20, 300]
+    why: Literal["because", ""]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(MAIN, DRAFT)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def client(api):
+    with api.client() as client:
+        yield client
+
+
+def ask(api, path="/chat/completions", **asked):
+    if "prompt" not in asked:
+        asked = {"messages": [HI], **asked}
+    body = {"model": "embedded", "temperature": 0, "max_tokens": 200, **asked}
+    return httpx.post(api.url + path, json=body, timeout=60, **PLAIN)
+
+
+def text(answer):
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def of_schema(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+# ---- texts follow what was asked for --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_the_text_follows_a_schema(api, temperature):
+    form = of_schema(SCHEMA, strict=True, description="An answer.")
+    answer = text(ask(api, response_format=form, temperature=temperature, seed=1))
+    jsonschema.validate(json.loads(answer), SCHEMA)
+    assert max(map(len, re.findall(r"\s+", answer)), default=0) <= 22
+
+
+def test_a_schema_may_choose_its_whitespace(api):
+    for options, expected in (({"whitespace_flexible": False}, r"\{\}"), ({"whitespace_pattern": " +"}, r"\{ *\}")):
+        schema = {"type": "object", "additionalProperties": False, "x-guidance": options}
+        assert re.fullmatch(expected, text(ask(api, response_format=of_schema(schema))))
+
+
+def test_the_text_is_a_json_object(api):
+    assert isinstance(json.loads(text(ask(api, response_format={"type": "json_object"}))), dict)
+
+
+def test_plain_text_is_no_structure(api):
+    form = {"type": "text"}
+    answers = [ask(api, max_tokens=5, **more).json() for more in ({"response_format": form}, {})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+@pytest.mark.parametrize(
+    ("structure", "expected"),
+    [
+        ({"choice": ["maybe so", "a.b|c", "maybe not"]}, r"maybe so|a\.b\|c|maybe not"),
+        ({"regex": "[0-9]{4}-[0-9]{2}"}, r"\d{4}-\d{2}"),
+        ({"grammar": 'root ::= ("x" | "yz") "!"'}, r"(x|yz)!"),
+        ({"json": {"enum": [1, "a"]}}, r'1|"a"'),
+        ({"json": '{"enum": [true]}'}, "true"),
+        ({"json_object": True}, r"\{[^\0]*\}"),
+    ],
+    ids=["choice", "regex", "grammar", "json", "json as a string", "json_object"],
+)
+def test_the_text_follows_what_vllm_calls_structured_outputs(api, structure, expected):
+    assert re.fullmatch(expected, text(ask(api, structured_outputs=structure)))
+
+
+def test_a_completion_has_structured_outputs_too(api):
+    answer = ask(api, "/completions", prompt="def f(", structured_outputs={"choice": ["a", "b"]})
+    assert text(answer) in ("a", "b")
+
+
+# ---- clients --------------------------------------------------------------------------------------------------------
+
+
+def test_openai_parses_the_answer_with_pydantic(client):
+    asked = {"model": "embedded", "messages": [HI], "response_format": Answer, "temperature": 0, "max_tokens": 100}
+    answer = client.chat.completions.parse(**asked)
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    with client.chat.completions.stream(**asked) as stream:
+        assert [event.type for event in stream][-1] == "content.done"
+        assert stream.get_final_completion().choices[0].message.content == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+def test_langchain_returns_structured_output(api, method):
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=api.url, api_key="none", model="embedded", temperature=0, max_tokens=200)
+    kind = Answer if method == "json_schema" else None
+    assert isinstance(model.with_structured_output(kind, method=method).invoke("Yes?"), kind or dict)
+
+
+def test_pydantic_ai_returns_structured_output(api):
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("embedded", provider=OpenAIProvider(base_url=api.url, api_key="none"))
+    agent = Agent(model, output_type=NativeOutput(Answer), model_settings={"temperature": 0, "max_tokens": 100})
+    assert isinstance(agent.run_sync("Yes?").output, Answer)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def nested(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def product(factors):
+    """A schema that has 2 ** `factors` cases."""
+    return {"allOf": [{"anyOf": [{"properties": {f"{x}{i}": {"const": 1}}} for x in "ab"]} for i in range(factors)]}
+
+
+FORMAT, OUTPUTS = "response_format", "structured_outputs"
+SCHEMA_OF = f"{FORMAT}.json_schema.schema"
+REFUSED = [
+    ({FORMAT: of_schema({"type": "strin"})}, SCHEMA_OF, "strin"),
+    ({FORMAT: of_schema({"not": {"type": "string"}})}, SCHEMA_OF, '"not"'),
+    ({FORMAT: of_schema({"$ref": "https://example.com/a.json"})}, SCHEMA_OF, "example.com"),
+    ({FORMAT: of_schema({"$ref": "#"})}, SCHEMA_OF, "no text"),
+    ({FORMAT: of_schema({"enum": ["x" * 70_000]})}, SCHEMA_OF, "at most 65536"),
+    ({FORMAT: of_schema(nested(80))}, SCHEMA_OF, "recursion limit"),
+    ({FORMAT: of_schema(nested(250))}, SCHEMA_OF, "recursion limit"),
+    ({FORMAT: of_schema(product(20))}, SCHEMA_OF, "too large"),
+    ({FORMAT: of_schema([])}, SCHEMA_OF, "dictionary"),
+    ({FORMAT: {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_OF, "required"),
+    ({FORMAT: {"type": "json_schema"}}, FORMAT, "needs json_schema"),
+    ({FORMAT: {"type": "xml"}}, f"{FORMAT}.type", "'json_object'"),
+    ({OUTPUTS: {"regex": "("}}, f"{OUTPUTS}.regex", "unclosed"),
+    ({OUTPUTS: {"regex": "a" * 70_000}}, f"{OUTPUTS}.regex", "65536"),
+    ({OUTPUTS: {"grammar": "root ::= other"}}, f"{OUTPUTS}.grammar", "other"),
+    ({OUTPUTS: {"grammar": "root ::= " + "(" * 5_000}}, f"{OUTPUTS}.grammar", "recursion"),
+    ({OUTPUTS: {"json": "{"}}, f"{OUTPUTS}.json", "not a JSON schema"),
+    ({OUTPUTS: {"choice": []}}, f"{OUTPUTS}.choice", "at least 1"),
+    ({OUTPUTS: {"regex": "a", "choice": ["a"]}}, OUTPUTS, "needs one of"),
+    ({OUTPUTS: {"structural_tag": "{}"}}, f"{OUTPUTS}.structural_tag", "unknown parameter"),
+]
+
+
+@pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
+def test_what_cannot_be_followed_is_refused_by_its_name(api, asked, parameter, words):
+    answer = ask(api, **asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, parameter, "invalid_request"), answer.text
+    assert error["message"].startswith(f"{parameter}: ") and words in error["message"]
+    assert len(error["message"]) < 400 and "\n" not in error["message"]
+
+
+def test_two_structures_exclude_each_other(api):
+    answer = ask(api, response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    assert answer.status_code == 400 and "exclude each other" in answer.json()["error"]["message"]
+
+
+BOUNDED = {
+    "a list of at least 100,000": {"type": "array", "items": {"type": "integer"}, "minItems": 100_000},
+    "a long text": {"type": "string", "minLength": 100_000},
+    "a pattern of many states": {"type": "string", "pattern": "(a|b)*a(a|b){18}"},
+    "recursion": {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 1}},
+                  "$ref": "#/$defs/node"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BOUNDED.values(), ids=BOUNDED)
+def test_what_never_ends_is_cut_off_by_max_tokens(api, schema):
+    answer = ask(api, response_format=of_schema(schema), max_tokens=12)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 12, answer.text
+
+
+def test_a_grammar_that_becomes_too_large_ends_the_request(api):
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    answer = ask(api, response_format=of_schema(schema), max_tokens=12)
+    assert answer.status_code == 400 and "cannot be decoded" in answer.json()["error"]["message"]
+
+
+def test_no_grammar_is_compiled_in_the_decoding_thread(api, decoder, monkeypatch):
+    """Also not where more grammars wait than the decoder keeps."""
+    compiling, new = [], Grammars._new
+
+    def noted(*arguments):
+        compiling.append(threading.current_thread().name)
+        return new(*arguments)
+
+    monkeypatch.setattr(Grammars, "_new", noted)
+    monkeypatch.setattr(decoder.grammars, "_latest", deque(maxlen=1))
+    schemas = [{"enum": [f"word {i}"]} for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = threads.map(lambda schema: text(ask(api, response_format=of_schema(schema))), schemas)
+    assert list(answers) == [f'"word {i}"' for i in range(8)]
+    assert len(compiling) == 8 and {name.partition("_")[0] for name in compiling} == {"encoding"}
