@@ -11,6 +11,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
+from speculative.serving import tracing
 from speculative.serving.arguments import in_url
 from speculative.serving.deployment import Replica
 from speculative.serving.prefix_routing import PrefixRouter
@@ -84,7 +85,7 @@ def options(settings: Settings) -> dict:
         "ray_actor_options": {
             "num_cpus": settings.num_cpus or 1,
             "resources": settings.resources,
-            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT}},
+            "runtime_env": {"env_vars": {"PYTHONPATH": ROOT, **tracing.variables()}},
         },
     }
 

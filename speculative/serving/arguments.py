@@ -22,7 +22,7 @@ from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
 from speculative.pair.recommendation import ALONE, SUFFIX
-from speculative.serving import resources
+from speculative.serving import resources, tracing
 from speculative.serving.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
 
@@ -51,6 +51,8 @@ def parse(description: str) -> Settings:
     _check_models(args)
     keys = _keys(args.api_key_file)
     _check_access(args, keys)
+    if problem := tracing.problem():
+        console.fail(problem)
     return Settings(
         pair=_pair(args),
         limits=Limits(args.max_prompt_tokens, args.max_output_tokens, args.max_num_seqs, args.max_queue, args.timeout),

@@ -7,10 +7,12 @@ from ray import serve
 
 from speculative import batch_decoder
 from speculative.drafting.suffix import LONGEST_MATCH
+from speculative.serving import tracing
 from speculative.serving.endpoint import Endpoint
 from speculative.serving.engine_thread import Engine
 from speculative.serving.metrics import Metrics
 from speculative.serving.settings import Limits, Pair
+from speculative.serving.tracing import Traces
 
 
 @serve.deployment
@@ -27,7 +29,8 @@ class Replica:
         )  # fmt: skip
         self._engine = Engine(decoder, limits.max_num_seqs, limits.max_queue)
         metrics = Metrics(self._engine, pair.name)
-        self._endpoint = Endpoint(pair.name, self._engine, limits, metrics, pair.draft_length)
+        self._traces = Traces(pair.name) if tracing.is_wanted() else None
+        self._endpoint = Endpoint(pair.name, self._engine, limits, metrics, pair.draft_length, self._traces)
         self._keys, self._cors_origins = keys, cors_origins
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -39,7 +42,10 @@ class Replica:
             raise RuntimeError(trouble)
 
     async def drain(self, seconds: float) -> int:
-        return await self._endpoint.drain(seconds)
+        left = await self._endpoint.drain(seconds)
+        if self._traces:
+            await asyncio.to_thread(self._traces.close)
+        return left
 
     async def cache_bytes(self) -> int:
         return self._engine.decoder.cache_bytes

@@ -39,6 +39,7 @@ from speculative.serving.responses import ResponseBuilder, model_card
 from speculative.serving.settings import Limits
 from speculative.serving.structured_output import Structure
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
+from speculative.serving.tracing import Traces
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
 T = TypeVar("T")
@@ -52,10 +53,19 @@ class Stopped(Exception):
 class Endpoint:
     """Serves the model called `name`, which `engine` decodes."""
 
-    def __init__(self, name: str, engine: Engine, limits: Limits, metrics: Metrics, draft_length: int | float = 0):
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        limits: Limits,
+        metrics: Metrics,
+        draft_length: int | float = 0,
+        traces: Traces | None = None,
+    ):
         """`draft_length` is in draft tokens per iteration; below 1 it is a confidence threshold; 0 is adaptive."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
+        self._traces = traces
         self.draining = self.stopped = False
         self.asking = 0  # requests without a complete response
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
@@ -160,8 +170,8 @@ class Endpoint:
             raise
         answer = ResponseBuilder(asked, self.name)
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
-            return EventStream(self._until_over(jobs), lambda: self._events(jobs, answer))
-        with self._until_over(jobs):
+            return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
+        with self._until_over(jobs, asked, request):
             async for _ in pieces(jobs):
                 pass
             return JSONResponse(answer.whole(jobs))
@@ -240,7 +250,9 @@ class Endpoint:
             raise _AlreadySent from error
 
     @contextmanager
-    def _until_over(self, jobs: list[GenerationHandle]) -> Iterator[None]:
+    def _until_over(
+        self, jobs: list[GenerationHandle], asked: ChatCompletionRequest | CompletionRequest, request: Request
+    ) -> Iterator[None]:
         """Context manager of a running request. Its end frees the slots in the batch and counts the outcomes."""
         self._jobs.update(jobs)
         outcome = "disconnected"
@@ -258,6 +270,8 @@ class Endpoint:
             for job in jobs:
                 self.engine.cancel(job)
                 self.metrics.over(job, outcome or job.result.finish_reason)
+            if self._traces:
+                self._traces.over(asked, request.headers, jobs, outcome)
 
     def _as_answer(self, error: BaseException | None) -> ApiError:
         """Return the response to an error: 4xx for an invalid request, 503 if a retry helps, 500 for a defect."""

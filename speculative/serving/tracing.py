@@ -1,0 +1,120 @@
+"""OpenTelemetry traces: a span per request, sent to the collector that the environment names, by OTLP over HTTP.
+
+Its exporter is imported only if the environment has OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
+OTEL_TRACES_EXPORTER=otlp; its other variables apply, too. Attributes are those of the semantic conventions for
+generative AI (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), and `speculative.*` for draft tokens.
+Prompts and answers are in no span.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from speculative.serving.engine_thread import GenerationHandle
+from speculative.serving.protocol import BaseRequest, ChatCompletionRequest
+
+EXPORTER, PACKAGE = "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"
+SERVICE = "openvino-speculative"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES says otherwise
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for traces."""
+    exporter = _variable("OTEL_TRACES_EXPORTER")
+    if _variable("OTEL_SDK_DISABLED").lower() == "true" or exporter == "none":
+        return False
+    return bool(exporter or _variable("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
+
+
+def problem() -> str | None:
+    """Why the traces that the environment asks for cannot be sent, or None."""
+    if not is_wanted():
+        return None
+    exporter = _variable("OTEL_TRACES_EXPORTER") or "otlp"
+    if exporter != "otlp":
+        return f"OTEL_TRACES_EXPORTER is {exporter!r}, which this server does not have: use otlp or none."
+    protocol = _variable("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+    if protocol != "http/protobuf":
+        return f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}, which this server does not have: use http/protobuf."
+    try:
+        found = find_spec(EXPORTER)
+    except ModuleNotFoundError:  # of a package that should contain it
+        found = None
+    return None if found else f"traces need OpenTelemetry's exporter: `pip install {PACKAGE}` installs it."
+
+
+def variables() -> dict[str, str]:
+    """OpenTelemetry's variables in the environment, for replicas on other machines."""
+    return {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+
+
+def _variable(*names: str) -> str:
+    """The value of the first of these variables that is set, or an empty string."""
+    return next(filter(None, (os.environ.get(name, "").strip() for name in names)), "")
+
+
+class Traces:
+    """Sends spans in the background; whatever a collector does, requests do not wait for it."""
+
+    def __init__(self, model: str):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._model = model
+        resource = Resource({"service.name": SERVICE}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("speculative.serving")
+
+    def over(
+        self, asked: BaseRequest, headers: Mapping[str, str], jobs: Sequence[GenerationHandle], error: str
+    ) -> None:
+        """Send the span of a request that ended. `headers` may have the context of its caller (`traceparent`); `error`
+        is the code of the error that ended it, "disconnected", or empty."""
+        from opentelemetry import propagate
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        operation = "chat" if isinstance(asked, ChatCompletionRequest) else "text_completion"
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            propagate.extract(headers),
+            SpanKind.SERVER,
+            self._attributes(operation, asked, jobs),
+            start_time=now - int(1e9 * (time.perf_counter() - jobs[0].submitted)),
+        )
+        if error:
+            span.set_status(StatusCode.ERROR)
+            span.set_attribute("error.type", error)
+        span.end(now)
+
+    def close(self) -> None:
+        """Send what has not been sent yet."""
+        self._provider.shutdown()
+
+    def _attributes(self, operation: str, asked: BaseRequest, jobs: Sequence[GenerationHandle]) -> dict[str, Any]:
+        begun, first = [job for job in jobs if job.request], jobs[:: asked.texts]  # first: of each prompt
+        ttft = jobs[0].first_at - jobs[0].submitted if asked.stream and jobs[0].first_at else None
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "openvino",
+            "gen_ai.request.model": asked.model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.stream": bool(asked.stream),
+            "gen_ai.request.choice.count": asked.texts if asked.texts > 1 else None,
+            "gen_ai.request.max_tokens": jobs[0].config.max_new_tokens,
+            "gen_ai.request.temperature": asked.temperature,
+            "gen_ai.request.top_p": asked.top_p,
+            "gen_ai.request.seed": asked.seed,
+            "gen_ai.response.finish_reasons": [job.result.finish_reason for job in begun if job.finished],
+            "gen_ai.usage.input_tokens": sum(len(job.prompt) for job in first),
+            "gen_ai.usage.cache_read.input_tokens": sum(job.cached_tokens for job in first),
+            "gen_ai.usage.output_tokens": sum(len(job.result.tokens) for job in begun),
+            "gen_ai.response.time_to_first_chunk": ttft,
+            "speculative.draft_tokens": sum(sum(job.result.proposed) for job in begun),
+            "speculative.accepted_tokens": sum(sum(job.result.accepted) for job in begun),
+        }
+        return {name: value for name, value in attributes.items() if value is not None}
