@@ -5,8 +5,7 @@ former body up to the end of the messages. Ray's own PrefixCacheAffinityRouter (
 argument of a deployment, so an ingress deployment between proxy and replicas, and waits for an actor while it chooses.
 """
 
-import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 from ray.serve.request_router import (
@@ -44,11 +43,12 @@ class HashTable:
 
 class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Prefers the replicas with the longest beginning of a request, unless they are overloaded: unless they have over
-    `tolerance` requests more than the least loaded replica. For other requests it chooses as Ray's default router."""
+    `tolerance` requests of this proxy more than the least loaded one. Otherwise it chooses as Ray's default router."""
 
     def initialize_state(self, tolerance: int) -> None:
         self._tolerance = tolerance
         self._table = HashTable()
+        self._loads = Counter[ReplicaID]()  # requests that this router has at each replica
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -60,10 +60,16 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         having = self._table.longest(found, {replica.replica_id for replica in candidate_replicas})
         if not having:
             return usual
-        loads = await self._loads(candidate_replicas)
-        most = min(loads.values()) + self._tolerance
-        preferred = [replica for replica in candidate_replicas if replica.replica_id in having]
-        return [[replica for replica in preferred if loads[replica.replica_id] <= most], *usual]
+        most = min(self._loads[replica.replica_id] for replica in candidate_replicas) + self._tolerance
+        fit = {replica for replica in having if self._loads[replica] <= most}
+        return [[replica for replica in candidate_replicas if replica.replica_id in fit], *usual]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._loads[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._loads -= Counter([replica_id])  # keeps counts above 0 only
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._table.add(self._hashes(pending_request), replica_id)
@@ -71,10 +77,3 @@ class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     @staticmethod
     def _hashes(request: PendingRequest | None) -> list[str]:
         return request.metadata.session_id.split(",") if request and request.metadata.session_id else []
-
-    async def _loads(self, replicas: list[RunningReplica]) -> dict[ReplicaID, float]:
-        """Requests at each replica; infinitely many where it does not say."""
-        known = {replica.replica_id: self.replica_queue_len_cache.get(replica.replica_id) for replica in replicas}
-        unknown = [replica for replica in replicas if known[replica.replica_id] is None]
-        known |= {replica.replica_id: count for replica, count in await self._probe_queue_lens(unknown, 0)}
-        return {replica: math.inf if count is None else count for replica, count in known.items()}
