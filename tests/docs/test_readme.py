@@ -25,7 +25,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GENERATED = ("cli.md", "python-api.md", "architecture.md")  # by docs/generate.py
 DOCS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED]
 PAGES = [ROOT / "README.md", *DOCS]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.in.md", ROOT / "models/embedded/README.md"]
+LINKING = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "deploy/README.md",
+    ROOT / "docs/architecture.in.md",
+    ROOT / "models/embedded/README.md",
+]
 
 # Arguments that make a long command short; the last one wins in argparse.
 SMALL = "heads=10,kv_heads=5,head_dim=64,intermediate=1500,vocabulary=5000,tied=0"
@@ -38,6 +44,7 @@ SHORTER = {
     "scripts/benchmark.py models/embedded": f"--paths engine -k 4 {BENCHMARK}",
     "scripts/benchmark.py": f"-k 4 {BENCHMARK}",
     "scripts/benchmark_serving.py": "--max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
+    "scripts/benchmark_routing.py": "--chats 2 --turns 2 --rounds 1",
     "scripts/benchmark_batching.py": "--starts 1 --max-concurrency 2 --seconds 0.5 --rounds 1 --max-new-tokens 12",
     "scripts/benchmark_costs.py": "--repeat 1 --max-new-tokens 8",
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
@@ -90,12 +97,12 @@ def as_tested(command):
 
 
 posix = pytest.mark.posix("bash blocks; PowerShell's are compared with them below")
-SERVING = re.compile("serve_pair.py|benchmark_serving.py|//127.0.0.1:800")
+SERVING = re.compile("serve_pair.py|benchmark_(routing|serving).py|//127.0.0.1:800")
 
 
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
-    r"build/tinyllama|scripts/(benchmark_(batching|costs|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
+    r"build/tinyllama|scripts/(benchmark_(batching|costs|routing|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
     r"scripts/benchmark.py models/embedded/main --|convert/make_draft.py"
 )
 
@@ -207,7 +214,7 @@ def make_missing_pair(command, checkout):
 def test_serving_command(command, checkout, request):
     if command == "python samples/serve/serve_pair.py models/embedded/main models/embedded/draft":
         request.getfixturevalue("at_server")  # it is what `Server` starts, and runs until Ctrl-C
-    elif "benchmark_serving.py" in command:  # with servers of its own
+    elif "scripts/benchmark_" in command:  # with servers of its own
         make_missing_pair(command, checkout)
         run(in_bash(command), checkout)
     else:

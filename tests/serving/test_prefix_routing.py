@@ -4,16 +4,19 @@ import asyncio
 import contextlib
 import http.client
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from speculative.serving import body_hashes, prefix_routing
+from speculative.bench.load.clients import Target
+from speculative.serving import body_hashes
 from speculative.serving.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
-from speculative.serving.prefix_routing import HashTable
+from tests.support.later import Later
 from tests.support.serving import small_server
 from tests.support.waiting import wait_until
 
 CHATS, TURNS = 6, 3
+benchmark_routing, prefix_routing = Later("scripts.benchmark_routing"), Later("speculative.serving.prefix_routing")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,14 @@ def test_chats_that_return_go_to_the_replica_that_has_them(server):
             chats[i] += f"other_{turn} = {turn}\n" * 20
 
 
+def test_the_benchmark_counts_hits_of_turns_after_the_first(server):
+    arguments = SimpleNamespace(chats=2, turns=3, added=12, clients=2)
+    answers = benchmark_routing.play(Target(server.url, server.model), arguments, first=100)
+    found = benchmark_routing.row("prefix", answers)
+    assert found["requests"] == 4 and 0.4 < found["hits"] < 1
+    assert "| prefix |" in benchmark_routing.table([found])
+
+
 def test_an_overloaded_replica_is_passed_over(server):
     """Requests whose bodies do not end load it: two are more than a quarter of its batch beyond the other's none."""
     prompt = "name = 'overloaded'\n" * 30
@@ -70,8 +81,8 @@ def test_hashes_are_equal_as_long_as_bodies_and_keys_are():
 
 
 def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
-    monkeypatch.setattr(prefix_routing, "MOST_HASHES", 3)
-    table = HashTable()
+    monkeypatch.setattr("speculative.serving.prefix_routing.MOST_HASHES", 3)
+    table = prefix_routing.HashTable()
     table.add(["a", "b"], "first")
     table.add(["a"], "second")
     assert table.longest(["a", "b", "c"], {"first", "second"}) == {"first"}

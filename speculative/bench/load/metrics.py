@@ -39,6 +39,8 @@ class RequestRecord:
     end: float = 0.0
     text: str = ""
     tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
     accepted: int | None = None  # draft tokens; None if not reported
     rejected: int | None = None
     finish_reason: str = ""

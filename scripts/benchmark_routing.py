@@ -1,0 +1,110 @@
+"""Compare routings of a server with several replicas by chats that return: prefix-cache hits and TTFT.
+
+    python scripts/benchmark_routing.py models/embedded/main models/embedded/draft
+
+starts samples/serve/serve_pair.py twice, with --routing balanced and with --routing prefix, and stops both. In each
+round both get new chats, one server after the other: all chats take their first turn, then all take their second, and
+so on; a turn repeats the chat so far and adds `--added` lines. `--clients` are answered at a time. All turns but the
+first are counted. Hits: prompt tokens that came from the prefix cache, of all. TTFT: median and 95th percentile.
+Output: a table, then one JSON object on the last line.
+"""
+
+from speculative.cli.program import exit_on, prepare_output
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from speculative.bench.harness import BackgroundLoad, environment
+from speculative.bench.load.clients import Target, ask, only_model
+from speculative.bench.load.metrics import RequestRecord
+from speculative.bench.load.server import StartedServer
+from speculative.cli.arguments import refuse_unsound, two_or_more, whole
+from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
+
+ROUTINGS = ("balanced", "prefix")
+SETTINGS = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("main", type=Path, help="main model (IR folder)")
+    parser.add_argument("draft", type=Path, help="draft model (IR folder)")
+    for name, kind, default, meaning in (
+        ("--replicas", two_or_more, 2, "replicas of each server"),
+        ("--chats", whole, 16, "chats in a round"),
+        ("--turns", two_or_more, 5, "turns of a chat"),
+        ("--added", whole, 12, "lines that a turn adds to its chat"),
+        ("--clients", whole, 2, "requests at a time"),
+        ("--rounds", whole, 3, "interleaved rounds after a warm-up"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    return parser.parse_args()
+
+
+def play(server: Target, arguments: argparse.Namespace, first: int) -> list[RequestRecord]:
+    """Let chats, numbered from `first`, take their turns; returns the answers to all turns but the first."""
+    chats = [f"# chat {first + i}\n" for i in range(arguments.chats)]
+    counted: list[RequestRecord] = []
+    with ThreadPoolExecutor(arguments.clients) as clients:
+        for turn in range(arguments.turns):
+
+            def take_turn(i: int, turn: int = turn) -> RequestRecord:
+                chats[i] += "".join(f"value_{first + i}_{turn}_{line} = {line}\n" for line in range(arguments.added))
+                answer = ask(server.connect(), server, i, chats[i], SETTINGS)
+                chats[i] += answer.text + "\n"
+                return answer
+
+            answers = list(clients.map(take_turn, range(arguments.chats)))
+            counted += answers if turn else []
+    if lost := [answer for answer in counted if answer.outcome != "answered"]:
+        raise RuntimeError(f"{len(lost)} of {len(counted)} requests were not answered: {lost[0].error or 'cut off'}")
+    return counted
+
+
+def row(routing: str, answers: list[RequestRecord]) -> dict:
+    ttft = np.percentile([answer.ttft for answer in answers if answer.ttft], [50, 95])
+    hits = sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers)
+    return {"routing": routing, "requests": len(answers), "hits": hits, "ttft_50": ttft[0], "ttft_95": ttft[1]}
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| routing | prefix-cache hits | TTFT, median | TTFT, 95th percentile |", "|---|---|---|---|"]
+    for one in rows:
+        times = " | ".join(f"{1000 * one[name]:.0f} ms" for name in ("ttft_50", "ttft_95"))
+        lines.append(f"| {one['routing']} | {one['hits']:.0%} | {times} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    with exit_on(ValueError, status=2):
+        refuse_unsound(arguments.main, arguments.draft)
+    with exit_on(RuntimeError, ValueError), ctrl_c_raises(), ExitStack() as stack:
+        started = {}
+        with ctrl_c_waits():
+            for routing in ROUTINGS:
+                options = ["--replicas", arguments.replicas, "--num-cpus", 1, "--routing", routing]
+                started[routing] = StartedServer([arguments.main, arguments.draft, *options])
+                stack.callback(started[routing].end)
+        targets = {routing: Target(server.url(), "") for routing, server in started.items()}
+        targets = {routing: one._replace(model=only_model(one)) for routing, one in targets.items()}
+        answers: dict[str, list[RequestRecord]] = {routing: [] for routing in ROUTINGS}
+        with BackgroundLoad() as other:
+            for round in range(-1, arguments.rounds):
+                for routing, target in targets.items():
+                    found = play(target, arguments, (round + 1) * arguments.chats)
+                    answers[routing] += found if round >= 0 else []
+    rows = [row(routing, answers[routing]) for routing in ROUTINGS]
+    result = {"program": "benchmark_routing", "environment": environment(arguments, other), "rows": rows}
+    print(table(rows), other.sentence, json.dumps(result), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
