@@ -1,8 +1,9 @@
 """Lifecycle of the Ray Serve application: start, drain, stop."""
 
+import io
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 from ray import serve
@@ -11,7 +12,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
-from speculative.serving import tracing
+from speculative.serving import arguments, tracing
 from speculative.serving.arguments import in_url
 from speculative.serving.deployment import Replica
 from speculative.serving.prefix_routing import PrefixRouter
@@ -20,6 +21,7 @@ from speculative.serving.settings import Settings
 NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[2])
 ATTEMPTS = 3  # to load the models
+CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
@@ -48,6 +50,21 @@ def start(settings: Settings) -> DeploymentHandle:
     if not _answers(url):
         raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
+
+
+def build(args: dict[str, list[str]]) -> Application:
+    """The application for a config file of Ray Serve. `args["options"]` are arguments of serve_pair.py without
+    `CLUSTERS`. Raises ValueError."""
+    given = list(map(str, args.get("options", [])))
+    if wrong := [option for option in CLUSTERS if any(word.partition("=")[0] == option for word in given)]:
+        raise ValueError(f"{wrong[0]} is for serve_pair.py: the config file and Ray itself say this here")
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):  # the host is the config file's: as on any network, a key is needed
+            settings = arguments.parse("", [*given, "--host", "0.0.0.0"])
+    except SystemExit:
+        raise ValueError(said.getvalue().strip()) from None
+    return bound(settings)
 
 
 def bound(settings: Settings) -> Application:

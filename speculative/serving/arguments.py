@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from speculative.cli import console, former_options
@@ -31,10 +32,10 @@ ORIGIN = re.compile(r"\*|https?://[a-z0-9.:\[\]-]+")
 _above_zero = decimal(lambda value: 0 < value < 1e6, "above 0")
 
 
-def parse(description: str) -> Settings:
-    """Parse and check the arguments."""
+def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
+    """Parse and check the arguments, by default those of this program."""
     parser = build_parser(description)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
         alone = [SUFFIX, ALONE] if args.suffix_decoding else [ALONE]

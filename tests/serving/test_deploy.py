@@ -1,0 +1,121 @@
+"""The files in deploy/, as far as that is possible without Docker and Kubernetes."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import compose_spec
+import httpx
+import pytest
+import yaml
+
+from speculative.bench.load.server import free_port
+from speculative.serving.settings import API_KEY_VARIABLE, Settings
+from tests.support.later import Later
+from tests.support.paths import DRAFT, ROOT
+from tests.support.serving import PLAIN, ray_cluster
+from tests.support.waiting import PATIENCE, wait_until
+
+application, schema = Later("speculative.serving.application"), Later("ray.serve.schema")
+DEPLOY = ROOT / "deploy"
+KEY = "a key that only tests know"
+
+
+def read(name):
+    return yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+
+
+def serve_config():
+    return yaml.safe_load(read("rayservice.yaml")["spec"]["serveConfigV2"])
+
+
+def containers(template):
+    return template["template"]["spec"]["containers"]
+
+
+def test_the_dockerfile_has_no_findings_of_hadolint():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    process = subprocess.run([hadolint, "--format", "json", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert json.loads(process.stdout) == []
+
+
+def test_the_image_has_a_pinned_base_and_all_that_is_copied_and_runs_without_root():
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    assert re.search(r"^FROM python:3\.\d+-slim-\w+$", text, flags=re.MULTILINE)
+    assert re.findall(r"^USER (.*)", text, flags=re.MULTILINE) == ["1000"] and "\nHEALTHCHECK" in text
+    sources = [path for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for path in line.split()]
+    sent = re.findall(r"^!(.*)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(sources) == sorted(sent) and all((ROOT / path).exists() for path in sources)
+    program, models = (json.loads(re.search(rf"^{name} (.*)", text, re.MULTILINE)[1]) for name in ("ENTRYPOINT", "CMD"))
+    assert all((ROOT / path).exists() for path in [*program[1:], *models])
+
+
+def test_the_compose_file_is_of_the_compose_specification():
+    compose = compose_spec.PyCompose.from_yaml((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    compose.validate()
+    services = read("compose.yaml")["services"]
+    assert sorted(services) == sorted(compose.service_names()) == ["grafana", "prometheus", "server"]
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert mounted and all((DEPLOY / path).exists() for path in mounted)
+    assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", []))
+    assert read("prometheus.yaml")["scrape_configs"][0]["static_configs"][0]["targets"] == [
+        f"127.0.0.1:{Settings.metrics_port}"
+    ]
+
+
+def test_the_ray_service_has_a_serve_config_and_the_required_ray():
+    service = read("rayservice.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    required = (ROOT / "requirements-serve.txt").read_text(encoding="utf-8")
+    assert f"ray[serve]=={cluster['rayVersion']} " in required
+    for container in containers(cluster["headGroupSpec"]) + containers(cluster["workerGroupSpecs"][0]):
+        assert [variable["name"] for variable in container["env"]] == [API_KEY_VARIABLE]
+    [app] = schema.ServeDeploySchema(**serve_config()).applications
+    assert app.import_path == f"{application.build.__module__}:build"
+
+
+def test_the_builder_takes_the_options_of_serve_pair(monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    monkeypatch.chdir(ROOT)
+    [app] = serve_config()["applications"]
+    deployment = application.build(app["args"])._bound_deployment
+    assert deployment.num_replicas == 2
+    assert deployment._deployment_config.request_router_config.get_request_router_class() is application.PrefixRouter
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ([DRAFT], "anyone who can reach 0.0.0.0 can use this server"),
+        ([DRAFT, "--port", 80], "--port is for serve_pair.py"),
+        ([DRAFT, "--max-num-seqs=0"], "argument --max-num-seqs"),
+    ],
+)
+def test_a_builder_with_wrong_options_says_so(options, problem, monkeypatch):
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        application.build({"options": options})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
+def test_serving_the_config_of_the_ray_service(tmp_path, monkeypatch):
+    """By `serve run`, which does with it what KubeRay's operator does; with a small model and one replica."""
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    config, port = serve_config(), free_port()
+    config["applications"][0]["args"]["options"] = [str(DRAFT), "--num-cpus", "1", "--routing", "prefix"]
+    config["http_options"] = {"host": "127.0.0.1", "port": port}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    url, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {KEY}"}
+    body = {"model": DRAFT.name, "prompt": "def", "max_tokens": 5}
+    with ray_cluster(num_cpus=1, object_store_memory=80 * 2**20) as cluster:
+        command = [Path(sys.executable).parent / "serve", "run", "--address", cluster.address, tmp_path / "config.yaml"]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        wait_until(lambda: httpx.get(f"{url}/health", **PLAIN).is_success, passing=(httpx.TransportError,))
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, **PLAIN).json()["choices"]
+        assert httpx.post(f"{url}/v1/completions", json=body, **PLAIN).status_code == 401
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
