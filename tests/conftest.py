@@ -214,6 +214,26 @@ def shared_server():
         server.end()
 
 
+@pytest.fixture(scope="module")  # no longer: until it ends, this thread has an event loop that runs
+def browser():
+    """A browser of this machine: Chromium or Chrome, or Edge on Windows. Nothing is downloaded."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with playwright.sync_playwright() as driver:
+        for choice in [{"executable_path": found}] if found else [{"channel": "chrome"}, {"channel": "msedge"}]:
+            try:
+                started = driver.chromium.launch(**choice)
+            except playwright.Error as error:
+                reason = str(error).splitlines()[0]
+                continue
+            yield started
+            started.close()
+            return
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"in CI the page is tested in a browser, and none starts: {reason}")
+        pytest.skip(f"no browser starts here ({reason}): install chromium from your system's packages")
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory):
     """A folder that the test processes that run beside each other share."""

@@ -27,6 +27,7 @@ from speculative.serving import health, openapi, request_body, tokenization
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
+from speculative.serving.page import page
 from speculative.serving.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -38,6 +39,7 @@ from speculative.serving.request_id import HEADER, RequestId
 from speculative.serving.responses import ResponseBuilder, model_card
 from speculative.serving.settings import Limits
 from speculative.serving.structured_output import Structure
+from speculative.serving.token_sources import TokenSources
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
 from speculative.serving.tracing import Traces
 
@@ -117,6 +119,7 @@ class Endpoint:
         ):
             answers = openapi.answers(path, bool(keys))
             app.add_api_route(path, handle, methods=[method], response_model=None, responses=answers)
+        app.add_api_route("/", page, include_in_schema=False)
         openapi.describe(app)
         return app
 
@@ -133,11 +136,11 @@ class Endpoint:
         return health.trouble(self.engine)
 
     async def models(self) -> dict:
-        return {"object": "list", "data": [model_card(self.name, self._created)]}
+        return {"object": "list", "data": [model_card(self.name, self._created, self.engine.decoder)]}
 
     async def model(self, name: str) -> dict:
         self._check_model(name)
-        return model_card(self.name, self._created)
+        return model_card(self.name, self._created, self.engine.decoder)
 
     async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
         tokenizer = self.engine.decoder.tokenizer
@@ -168,13 +171,21 @@ class Endpoint:
         except BaseException:
             self.asking -= 1
             raise
-        answer = ResponseBuilder(asked, self.name)
+        answer = ResponseBuilder(asked, self.name, self._sources(asked, jobs))
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
         with self._until_over(jobs, asked, request):
             async for _ in pieces(jobs):
                 pass
             return JSONResponse(answer.whole(jobs))
+
+    def _sources(
+        self, asked: ChatCompletionRequest | CompletionRequest, jobs: list[GenerationHandle]
+    ) -> list[TokenSources]:
+        tokenizer = self.engine.decoder.tokenizer
+        if not (tokenizer and asked.stream_options and asked.stream_options.include_draft_tokens):
+            return []
+        return [TokenSources(job, tokenizer.decode) for job in jobs]
 
     async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> list[GenerationHandle]:
         """Encode the prompts and submit a job for each text. A full queue rejects the request before that."""

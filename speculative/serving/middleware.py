@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from speculative.serving.protocol import ApiError
 from speculative.serving.settings import Limits
 
-OPEN = ("/health",)  # probed by machines without a key
+OPEN = ("/health", "/")  # probed by machines without a key; the page, which has a field for it
 
 
 def digest(key: str) -> bytes:

@@ -58,6 +58,9 @@ class ModelCard(Schema):
     object: Literal["model"]
     created: int
     owned_by: str
+    max_model_len: int = Field(ge=1)
+    chat_template: bool
+    draft: str | None
 
 
 class ModelList(Schema):
@@ -126,8 +129,20 @@ class Completion(Head):
     usage: Usage
 
 
+class Token(Schema):
+    text: str
+    from_draft: bool
+
+
+class Speculation(Schema):
+    tokens: list[Token]
+    iterations: int = Field(ge=0)
+    draft_tokens: int = Field(ge=0)
+
+
 class ChunkChoice(AnyChoice):
     finish_reason: Literal["stop", "length"] | None
+    speculation: Speculation | None = None
 
 
 class Delta(Schema):

@@ -74,6 +74,7 @@ def _type(status: int) -> str:
 
 class StreamOptions(Given):
     include_usage: bool = False
+    include_draft_tokens: bool = False  # an extension: `speculation` in each chunk (token_sources.py)
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 

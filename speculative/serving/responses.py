@@ -8,9 +8,11 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 
+from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.result import GenerationResult
 from speculative.serving.engine_thread import GenerationHandle
 from speculative.serving.protocol import ApiError, BaseRequest, ChatCompletionRequest
+from speculative.serving.token_sources import TokenSources, draft_source
 
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
 
@@ -60,7 +62,9 @@ class ChatChoiceBuilder(ChoiceBuilder):
 class ResponseBuilder:
     """Builds the response to one request, as one object or as a stream of chunks."""
 
-    def __init__(self, asked: BaseRequest, model: str):
+    def __init__(self, asked: BaseRequest, model: str, sources: Sequence[TokenSources] = ()):
+        """`sources` of the tokens of each choice, if the chunks are to tell them."""
+        self._sources = sources
         self._chat = isinstance(asked, ChatCompletionRequest)
         kind = ChatChoiceBuilder if self._chat else ChoiceBuilder
         self.choices = [kind(index) for index in range(asked.choices)]
@@ -84,11 +88,11 @@ class ResponseBuilder:
 
     def piece(self, index: int, text: str) -> bytes:
         """Return the events of a piece of the text of choice `index`."""
-        return self._chunks(self.choices[index].piece(text))
+        return self._chunks(self._with_sources(index, self.choices[index].piece(text)))
 
     def end_choice(self, index: int, finish_reason: str) -> bytes:
         """Return the events after the text of choice `index`."""
-        return self._chunks(self.choices[index].end(finish_reason))
+        return self._chunks(self._with_sources(index, self.choices[index].end(finish_reason), last=True))
 
     def end(self, jobs: Sequence[GenerationHandle]) -> bytes:
         """Return the events after all choices, which are the results of `jobs`."""
@@ -100,6 +104,11 @@ class ResponseBuilder:
     def broken(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
         return self._event(error.body)
+
+    def _with_sources(self, index: int, choices: list[dict], last: bool = False) -> list[dict]:
+        if self._sources and choices:
+            choices[-1]["speculation"] = self._sources[index].take(last)
+        return choices
 
     def _chunks(self, choices: Iterable[dict]) -> bytes:
         usage = {"usage": None} if self._usage_last else {}
@@ -138,5 +147,13 @@ def usage(jobs: Sequence[GenerationHandle], texts: int) -> dict:
     }
 
 
-def model_card(name: str, created: int) -> dict:
-    return {"id": name, "object": "model", "created": created, "owned_by": "local"}
+def model_card(name: str, created: int, decoder: BatchDecoder) -> dict:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "local",
+        "max_model_len": decoder.main.context,
+        "chat_template": bool(decoder.tokenizer and decoder.tokenizer.chat_template),
+        "draft": draft_source(decoder),
+    }

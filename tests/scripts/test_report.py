@@ -3,9 +3,7 @@
 import csv
 import io
 import json
-import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import pytest
 from speculative.bench.reporting import charts
 from speculative.bench.reporting.page import html_text
 from speculative.pair.engines import engine_id
+from tests.support.page_checks import BEYOND, CONTRAST
 from tests.support.paths import DRAFT, ROOT
 
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">"' & \ud800"""
@@ -104,26 +103,6 @@ LONG = {
 }
 
 
-@pytest.fixture(scope="module")  # no longer: until it ends, this thread has an event loop that runs
-def browser():
-    """A browser of this machine: Chromium or Chrome, or Edge on Windows. Nothing is downloaded."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with playwright.sync_playwright() as driver:
-        for choice in [{"executable_path": found}] if found else [{"channel": "chrome"}, {"channel": "msedge"}]:
-            try:
-                started = driver.chromium.launch(**choice)
-            except playwright.Error as error:
-                reason = str(error).splitlines()[0]
-                continue
-            yield started
-            started.close()
-            return
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"in CI the page is tested in a browser, and none starts: {reason}")
-        pytest.skip(f"no browser starts here ({reason}): install chromium from your system's packages")
-
-
 @pytest.fixture
 def draw(run_here, tmp_path):
     """The page of a result, by the command."""
@@ -175,36 +154,6 @@ def sections(shown):
 
 
 # ---- the page in a browser ------------------------------------------------------------------------------------------
-
-# The contrast of every text, and of every line and mark of a chart, with what lies behind it (WCAG 2.2, 1.4.3, 1.4.11).
-CONTRAST = """() => {
-    const parse = colour => { const n = colour.match(/[\\d.]+/g).map(Number); return n.length > 3 ? n : [...n, 1]; };
-    const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
-    const light = colour => colour.slice(0, 3).map(v => v / 255)
-        .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-    const ground = node => parse(getComputedStyle(node).backgroundColor);
-    const behind = node => node ? over(ground(node), behind(node.parentElement)) : [255, 255, 255, 1];
-    const contrast = (node, colour) => {
-        const below = behind(node), [a, b] = [light(over(parse(colour), below)), light(below)];
-        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    };
-    const texts = [], marks = [];
-    for (const node of document.body.querySelectorAll('*')) {
-        if (node.closest('title, desc, .patterns') || !node.getClientRects().length) continue;
-        const style = getComputedStyle(node);
-        if ([...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()))
-            texts.push([contrast(node, node.closest('svg') ? style.fill : style.color), node.textContent.slice(0, 40)]);
-        if (node.matches('.line, .marker')) marks.push([contrast(node, style.stroke), node.getAttribute('class')]);
-    }
-    return {texts, marks};
-}"""
-
-# What reaches beyond the window, but for what stands in a part that is moved sideways by itself.
-BEYOND = """() => [...document.body.querySelectorAll('*')]
-    .filter(node => !node.parentElement.closest('.scroll'))
-    .filter(node => node.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
-    .map(node => node.outerHTML.slice(0, 80))"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

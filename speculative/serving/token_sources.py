@@ -1,0 +1,51 @@
+"""Where the tokens of a stream came from: `speculation` in its chunks, if `stream_options.include_draft_tokens` asks.
+
+Its `tokens` are those whose text has become complete since the chunk before, each with its text and whether it is an
+accepted draft token; `iterations` and `draft_tokens` count the main model's forward passes after the prompt and all
+draft tokens since then. The `content` of a chunk may hold less text: it holds back what may begin a stop string.
+"""
+
+from collections.abc import Callable
+
+from speculative.batch_decoder import BatchDecoder
+from speculative.models.eagle3_batch import BatchHead
+from speculative.sequence.detokenizer import IncrementalDetokenizer
+from speculative.serving.engine_thread import GenerationHandle
+
+
+def draft_source(decoder: BatchDecoder) -> str | None:
+    """What proposes draft tokens; None if nothing does."""
+    sources = []
+    if decoder.draft:
+        sources.append("eagle3" if isinstance(decoder.draft, BatchHead) else "draft_model")
+    if decoder.suffix:
+        sources.append("suffix_decoding")
+    return "_and_".join(sources) or None
+
+
+class TokenSources:
+    """Reads the growing result of `job`. `decode` turns token ids into text."""
+
+    def __init__(self, job: GenerationHandle, decode: Callable[[list[int]], str]):
+        self._job = job
+        self._text = IncrementalDetokenizer(decode)
+        self._tokens = self._iterations = 0  # read so far
+        self._incomplete: list[dict] = []  # tokens with a part of a character
+
+    def take(self, last: bool) -> dict:
+        """What is new since the call before; with `last`, also incomplete characters."""
+        result = self._job.result
+        until = len(result.from_draft)  # the decoding thread adds to it after adding the tokens
+        found = self._incomplete
+        complete = 0
+        for i in range(self._tokens, until):
+            text, _ = self._text.push([result.tokens[i]])
+            found.append({"text": text, "from_draft": result.from_draft[i]})
+            complete = len(found) if text else complete
+        if last and found:
+            found[-1]["text"] += self._text.end()
+            complete = len(found)
+        self._tokens, self._incomplete = until, found[complete:]
+        proposed = result.proposed[self._iterations :]
+        self._iterations += len(proposed)
+        return {"tokens": found[:complete], "iterations": len(proposed), "draft_tokens": sum(proposed)}

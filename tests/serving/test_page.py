@@ -1,0 +1,232 @@
+"""The page at /: in an installed browser, against the server's application over the real engine."""
+
+import re
+import time
+
+import httpx
+import pytest
+
+from speculative import batch_decoder
+from speculative.models.spec import ModelSpec
+from speculative.serving.middleware import digest
+from tests.support.page_checks import BEYOND, CONTRAST
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import PLAIN, Api
+from tests.support.waiting import wait_until
+
+PHONE, DESK = 360, 1280
+ASKED = "Write a class for a stack."
+SENT = {"model": "embedded", "stream": True, "temperature": 0, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
+        yield api
+
+
+@pytest.fixture(scope="module")
+def window(browser):
+    return browser.new_page()
+
+
+@pytest.fixture
+def show(window):
+    """Open the page of a server. Any request elsewhere, and any message in the console but `expected`, fails the test:
+    violations of the Content-Security-Policy are among them."""
+    messages, asked, expected, urls = [], [], [], []
+    listeners = {
+        "console": lambda message: messages.append(message.text),
+        "pageerror": lambda error: messages.append(str(error)),
+        "request": lambda request: asked.append(request.url),
+    }
+    for event, listener in listeners.items():
+        window.on(event, listener)
+
+    def show(api, width=DESK, scheme="light", expect=()):
+        expected.extend(expect)
+        window.set_viewport_size({"width": width, "height": 800})
+        window.emulate_media(color_scheme=scheme)
+        urls.append(api.url.removesuffix("v1"))
+        window.goto(urls[-1])
+        return window
+
+    yield show
+    window.goto("about:blank")
+    for event, listener in listeners.items():
+        window.remove_listener(event, listener)
+    assert [one for one in messages if not any(words in one for words in expected)] == []
+    assert [one for one in asked if not one.startswith(("about:", "data:", *urls))] == []
+
+
+def ask(page, text=ASKED, **settings):
+    """Send a message by keyboard, with settings by id, and wait for its answer."""
+    page.locator("#settings").evaluate("settings => settings.open = true")
+    for name, value in {"temperature": 0, "max-tokens": 60, **settings}.items():
+        page.locator(f"#{name}").fill(str(value))
+    page.locator("#message").fill(text)
+    page.keyboard.press("Enter")
+    page.locator(".figures").last.wait_for()
+
+
+def test_an_answer_streams_with_the_draft_tokens_marked(api, show):
+    page = show(api)
+    assert page.inner_text("h1") == "Speculative decoding: embedded"
+    ask(page)
+    messages = [{"role": "user", "content": ASKED}]
+    whole = httpx.post(
+        f"{api.url}/chat/completions", json={**SENT, "messages": messages, "stream": False}, timeout=60, **PLAIN
+    ).json()
+    shown = page.locator(".answer p").first
+    assert shown.evaluate("text => text.textContent") == whole["choices"][0]["message"]["content"]
+    usage = whole["usage"]
+    tokens, marked = shown.locator("span").count(), shown.locator("span.draft").count()
+    assert tokens == usage["completion_tokens"]
+    assert marked == usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    assert page.inner_text("#source") == "the draft model"
+    for figure, words in {"acceptance": r"\d+ %", "efficiency": r"\d\.\d\d", "speed": r"\d+\.\d"}.items():
+        assert re.fullmatch(words, page.inner_text(f"#{figure}"))
+    assert page.inner_text(".figures").startswith(f"{tokens} tokens · ")
+
+
+def test_a_chat_goes_on_until_it_is_cleared(api, show, monkeypatch):
+    seen = []
+    encode = api.engine.decoder.encode
+
+    def listening(prompt, config=None):
+        if isinstance(prompt, list):  # messages, not the tokens that follow from them
+            seen.append(prompt)
+        return encode(prompt, config)
+
+    monkeypatch.setattr(api.engine.decoder, "encode", listening)
+    page = show(api)
+    ask(page, system="Be brief.")
+    ask(page, "And a queue.")
+    assert [one["role"] for one in seen[-1]] == ["system", "user", "assistant", "user"]
+    assert seen[-1][2]["content"] == page.locator(".answer p").first.evaluate("text => text.textContent")
+    page.locator("#clear").click()
+    assert page.locator(".turn").count() == 0
+    ask(page, "A set.", system="")
+    assert seen[-1] == [{"role": "user", "content": "A set."}]
+
+
+@pytest.fixture
+def slow(decoder, monkeypatch):
+    step = decoder.step
+
+    def slow_step():
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(decoder, "step", slow_step)
+
+
+@pytest.mark.parametrize("by", ["Escape", "button"])
+def test_an_answer_can_be_stopped(api, show, slow, by):
+    page = show(api)
+    page.locator("#max-tokens").fill("400")
+    page.locator("#message").fill(ASKED)
+    page.keyboard.press("Enter")
+    page.locator(".answer span").first.wait_for()
+    assert page.locator("#send").is_disabled() and page.locator("#log").get_attribute("aria-busy") == "true"
+    if by == "Escape":
+        page.keyboard.press("Escape")
+    else:
+        page.locator("#stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    assert page.locator("#stop").is_disabled() and page.locator("#send").is_enabled()
+    assert page.evaluate("document.activeElement.id") == "message"
+    wait_until(lambda: api.engine.idle, "its place in the batch is free")
+
+
+def test_a_refusal_is_shown_in_words_and_the_message_stays(api, show):
+    page = show(api, expect=["400 (Bad Request)"])
+    page.locator("#max-tokens").fill("401")
+    page.locator("#message").fill(ASKED)
+    page.keyboard.press("Enter")
+    page.get_by_text("max_tokens is 401, but at most 400 are allowed.").wait_for()
+    assert page.locator("#message").input_value() == ASKED and page.locator(".turn").count() == 0
+    page.locator("#temperature").fill("3")
+    page.locator("#send").click()
+    page.locator("#status.error", has_text="Temperature: ").wait_for()
+    assert page.evaluate("document.activeElement.id") == "temperature"
+    ask(page)
+
+
+def test_a_key_is_asked_for_only_where_one_is_needed(api, decoder, show):
+    assert not show(api).locator("#key").is_visible()
+    with Api(decoder, keys=frozenset([digest("one")])) as guarded:
+        page = show(guarded, expect=["401 (Unauthorized)"])
+        page.locator("#key").wait_for()
+        assert "The API key is missing or wrong" in page.inner_text("#status")
+        page.locator("#key").fill("two")
+        page.locator("#message").fill(ASKED)
+        page.keyboard.press("Enter")
+        wait_until(lambda: guarded.counts.outcomes.count("refused_401") == 2, "the wrong key is refused")
+        ask(page, key="one")
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+
+
+def test_a_model_without_a_chat_template_continues_the_text_until_the_server_is_gone(decoder, show, monkeypatch):
+    monkeypatch.setattr(decoder, "tokenizer", Untemplated(decoder.tokenizer))
+    with Api(decoder) as plain:
+        page = show(plain, expect=["ERR_CONNECTION_REFUSED"])
+        ask(page, "def is_prime(n):")
+        assert "return" in page.locator(".answer p").first.inner_text()
+        assert page.locator("#message-label").inner_text().startswith("Text to continue")
+        assert not page.locator("#system").is_visible()
+    page.locator("#message").fill(ASKED)
+    page.keyboard.press("Enter")
+    page.get_by_text("The server cannot be reached.").wait_for()
+
+
+class Untemplated:
+    chat_template = ""
+
+    def __init__(self, tokenizer):
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESK])
+def test_nothing_overflows_and_all_can_be_read(api, show, width, scheme):
+    page = show(api, width, scheme)
+    hostile = "<img src=x onerror='window.hacked = 1'>" + "word " * 20 + "x" * 200
+    ask(page, hostile, **{"max-tokens": 30})
+    assert page.locator(".user p").evaluate("text => text.textContent") == hostile
+    assert page.locator("#log img").count() == 0 and page.evaluate("window.hacked") is None
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(BEYOND) == []
+    texts = page.evaluate(CONTRAST)["texts"]
+    assert len(texts) > 20 and [one for one in texts if one[0] < 4.5] == []
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground))) > 600) == (scheme == "light")
+
+
+def test_all_can_be_reached_and_named_by_keyboard(api, show):
+    page = show(api)
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.locator("summary").focus()
+    reached = []
+    for _ in range(9):
+        page.keyboard.press("Tab")
+        focused = page.locator(":focus")
+        reached.append(focused.get_attribute("id"))
+        assert focused.evaluate("one => getComputedStyle(one).outlineStyle") == "solid"
+        assert focused.evaluate("one => one.ariaLabel || one.labels?.[0]?.textContent || one.textContent").strip()
+    assert reached == ["temperature", "top-p", "max-tokens", "seed", "system", "log", "message", "send", "clear"]
+
+
+def test_the_page_may_load_and_send_nothing_elsewhere(api):
+    answer = httpx.get(api.url.removesuffix("v1"), **PLAIN)
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    assert all(re.fullmatch(r"'sha256-\S+'", policy[f"{kind}-src"]) for kind in ("script", "style"))
+    assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(|innerHTML|\son\w+=["']""", answer.text)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8" and "x-request-id" in answer.headers
