@@ -32,6 +32,7 @@ from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.combined import CombinedEstimate, CombinedProposer, Estimate
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Confidence, DraftLengthPolicy, FixedDraftLength, policy_from_params
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.retokenizer import Retokenizer
@@ -280,13 +281,7 @@ class BatchDecoder:
         for request in requests:
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
-        budget = PREFILL_CHUNK
-        if running:
-            curve = self.draft_length.main
-            budget = min(
-                max(curve.most(PREFILL_SLOWDOWN * curve(running), beside=running), LEAST_PREFILL_CHUNK), PREFILL_CHUNK
-            )
-        return _within(budget, _first_of_alike(parts))
+        return _within(prompt_budget(self.draft_length.main, running), _first_of_alike(parts))
 
     def _draft(self, running: list[Request], read: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
@@ -492,6 +487,7 @@ class BatchDecoder:
             return None
 
 
+<<<<<<< HEAD
 def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
     """`parts` without those whose next block another one computes."""
     first: dict[Request, ScheduledTokens] = {}
@@ -503,6 +499,14 @@ def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, Sche
             computed.append(part)
         first[request] = part
     return first
+=======
+def prompt_budget(main: LatencyCurve, running: int) -> int:
+    """The prompt tokens that a forward pass of the main model may include beside those of `running` requests."""
+    if not running:
+        return PREFILL_CHUNK
+    most = main.most(PREFILL_SLOWDOWN * main(running), beside=running)
+    return min(max(most, LEAST_PREFILL_CHUNK), PREFILL_CHUNK)
+>>>>>>> ce5ffb0 (Plan the capacity of a cluster by simulating its scheduler)
 
 
 def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:

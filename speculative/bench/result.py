@@ -703,6 +703,98 @@ class TuneResult(TypedDict):
     exhaustive: ExhaustiveCheck | None  # None without --exhaustive, or if it did not finish
 
 
+# ---- scripts/plan_capacity.py ----------------------------------------------------------------------------------------
+
+
+class CapacityGoals(TypedDict):
+    """What a plan has to meet."""
+
+    ttft: float  # seconds to the first token
+    tpot: float  # seconds per output token after the first
+    percentile: float  # of the requests, from 0 to 100; refused ones do not meet the goals
+
+
+class CapacityWorkload(TypedDict):
+    """The simulated requests."""
+
+    arrivals: str  # "Poisson", or the trace file
+    prompt_tokens: str  # distribution, as given
+    output_tokens: str  # distribution, as given
+    acceptance: float | None  # mean probability that a draft token is accepted; None without a draft
+    cached: float  # share of a prompt that an earlier request had, too
+    turns: int  # requests of a chat; 0: all requests begin alike
+    think: float  # seconds between the requests of a chat
+    router: str  # "balanced" or "prefix"
+    requests: int  # simulated for each number of replicas
+    seed: int  # of the random numbers
+
+
+class CapacityEnvironment(Environment):
+    """The environment of scripts/plan_capacity.py."""
+
+    measured: dict[str, Any]  # environment in which the costs were measured
+
+
+class CapacityRow(TypedDict):
+    """A number of replicas at a load, as simulated."""
+
+    rate: float  # requests per second, of all replicas together
+    with_draft: bool
+    max_num_seqs: int  # maximum batch size of a replica
+    replicas: int
+    ttft: float | None  # median; None if half of the requests were refused
+    ttft_percentile: float | None  # at the percentile of the goals; None if so many requests were refused
+    tpot: float | None  # likewise
+    tpot_percentile: float | None
+    throughput: float  # tokens/s, of all replicas together
+    utilisation: float  # share of the time in which a replica runs iterations, from 0 to 1
+    batch: float  # mean number of requests in an iteration
+    requests: int  # counted
+    refused: int  # with a full queue
+    cached: float  # share of the prompt tokens from the prefix cache, from 0 to 1
+    mean_draft_length: float  # draft tokens of a request per main-model forward pass
+    holds: bool  # whether the goals are met
+
+
+class CapacityPlan(TypedDict):
+    """The smallest number of replicas for a rate and settings."""
+
+    rate: float  # requests per second
+    with_draft: bool
+    max_num_seqs: int
+    replicas: int | None  # None: no number of replicas meets the goals
+    why_not: str  # reason; "" if there is a number
+
+
+class CapacityCheck(TypedDict):
+    """A row of a load benchmark beside a simulation of the same clients."""
+
+    method: str  # name of the method
+    clients: int  # that request at the same time
+    throughput: float  # tokens/s, measured
+    throughput_simulated: float
+    ttft: float | None  # median, measured
+    ttft_simulated: float | None
+    tpot: float | None  # median, measured
+    tpot_simulated: float | None
+    mean_draft_length: float | None  # measured
+    mean_draft_length_simulated: float | None
+
+
+class CapacityResult(TypedDict):
+    """The result of scripts/plan_capacity.py."""
+
+    program: Literal["plan_capacity"]
+    summary: list[str]  # sentences
+    environment: CapacityEnvironment
+    workload: CapacityWorkload
+    goals: CapacityGoals
+    plans: list[CapacityPlan]
+    rows: list[CapacityRow]  # every number of replicas that was simulated
+    drafting: list[LoadRow]  # of one replica by number of clients, simulated; empty without a draft
+    checks: list[CapacityCheck]  # with --against
+
+
 # ---- checks: scripts/smoke.py, check_pair.py and verify_lossless.py -------------------------------------------------
 
 
@@ -864,6 +956,7 @@ RESULTS = {
     "sweep_draft_length": SweepResult,
     "device_swap": SwapResult,
     "tune": TuneResult,
+    "plan_capacity": CapacityResult,
     "smoke": SmokeResult | SmokeFailure,
     "check_pair": CheckResult,
     "verify_lossless": LosslessResult,

@@ -1,0 +1,380 @@
+"""Plan a cluster by simulation: how many replicas meet goals for TTFT and TPOT, with and without a draft, and the load
+from which on drafting no longer helps.
+
+    python scripts/plan_capacity.py models/embedded/main models/embedded/draft --rate 5,20 --ttft-goal 0.5
+
+first measures what forward passes and iterations take on this machine, and which draft tokens the main model accepts
+on the --prompts. `--save-costs` keeps this, and `--costs` plans with it on any machine, without models. The scheduler
+of the server (continuous batching, prompts in chunks, queue, draft lengths by its own policy) is simulated with these
+costs.
+
+Requests arrive at random (Poisson) with lengths from a distribution: 512, uniform:LOW:HIGH, exponential:MEAN or
+lognormal:MEDIAN:SIGMA; by default those of the prompts. `--trace` takes arrivals and lengths from JSON lines with
+"arrival" (seconds), "prompt_tokens" and "output_tokens", or from the CSV of Azure's LLM inference traces or BurstGPT.
+A goal holds if that percentile of the requests meets it; refused ones (status 429) do not. For each rate and setting,
+numbers of replicas are simulated until the smallest one that meets both goals is found; more than 16 as 16 with their
+share of the requests. Not simulated: the network, proxies, and whatever else uses the processors.
+
+`--against` compares a result of benchmark_batching.py or benchmark_serving.py with simulations of the same clients.
+Output: tables, then one JSON object on the last line.
+"""
+
+from speculative.cli.program import exit_on, prepare_output
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from speculative import batch_decoder
+from speculative.atomic_write import atomic_write
+from speculative.bench.capacity import measuring
+from speculative.bench.capacity.cluster import ROUTERS
+from speculative.bench.capacity.costs import Costs
+from speculative.bench.capacity.planner import Goals, Plan, Planner, breaking_even
+from speculative.bench.capacity.replica import Settings
+from speculative.bench.capacity.tables import checks_table, drafting_table, plans_table, sentences
+from speculative.bench.capacity.workload import Lengths, Workload, lengths, read_trace
+from speculative.bench.harness import BackgroundLoad, environment, output_file, write_outputs
+from speculative.bench.load.arguments import numbers, png_file
+from speculative.bench.load.batch_methods import CACHE_TOKENS, Prompts
+from speculative.bench.prompts import read_prompts, token_ids
+from speculative.bench.result import Drawn
+from speculative.cli.arguments import (
+    above_zero,
+    add_huge_pages_argument,
+    add_prompt_arguments,
+    model_specs,
+    refuse_unusable,
+    two_or_more,
+    whole,
+)
+from speculative.cli.properties import PROPERTY
+from speculative.pair.engines import NATIVE
+from speculative.serving.settings import Limits, Pair
+
+NUMBER_TOKENS = 16  # maximum length of the number before a prompt
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _add_costs_arguments(parser.add_argument_group("costs"))
+    _add_workload_arguments(parser.add_argument_group("workload"))
+    _add_goals_arguments(parser.add_argument_group("goals and settings"))
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
+    parser.add_argument(
+        "--against", type=load_result, metavar="FILE", help="compare with this result of a load benchmark (JSON)"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
+    parser.add_argument(
+        "--csv", type=output_file, metavar="FILE", help="write the simulated numbers of replicas as CSV"
+    )
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="write the plot (needs matplotlib)")
+    parser.set_defaults(html=None)
+    arguments = parser.parse_args()
+    if bool(arguments.costs) == bool(arguments.main):
+        parser.error("give either MAIN and perhaps DRAFT, to measure costs here, or --costs FILE")
+    if arguments.seed < 0:
+        parser.error(f"--seed is {arguments.seed}, but must be at least 0")
+    if arguments.rate is None and not arguments.trace and not arguments.against:
+        parser.error("give a --rate in requests per second, a --trace, or a result to compare --against")
+    if arguments.trace and (arguments.prompt_tokens or arguments.output_tokens):
+        parser.error("--trace has the lengths: leave out --prompt-tokens and --output-tokens")
+    if arguments.turns and not arguments.cached:
+        parser.error("--turns requires --cached, the share of a prompt that the request before had, too")
+    return arguments
+
+
+def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to measure costs here")
+    group.add_argument("draft", type=Path, nargs="?", help="draft: a model or an EAGLE-3 head (IR folder)")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="costs that --save-costs wrote, instead of models")
+    group.add_argument("--save-costs", type=output_file, metavar="FILE", help="write the costs to FILE")
+    group.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
+    group.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
+    group.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
+    add_huge_pages_argument(group)
+    add_prompt_arguments(group, max_prompts=20)
+    group.add_argument(
+        "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="new tokens per measured text (default: 64)"
+    )
+    group.add_argument(
+        "--acceptance",
+        type=share,
+        metavar="A",
+        help="probability that a draft token is accepted, independently (default: as measured)",
+    )
+
+
+def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--rate",
+        type=rates,
+        metavar="R",
+        help="requests per second, one or several: 5 or 5,20,100 (default: the trace's)",
+    )
+    group.add_argument("--trace", type=trace, metavar="FILE", help="requests with arrivals and lengths")
+    group.add_argument(
+        "--prompt-tokens", type=token_lengths, metavar="N", help="prompt lengths (default: those of the prompts)"
+    )
+    group.add_argument(
+        "--output-tokens", type=token_lengths, metavar="N", help="answer lengths (default: --max-new-tokens)"
+    )
+    group.add_argument(
+        "--cached",
+        type=share,
+        default=0.0,
+        metavar="S",
+        help="share of a prompt that an earlier request had, too, from 0 to 1 (default: 0)",
+    )
+    group.add_argument(
+        "--turns",
+        type=whole,
+        metavar="N",
+        help="requests of a chat, each of which begins as the one before (default: all requests begin alike)",
+    )
+    group.add_argument(
+        "--think", type=above_zero, default=30.0, metavar="S", help="seconds between those requests (default: 30)"
+    )
+    group.add_argument(
+        "--requests", type=whole, default=300, metavar="N", help="simulated for each number of replicas (default: 300)"
+    )
+
+
+def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ttft-goal", type=above_zero, default=1.0, metavar="S", help="seconds to the first token (default: 1)"
+    )
+    group.add_argument(
+        "--tpot-goal", type=above_zero, default=0.1, metavar="S", help="seconds per token after it (default: 0.1)"
+    )
+    group.add_argument(
+        "--percentile", type=percentile, default=95.0, metavar="P", help="of the requests, for both (default: 95)"
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=numbers,
+        default=str(Limits.max_num_seqs),
+        metavar="N",
+        help="maximum batch sizes to compare, 8,16,32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-queue", type=whole, default=Limits.max_queue, metavar="N", help="of each replica (default: %(default)s)"
+    )
+    group.add_argument(
+        "--cache-tokens",
+        type=whole,
+        default=Pair.cache_tokens,
+        metavar="N",
+        help="KV-cache size of each replica in tokens (default: %(default)s)",
+    )
+    group.add_argument(
+        "--router",
+        choices=ROUTERS,
+        default=ROUTERS[0],
+        help="the less loaded of two random replicas, or the one that has the beginning (default: balanced)",
+    )
+    group.add_argument(
+        "--replicas", type=whole, default=1, metavar="N", help="of the server compared --against (default: 1)"
+    )
+
+
+# ---- types of arguments ---------------------------------------------------------------------------------------------
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def percentile(text: str) -> float:
+    value = above_zero(text)
+    if value >= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentile above 0 and below 100")
+    return value
+
+
+def rates(text: str) -> list[float]:
+    return [above_zero(part) for part in text.split(",")]
+
+
+def token_lengths(text: str) -> Lengths:
+    try:
+        return lengths(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def trace(text: str) -> tuple[str, list]:
+    try:
+        return text, read_trace(Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def load_result(text: str) -> Drawn:
+    try:
+        result = json.loads(Path(text).read_text(encoding="utf-8").strip().rpartition("\n")[2])
+    except (OSError, ValueError):
+        result = None
+    if not isinstance(result, dict) or "rows" not in result:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a result of a load benchmark: give a file written by its --json"
+        )
+    return result
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+
+class NumberedPrompts(Sequence[np.ndarray]):
+    """Prompts with a number before each, so that none is served from a cache, without end."""
+
+    def __init__(self, main: Path, texts: list[str]):
+        self._prompts, self._number = Prompts(main, texts), len(texts)
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, number):
+        return self._prompts[number]
+
+
+def measured_costs(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
+    """The costs on this machine, and the environment."""
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+    with exit_on(RuntimeError, ValueError):
+        decoder = batch_decoder.load(
+            *model_specs(arguments), cache_tokens=CACHE_TOKENS, use_huge_pages=arguments.huge_pages
+        )
+        with BackgroundLoad() as load:
+            numbered = NumberedPrompts(arguments.main, [prompt.text for prompt in prompts])
+            costs = measuring.measure(decoder, numbered, arguments.max_new_tokens)
+    if load.sentence:
+        print(f"note: {load.sentence}", file=sys.stderr)
+    return costs, {**environment(arguments, load), "max_new_tokens": arguments.max_new_tokens}
+
+
+def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
+    """The costs, measured or read, and the environment of their measurement."""
+    if arguments.main:
+        refuse_unusable(arguments, NATIVE)
+        costs, facts = measured_costs(arguments)
+    else:
+        with exit_on(ValueError, status=2):
+            costs, facts = Costs.read(arguments.costs)
+    if arguments.save_costs:
+        with exit_on(OSError):
+            costs.save(arguments.save_costs, facts)
+    return costs, facts
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+
+def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) -> Workload:
+    return Workload(
+        arguments.prompt_tokens or costs.prompt_tokens or lengths("128"),
+        arguments.output_tokens or lengths(str(measured.get("max_new_tokens", arguments.max_new_tokens))),
+        costs.judged or 0.0 if arguments.acceptance is None else arguments.acceptance,
+        arguments.trace[1] if arguments.trace else (),
+        arguments.cached,
+        arguments.turns or 0,
+        arguments.think,
+    )
+
+
+def plans_of(arguments: argparse.Namespace, planner: Planner, all_settings: list[Settings]) -> list[Plan]:
+    if arguments.rate is None and not arguments.trace:
+        return []
+    asked = arguments.rate or [planner.workload.trace_rate]
+    return [planner.plan(rate, settings) for rate in asked for settings in all_settings]
+
+
+def result_of(
+    arguments: argparse.Namespace, planner: Planner, plans: list[Plan], drafting: list, checks: list, measured: Drawn
+) -> dict:
+    """The program's result, as written in JSON."""
+    workload, goals = planner.workload, planner.goals
+    even = breaking_even(drafting, workload.mean_output(planner.seed)) if drafting else None
+    return {
+        "program": "plan_capacity",
+        "summary": sentences(plans, drafting, even, checks, goals),
+        "environment": {**environment(argparse.Namespace()), "measured": measured},
+        "workload": {
+            "arrivals": arguments.trace[0] if arguments.trace else "Poisson",
+            "prompt_tokens": _shown(arguments.prompt_tokens, arguments.trace, "as measured"),
+            "output_tokens": _shown(workload.output, arguments.trace, ""),
+            "acceptance": planner.costs.draft and (
+                workload.acceptance if isinstance(workload.acceptance, float) else planner.costs.acceptance
+            ),
+            "cached": workload.cached,
+            "turns": workload.turns,
+            "think": workload.think,
+            "router": planner.router,
+            "requests": planner.count,
+            "seed": planner.seed,
+        },
+        "goals": {"ttft": goals.ttft, "tpot": goals.tpot, "percentile": goals.percentile},
+        "plans": [
+            {
+                "rate": plan.rate,
+                "with_draft": plan.settings.with_draft,
+                "max_num_seqs": plan.settings.max_num_seqs,
+                "replicas": plan.choice and plan.choice["replicas"],
+                "why_not": plan.why_not,
+            }
+            for plan in plans
+        ],
+        "rows": [row for plan in plans for row in plan.rows],
+        "drafting": drafting,
+        "checks": checks,
+    }  # fmt: skip
+
+
+def _shown(given: Lengths | None, trace: object, default: str) -> str:
+    return "as in the trace" if trace else given.text if given else default
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    with exit_on():
+        costs, measured = costs_of(arguments)
+        goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.percentile)
+        workload = workload_of(arguments, costs, measured)
+        planner = Planner(costs, workload, goals, arguments.router, arguments.requests, arguments.seed)
+        all_settings = [
+            Settings(with_draft, n, arguments.max_queue, arguments.cache_tokens)
+            for n in arguments.max_num_seqs
+            for with_draft in ([False, True] if costs.draft else [False])
+        ]
+        plans = plans_of(arguments, planner, all_settings)
+        drafting = planner.drafting(all_settings[-1]) if costs.draft and plans else []
+        with exit_on(ValueError, status=2):
+            checks = (
+                planner.against(arguments.against, all_settings[-1], arguments.replicas) if arguments.against else []
+            )
+    result = result_of(arguments, planner, plans, drafting, checks, measured)
+    if arguments.png:
+        from speculative.bench.capacity import plot
+
+        with exit_on(OSError, ValueError):
+            atomic_write(arguments.png, plot.png(result))
+    shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
+    write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Costs of a replica: seconds of its forward passes and of the work around them, and what becomes of its draft tokens.
+
+costs = measuring.measure(decoder, prompts)
+costs.save(Path("costs.json"), environment)
+costs, environment = Costs.read(Path("costs.json"))
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from speculative.atomic_write import atomic_write
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import LatencyCurve, monotone
+from speculative.models.paged_model import rounded_up
+
+FORMAT = 1  # of the file
+MOST_TOKENS = 2048  # in a forward pass
+
+Judged = tuple[float, bool]
+"""The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Seconds of a model's forward passes: of the main model, or of a draft after the main model."""
+
+    passes: Mapping[int, float]  # by number of tokens, 1 included, with logits after each, over a short context
+    without_logits: float = 0.0  # less, for each token without logits
+    change: float = 0.0  # more, after a forward pass over another number of tokens
+    context: float = 0.0  # more, for each token in the context of each sequence
+    attention: float = 0.0  # more, for each token in the context of each token
+    further: Mapping[int, float] | None = None  # of a draft after itself, with its weights in the CPU caches
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_of", _table(self.passes))
+        object.__setattr__(self, "_further", _table(self.further or self.passes))
+
+    def seconds(
+        self, tokens: int, rows: int, context: int = 0, attended: int = 0, changed: bool = False, further: bool = False
+    ) -> float:
+        """Seconds of a forward pass over `tokens` tokens with `rows` logits. The sequences have `context` tokens in the
+        cache, those that their tokens attend to are `attended`."""
+        table: list[float] = getattr(self, "_further" if further else "_of")
+        least = table[min(rows, MOST_TOKENS)]
+        of_tokens = max(table[min(rounded_up(tokens), MOST_TOKENS)] - self.without_logits * (tokens - rows), least)
+        return of_tokens + self.change * changed + self.context * context + self.attention * attended
+
+
+def _table(passes: Mapping[int, float]) -> list[float]:
+    """Seconds of 0, 1, ..., MOST_TOKENS tokens: interpolated, extrapolated linearly."""
+    n, seconds = monotone(passes)
+    table = np.interp(np.arange(MOST_TOKENS + 1), n, seconds)
+    if len(n) > 1:
+        table[n[-1] :] += (seconds[-1] - seconds[-2]) / (n[-1] - n[-2]) * np.arange(MOST_TOKENS + 1 - n[-1])
+    table[0] = 0.0
+    return table.tolist()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Seconds outside the forward passes, which the engine, and in a server all that shares its processors, takes."""
+
+    iteration: float = 0.0
+    request: float = 0.0  # more, for each request in an iteration
+    round: float = 0.0  # more, for each drafting round
+    token: float = 0.0  # more, for each draft token
+    arrival: float = 0.0  # once, for each request
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that a plan needs to know of a main model, a draft and a machine."""
+
+    main: ModelCosts
+    draft: ModelCosts | None = None
+    outside: Outside = Outside()
+    judged: Sequence[Sequence[Judged]] = ()  # draft tokens of each measured text, in their order in the text
+    prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
+    shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
+
+    def policy(self) -> BatchDraftLength:
+        """The engine's policy of draft lengths, as it starts with these costs."""
+        draft = self.draft or ModelCosts({1: 0.0})
+        curves = self.main.passes, draft.passes, draft.further or draft.passes
+        return BatchDraftLength(*(LatencyCurve(dict(by_tokens)) for by_tokens in curves))
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the judged draft tokens that the main model accepted; None if none was judged."""
+        told = [accepted for text in self.judged for _, accepted in text]
+        return sum(told) / len(told) if told else None
+
+    def save(self, path: Path, environment: Mapping[str, Any]) -> None:
+        """Write the costs as JSON, with the `environment` in which they were measured. Raises OSError."""
+        atomic_write(path, json.dumps({"format": FORMAT, "environment": environment, **asdict(self)}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> tuple["Costs", dict[str, Any]]:
+        """Read costs and environment from a file that `save` wrote. Raises ValueError if that is not possible."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"{path} has costs of format {content['format']}, not {FORMAT}: measure them again")
+            draft = content["draft"]
+            costs = cls(
+                _model(content["main"]),
+                draft and _model(draft),
+                Outside(**content["outside"]),
+                [[(float(confidence), bool(accepted)) for confidence, accepted in text] for text in content["judged"]],
+                content["prompt_tokens"],
+                content["shares_prefixes"],
+            )
+            return costs, dict(content["environment"])
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} has no costs: give a file written by --save-costs") from None
+
+
+def _model(content: dict) -> ModelCosts:
+    by_tokens: Callable[[dict], dict] = lambda seconds: {int(n): float(value) for n, value in seconds.items()}  # noqa: E731
+    further = content["further"]
+    return ModelCosts(**{**content, "passes": by_tokens(content["passes"]), "further": further and by_tokens(further)})

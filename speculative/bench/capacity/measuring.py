@@ -1,0 +1,241 @@
+"""Measures the costs of a replica on this machine, with the batch decoder that a server runs.
+
+    costs = measure(decoder, prompts, max_new_tokens=64)
+
+The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
+without logits, and over a long context. Those of the draft were timed when the decoder was loaded. Then the decoder
+answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length: what an iteration takes
+beyond its forward passes is distributed over iteration, requests, drafting rounds and draft tokens by least squares,
+and what becomes of each draft token is kept.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from openvino_genai import GenerationConfig
+
+from speculative.batch_decoder import BatchDecoder
+from speculative.bench.capacity.costs import Costs, Judged, ModelCosts, Outside
+from speculative.cli.progress import tqdm
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.combined import Estimate
+from speculative.models.batch_model import BatchModel, ScheduledTokens
+from speculative.models.eagle3_batch import BatchHead
+from speculative.models.paged_model import rounded_up
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one forward pass
+SHORT, LONG = 64, 1024  # tokens in the context, if they fit
+TIMES, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
+TEXTS = (1, 4, 16)  # decoded at once
+DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are judged
+RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
+OUTLIER = 3.0  # median absolute deviations from which a time is left out
+
+
+def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Costs:
+    """The costs of `decoder`, which must have no requests, for answers to `prompts` (token ids [n], any number of which
+    may be asked for by index) of `max_new_tokens` tokens. Takes a minute."""
+    main = measure_main(decoder.main)
+    draft = draft_costs(decoder)
+    recorders = [Recorder(Costs(main, draft), drafted) for drafted in ([0, DRAFTED] if draft else [0])]
+    usual, numbers = decoder.draft_length, itertools.count()
+    try:
+        for texts, recorder in tqdm(list(itertools.product(TEXTS, recorders)), desc="iterations", leave=False):
+            decoder.draft_length = recorder
+            recorder.run(decoder, prompts, numbers, texts, max_new_tokens)
+    finally:
+        decoder.draft_length = usual
+    judged = [text for recorder in recorders for text in recorder.judged if text]
+    lengths = [len(prompts[i]) for i in range(len(prompts))]
+    return Costs(main, draft, outside_of(recorders), judged, lengths, decoder.draft is None or decoder.draft.shares)
+
+
+# ---- forward passes -------------------------------------------------------------------------------------------------
+
+
+def measure_main(model: BatchModel) -> ModelCosts:
+    """The costs of the main model's forward passes."""
+    most = min(model.context, LONG + SIZES[-1])
+    ids = (np.arange(most, dtype=np.int64) * 7919 + 1) % model.vocab_size
+    slot = model.slot(most)
+    short, long = (max(1, min(context, most - SIZES[-1])) for context in (SHORT, LONG))
+
+    def seconds(context: int, tokens: int, rows: int) -> float:
+        slot.start_write(context, context)  # computes them again
+        begin = time.perf_counter()
+        model.logits([ScheduledTokens(slot, ids[: context + tokens], rows)])
+        return time.perf_counter() - begin
+
+    def median(context: int, tokens: int, rows: int) -> float:
+        seconds(context, tokens, rows)
+        return statistics.median(seconds(context, tokens, rows) for _ in range(3))
+
+    try:
+        model.logits([ScheduledTokens(slot, ids[:most], 1)])
+        same: dict[int, list[float]] = {n: [] for n in SIZES if short + n <= most}
+        changed: dict[int, list[float]] = {n: [] for n in same}
+        began = time.perf_counter()
+        for i in range(TIMES + 1):  # the first one compiles kernels
+            for n in same:
+                changed[n].append(seconds(short, n, n))
+                same[n].append(seconds(short, n, n))
+            if i > 1 and time.perf_counter() - began > ENOUGH_SECONDS:
+                break
+        passes = {n: statistics.median(times[1:]) for n, times in same.items()}
+        changes = [statistics.median(times[1:]) - passes[n] for n, times in changed.items()]
+        last = max(passes)
+        without = max(0.0, passes[last] - median(short, last, 1)) / max(last - 1, 1)
+        model.logits([ScheduledTokens(slot, ids[:most], 1)])
+        one = max(0.0, median(long, 1, 1) - passes[1])
+        many = max(0.0, median(long, last, last) - passes[last])
+    finally:
+        slot.free_blocks()
+    attention = max(0.0, many - one) / max((last - 1) * (long - short), 1)
+    context = max(0.0, one / max(long - short, 1) - attention)
+    return ModelCosts(passes, without, max(0.0, statistics.median(changes)), context, attention)
+
+
+def draft_costs(decoder: BatchDecoder) -> ModelCosts | None:
+    """The costs of the draft's forward passes, as measured when the decoder was loaded; None without a draft."""
+    if not decoder.draft:
+        return None
+    policy = decoder.draft_length
+    first, further = ({n: curve.measured(n) for n in SIZES} for curve in (policy.draft, policy.draft_further))
+    of_context = ModelCosts({1: 0.0}) if isinstance(decoder.draft, BatchHead) else measure_main(decoder.draft)
+    return ModelCosts(first, of_context.without_logits, 0.0, of_context.context, of_context.attention, further)
+
+
+# ---- iterations -----------------------------------------------------------------------------------------------------
+
+
+class Iteration(NamedTuple):
+    """A measured iteration without prompts."""
+
+    seconds: float  # in total
+    expected: float  # of its forward passes
+    requests: int
+    rounds: int  # of drafting
+    drafted: int  # tokens
+
+
+class JudgedEstimate(AcceptanceEstimate):
+    """Also keeps what became of the draft tokens, up to the first wrong one of each iteration."""
+
+    def __init__(self, judged: list[Judged]):
+        super().__init__()
+        self._told = judged
+        self._confidences: list[float] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self._confidences = []
+
+    def draft(self, confidence: float) -> None:
+        super().draft(confidence)
+        self._confidences.append(round(confidence, 2))
+
+    def update(self, drafted: int, accepted: int) -> None:
+        super().update(drafted, accepted)
+        self._told += [(confidence, i < accepted) for i, confidence in enumerate(self._confidences[: accepted + 1])]
+
+
+class Recorder(BatchDraftLength):
+    """Policy that drafts a fixed number of tokens for each request, and records the iterations. It decides as the
+    engine's policy does, too, because that takes time."""
+
+    def __init__(self, costs: Costs, drafted: int):
+        policy = costs.policy()
+        super().__init__(policy.main, policy.draft, policy.draft_further)
+        self.iterations: list[Iteration] = []
+        self.arrivals: list[float] = []  # seconds of each new request
+        self.judged: list[list[Judged]] = []
+        self._main, self._draft = costs.main, costs.draft
+        self._fixed = drafted
+        self._width = 0
+        self._expected, self._rounds, self._is_prompt = 0.0, 0, False  # of this iteration
+
+    def estimate(self, combined: bool = False) -> Estimate:
+        self.judged.append([])
+        return JudgedEstimate(self.judged[-1])
+
+    def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
+        super().choose(estimates, tokens, anyway, forced)
+        return [i for i, estimate in enumerate(estimates) if estimate.drafted < self._fixed]
+
+    def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
+        super().update_draft(tokens, seconds, looked_up)
+        assert self._draft
+        self._expected += self._draft.seconds(tokens, tokens, further=self._rounds > 0)
+        self._rounds += 1
+
+    def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
+        super().update_main(verified, prompts, gained, seconds)
+        width = rounded_up(verified + prompts)
+        self._expected += self._main.seconds(verified, verified, changed=width != self._width)
+        self._width, self._is_prompt = width, prompts > 0
+
+    def run(
+        self, decoder: BatchDecoder, prompts: Sequence[np.ndarray], numbers: Iterator[int], texts: int, tokens: int
+    ) -> None:
+        """Decode `texts` texts at once, a new one when one ends."""
+        config, going = GenerationConfig(max_new_tokens=tokens, ignore_eos=True), 0
+        least, until = texts, time.perf_counter() + RUN_SECONDS
+        while True:
+            while going < texts and (least > 0 or time.perf_counter() < until):
+                begin = time.perf_counter()
+                ids = prompts[next(numbers)]
+                if not decoder.has_room(len(ids) + tokens):
+                    break
+                decoder.add_request(ids, config)
+                self.arrivals.append(time.perf_counter() - begin)
+                going, least = going + 1, least - 1
+            if not going:
+                return
+            going -= self._step(decoder)
+
+    def _step(self, decoder: BatchDecoder) -> int:
+        """Run and record an iteration; returns how many requests it has finished."""
+        self._expected, self._rounds = 0.0, 0
+        begin = time.perf_counter()
+        outputs = decoder.step()
+        seconds = time.perf_counter() - begin
+        if outputs and not self._is_prompt:
+            lengths = [output.request.sequence.n for output in outputs]
+            drafted = [output.step.proposed for output in outputs]
+            attended = sum(length * (1 + n) for length, n in zip(lengths, drafted, strict=True))
+            expected = self._expected + self._main.context * sum(lengths) + self._main.attention * attended
+            self.iterations.append(Iteration(seconds, expected, len(outputs), self._rounds, sum(drafted)))
+        return sum(output.request.finished for output in outputs)
+
+
+def outside_of(recorders: Sequence[Recorder]) -> Outside:
+    """What the iterations took beyond their forward passes, by least squares without outliers and negative costs."""
+    iterations = [one for recorder in recorders for one in recorder.iterations]
+    arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
+    if not iterations:
+        return Outside()
+    seconds = np.array([one.seconds - one.expected for one in iterations])
+    counts = np.array([(1, one.requests, one.rounds, one.drafted) for one in iterations], float)
+    kept, found = np.ones(len(seconds), bool), np.zeros(counts.shape[1])
+    for _ in range(3):
+        found = _least_squares(counts[kept], seconds[kept])
+        rest = np.abs(seconds - counts @ found)
+        kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
+    return Outside(*found.tolist(), statistics.median(arrivals))
+
+
+def _least_squares(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """The coefficients, none below 0: float64 [columns]."""
+    found, columns = np.zeros(counts.shape[1]), list(range(counts.shape[1]))
+    while columns:
+        solved = np.linalg.lstsq(counts[:, columns], seconds, rcond=None)[0]
+        if solved.min() >= 0:
+            found[columns] = solved
+            break
+        columns.pop(int(solved.argmin()))
+    return found

@@ -1,0 +1,247 @@
+"""Plan of a cluster: the smallest number of replicas that meets goals for TTFT and TPOT, and the load from which on
+drafting no longer helps.
+
+    planner = Planner(costs, workload, Goals(ttft=1.0, tpot=0.1))
+    plan = planner.plan(rate=10.0, settings=Settings(with_draft=True))
+    plan.choice  # the row of the smallest number of replicas, or None
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from speculative.bench.capacity.cluster import WARM_UP, ClosedLoop, RouterName, serve
+from speculative.bench.capacity.costs import Costs
+from speculative.bench.capacity.replica import Settings
+from speculative.bench.capacity.workload import Workload, lengths
+from speculative.bench.load.metrics import Load, RequestRecord, Span, row
+from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
+
+ONE_BY_ONE = 8  # replicas up to which each number is tried; beyond, an eighth more each time
+MOST_REPLICAS = 1_000_000
+LONE = 20  # requests, one at a time
+A_MOMENT = 1e-9  # seconds in which each client sends one request
+LASTING = 8.0  # duration of a closed loop, in those of a request alone
+HELPS = 1.02  # speedup from which a draft helps
+ALONE, DRAFT = "main model alone", "with draft"
+METHODS = {  # of the load benchmarks: whether they have a draft
+    "ours, main alone": False,
+    "main model alone": False,
+    "ours, adaptive draft": True,
+    "with draft": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goals:
+    """Goals in seconds for a percentile of the requests."""
+
+    ttft: float
+    tpot: float
+    percentile: float = 95.0
+
+
+class Plan(NamedTuple):
+    """The numbers of replicas that were tried for a rate and settings, in ascending order."""
+
+    rate: float
+    settings: Settings
+    rows: list[CapacityRow]
+    why_not: str  # why no number of replicas meets the goals; "" if one does
+
+    @property
+    def choice(self) -> CapacityRow | None:
+        return next((row for row in self.rows if row["holds"]), None)
+
+
+class Planner:
+    """Costs, workload and goals, which all plans share."""
+
+    def __init__(
+        self, costs: Costs, workload: Workload, goals: Goals, router: RouterName = "balanced", count: int = 300,
+        seed: int = 0,
+    ):  # fmt: skip
+        """`count` requests are simulated for each number of replicas."""
+        self.costs = costs
+        self.workload = workload
+        self.goals = goals
+        self.router: RouterName = router
+        self.count = count
+        self.seed = seed
+
+    def plan(self, rate: float, settings: Settings) -> Plan:
+        """The smallest number of replicas for `rate` requests per second, and others that were tried."""
+        if why_not := self._why_not(settings):
+            return Plan(rate, settings, [], why_not)
+        fails, holds = 0, MOST_REPLICAS + 1
+        tried: dict[int, CapacityRow] = {}
+        n = self._first_guess(rate, settings)
+        while holds - fails > 1:
+            tried[n] = self.row(rate, settings, n)
+            if tried[n]["holds"]:
+                holds = n
+                n = max(n - max(n // ONE_BY_ONE, 1), fails + 1) if not fails else (fails + holds) // 2
+            else:
+                fails = n
+                more = n + max(n // ONE_BY_ONE, 1)
+                n = min(more, MOST_REPLICAS) if holds > MOST_REPLICAS else (fails + holds) // 2
+        return Plan(rate, settings, [tried[n] for n in sorted(tried)], "")
+
+    def row(self, rate: float, settings: Settings, replicas: int) -> CapacityRow:
+        """Simulate `replicas` replicas."""
+        served = serve(self.costs, settings, replicas, self.workload, rate, self.count, self.router, self.seed)
+        goals, requests = self.goals, served.requests
+        answered = [one for one in requests if not one.refused]
+        iterations, prompts = sum(one.iterations for one in answered), sum(one.prompt for one in answered)
+        ttft, tpot = percentiles(served.ttft(), goals.percentile), percentiles(served.tpot(), goals.percentile)
+        return {
+            "rate": rate,
+            "with_draft": settings.with_draft,
+            "max_num_seqs": settings.max_num_seqs,
+            "replicas": replicas,
+            "ttft": ttft[0],
+            "ttft_percentile": ttft[1],
+            "tpot": tpot[0],
+            "tpot_percentile": tpot[1],
+            "throughput": sum(one.output for one in answered) / (1 - WARM_UP) / self.count * rate,
+            "utilisation": served.utilisation,
+            "batch": served.batch,
+            "requests": len(requests),
+            "refused": len(requests) - len(answered),
+            "cached": sum(one.cached for one in answered) / prompts if prompts else 0.0,
+            "mean_draft_length": sum(one.proposed for one in answered) / iterations if iterations else 0.0,
+            "holds": _within(ttft[1], goals.ttft) and _within(tpot[1], goals.tpot),
+        }
+
+    def _why_not(self, settings: Settings) -> str:
+        """Why even a replica with a single request does not meet the goals; "" if it does."""
+        span = self._lone(settings)
+        if not span:
+            return f"the requests do not fit in a KV cache of {settings.cache_tokens:,} tokens"
+        for name, goal, seconds in (
+            ("TTFT", self.goals.ttft, [one.ttft for one in span]),
+            ("TPOT", self.goals.tpot, [one.tpot for one in span]),
+        ):
+            alone = percentiles([value for value in seconds if value is not None], self.goals.percentile)[1]
+            if not _within(alone, goal):
+                return f"a request alone on a replica has a {name} of {alone:.3g} s, above the goal of {goal:g} s"
+        return ""
+
+    def _lone(self, settings: Settings) -> list[RequestRecord]:
+        """The answered ones of some requests that are sent one at a time."""
+        loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
+        spans = [loop.run(1, A_MOMENT, i) for i in range(LONE)]
+        return [one for span in spans for one in span.answers if one.outcome == "answered"]
+
+    def _first_guess(self, rate: float, settings: Settings) -> int:
+        """The replicas that a full batch needs."""
+        most = self.closed_loop(settings, [settings.max_num_seqs], "")
+        per_second = _requests_per_second(most.rounds[settings.max_num_seqs][0])
+        return min(max(math.ceil(rate / per_second), 1), MOST_REPLICAS) if per_second else 1
+
+    # ---- closed loop --------------------------------------------------------------------------------------------
+
+    def closed_loop(
+        self, settings: Settings, clients: Sequence[int], name: str, seconds: float = 0.0, rounds: int = 1,
+        replicas: int = 1,
+    ) -> Load:  # fmt: skip
+        """Simulate clients that send one request after another, after a warm-up, as the load benchmarks do. `seconds`:
+        by default, long enough for several requests of each client."""
+        if not seconds:
+            lone = self._lone(settings)
+            seconds = LASTING * max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
+        loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.router)
+        load = Load(name, loop.run)
+        for number in range(rounds + 1):
+            for n in clients:
+                span = loop.run(n, seconds if number else A_MOMENT, 0)
+                if number:
+                    load.rounds.setdefault(n, []).append(span)
+        return load
+
+    def drafting(self, settings: Settings) -> list[LoadRow]:
+        """Throughput of a replica with and without drafting, by number of clients, up to a full batch."""
+        clients = [1 << i for i in range(settings.max_num_seqs.bit_length())]
+        alone, draft = (
+            self.closed_loop(dataclasses.replace(settings, with_draft=with_draft), clients, name)
+            for name, with_draft in ((ALONE, False), (DRAFT, True))
+        )
+        return [row(method, n, alone) for method in (alone, draft) for n in clients]
+
+    def against(self, measured: Drawn, settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
+        """Compare the rows of a load benchmark with simulations of the same clients.
+
+        Raises ValueError if the result has no rows of this project's engine.
+        """
+        facts = measured.get("environment", {})
+        rows = [one for one in measured.get("rows", []) if one.get("method") in METHODS]
+        try:
+            tokens, seconds, rounds = facts["max_new_tokens"], facts["seconds"], facts["rounds"]
+            clients = sorted({one["clients"] for one in rows})
+        except KeyError:
+            rows = []
+        if not rows:
+            raise ValueError("it has no rows of this project's engine: give a result of benchmark_serving.py or "
+                             "benchmark_batching.py")  # fmt: skip
+        workload = dataclasses.replace(
+            self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
+        )
+        planner = Planner(self.costs, workload, self.goals, self.router, self.count, self.seed)
+        found: list[CapacityCheck] = []
+        for method in dict.fromkeys(one["method"] for one in rows):
+            with_draft = METHODS[method]
+            if with_draft and not self.costs.draft:
+                continue
+            full = dataclasses.replace(settings, with_draft=with_draft, max_num_seqs=max(clients))
+            load = planner.closed_loop(full, clients, method, seconds, rounds, replicas)
+            for real in (one for one in rows if one["method"] == method):
+                simulated = row(load, real["clients"], None)
+                found.append(
+                    {
+                        "method": method,
+                        "clients": real["clients"],
+                        "throughput": real["throughput"],
+                        "throughput_simulated": simulated["throughput"],
+                        "ttft": real["ttft"],
+                        "ttft_simulated": simulated["ttft"],
+                        "tpot": real["tpot"],
+                        "tpot_simulated": simulated["tpot"],
+                        "mean_draft_length": real["mean_draft_length"],
+                        "mean_draft_length_simulated": simulated["mean_draft_length"],
+                    }
+                )
+        return found
+
+
+def breaking_even(rows: Sequence[LoadRow], output: float) -> tuple[int, float] | None:
+    """The number of clients, and requests per second, from which on a draft does not help; None if it does up to the
+    last one. `output` is the mean number of tokens of an answer."""
+    drafted = [one for one in rows if one["speedup"] is not None]
+    alone = {one["clients"]: one["throughput"] for one in rows if one["speedup"] is None}
+    found = None
+    for one in reversed(drafted):
+        if one["speedup"] is not None and one["speedup"] >= HELPS:
+            break
+        found = one["clients"], alone[one["clients"]] / output
+    return found
+
+
+def percentiles(values: Sequence[float], percentile: float) -> tuple[float | None, float | None]:
+    """Median and a percentile; None if infinite, or without values."""
+    if not values:
+        return 0.0, 0.0
+    found = np.quantile(values, [0.5, percentile / 100], method="higher").tolist()
+    return tuple(value if math.isfinite(value) else None for value in found)  # type: ignore[return-value]
+
+
+def _within(seconds: float | None, goal: float) -> bool:
+    return seconds is not None and seconds <= goal
+
+
+def _requests_per_second(span: Span) -> float:
+    answered = [one for one in span.answers if one.outcome == "answered"]
+    tokens = sum(one.tokens for one in answered)
+    return span.throughput * len(answered) / tokens if tokens else 0.0

@@ -1,0 +1,258 @@
+"""Simulated replica: the scheduler of the batch decoder and its engine thread, with measured costs instead of models.
+
+    environment = simpy.Environment()
+    replica = Replica(environment, costs, Settings(max_num_seqs=16))
+    done = replica.submit(SimulatedRequest(prompt=512, output=128))
+    environment.run(done)
+
+How many tokens are drafted for each request is decided by the engine's own policy, `BatchDraftLength`, which learns
+from the simulated times and draft tokens as it learns from real ones.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import simpy
+
+from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
+from speculative.bench.capacity.costs import Costs, Judged
+from speculative.drafting.acceptance import AcceptanceEstimate
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.policy import LONGEST
+from speculative.models.paged_model import rounded_up
+
+BLOCK = 32  # tokens in a block of the KV cache
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a replica, as samples/serve/serve_pair.py has them."""
+
+    with_draft: bool = True
+    max_num_seqs: int = 16
+    max_queue: int = 64
+    cache_tokens: int = 16_384
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    """A request of `prompt` and `output` tokens. Its first `shared` tokens begin the next request of the same `chat`,
+    too, and need not be computed where this one was."""
+
+    prompt: int
+    output: int
+    chat: int = 0
+    shared: int = 0
+    judged: Sequence[Judged] = ()  # what becomes of a draft token at each position of the answer
+    sent: float = 0.0
+    first: float = 0.0  # when the first token came
+    end: float = 0.0
+    refused: bool = False
+    cached: int = 0  # prompt tokens from the prefix cache
+    accepted: int = 0  # draft tokens
+    proposed: int = 0
+    iterations: int = 0  # forward passes of the main model after the prompt's
+    estimate: AcceptanceEstimate = field(init=False)
+    done: simpy.Event = field(init=False)
+    # in the replica
+    read: int = 0  # prompt tokens in the main model's cache
+    held: int = 0  # tokens in the draft's
+    generated: int = 0
+    drafted: int = 0  # in this iteration
+    idle: bool = False  # has finished drafting in this iteration
+
+    @property
+    def length(self) -> int:
+        """Prompt, generated and draft tokens."""
+        return self.prompt + self.generated + self.drafted
+
+    @property
+    def can_draft(self) -> bool:
+        return self.generated + self.drafted < self.output - 1 and self.drafted < LONGEST and not self.idle
+
+
+class Replica:
+    """A simulated replica; `run` is a process of the simulation and starts with it."""
+
+    def __init__(
+        self,
+        environment: simpy.Environment,
+        costs: Costs,
+        settings: Settings,
+        policy: BatchDraftLength | None = None,
+    ):
+        """`policy` decides on draft lengths, by default as in the engine."""
+        self.environment = environment
+        self.costs = costs
+        self.settings = settings
+        self.policy = policy or costs.policy()
+        self.draft = costs.draft if settings.with_draft else None
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.running: list[SimulatedRequest] = []
+        self.busy = 0.0  # seconds in iterations
+        self.in_batch = 0.0  # seconds in iterations, of each request
+        self._beginnings: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
+        self._wake = environment.event()
+        self._width = 0  # tokens of the last forward pass
+        environment.process(self.run())
+
+    @property
+    def load(self) -> int:
+        """Number of requests, waiting ones included."""
+        return len(self.waiting) + len(self.running)
+
+    def remember(self, chat: int, tokens: int) -> None:
+        """Keep the beginning of a chat in the prefix cache, and forget others if there is no room."""
+        if tokens >= BLOCK:
+            self._beginnings[chat] = max(tokens, self._beginnings.pop(chat, 0))
+        while sum(self._beginnings.values()) > self.settings.cache_tokens - self._reserved():
+            self._beginnings.popitem(last=False)
+
+    def submit(self, request: SimulatedRequest) -> simpy.Event:
+        """Queue a request, or refuse it if the queue is full; the event happens at its end."""
+        request.sent, request.done = self.environment.now, self.environment.event()
+        settings = self.settings
+        too_long = request.prompt + request.output > settings.cache_tokens
+        places = settings.max_queue + max(settings.max_num_seqs - len(self.running), 0)
+        if too_long or len(self.waiting) >= places:
+            request.refused, request.end = True, self.environment.now
+            return request.done.succeed()
+        self.waiting.append(request)
+        if not self._wake.triggered:
+            self._wake.succeed()
+        return request.done
+
+    def run(self) -> Generator[simpy.Event, None, None]:
+        while True:
+            if not self.waiting and not self.running:
+                self._wake = self.environment.event()
+                yield self._wake
+            seconds = self.costs.outside.arrival * self._admit() + self._iterate()
+            self.busy += seconds
+            self.in_batch += seconds * len(self.running)
+            yield self.environment.timeout(seconds)
+            self._deliver()
+
+    def _admit(self) -> int:
+        """Move waiting requests into the batch, in order; returns their number."""
+        before = len(self.running)
+        while self.waiting and len(self.running) < self.settings.max_num_seqs:
+            request = self.waiting[0]
+            needed = _blocks(request.prompt + request.output) * BLOCK
+            if self.running and self._reserved() + needed > self.settings.cache_tokens:
+                break
+            self.running.append(self.waiting.popleft())
+            request.estimate = cast(AcceptanceEstimate, self.policy.estimate())
+        return len(self.running) - before
+
+    def _reserved(self) -> int:
+        return sum(_blocks(request.prompt + request.output) for request in self.running) * BLOCK
+
+    # ---- an iteration -----------------------------------------------------------------------------------------------
+
+    def _iterate(self) -> float:
+        """Advance all requests by one iteration; returns its seconds."""
+        decoding = [request for request in self.running if request.generated]
+        prompts = self._prompts(len(decoding))
+        read = sum(prompts.values())
+        drafting = self._draft(decoding, read) if self.draft and decoding else 0.0
+        verified = sum(1 + request.drafted for request in decoding)
+        rows, context, attended = verified, 0, 0
+        for request in decoding:
+            context += request.prompt + request.generated
+            attended += (request.prompt + request.generated) * (1 + request.drafted)
+        for request, tokens in prompts.items():
+            context += request.read
+            attended += request.read * tokens
+            request.read += tokens
+            rows += request.read == request.prompt
+        width = rounded_up(verified + read)
+        main = self.costs.main.seconds(verified + read, rows, context, attended, width != self._width)
+        main += self.costs.outside.request * (len(decoding) + len(prompts))
+        self._width = width
+        gained = sum(map(self._verify, decoding))
+        self.policy.update_main(verified, read, gained, main)
+        for request in prompts:
+            if request.read == request.prompt:
+                request.generated = 1
+        return drafting + main + self.costs.outside.iteration
+
+    def _prompts(self, decoding: int) -> dict[SimulatedRequest, int]:
+        """The prompt tokens of each request in the next forward pass."""
+        left, chosen = prompt_budget(self.policy.main, decoding), {}
+        for request in self.running:
+            if request.generated:
+                continue
+            if not request.read and (beginning := self._beginnings.get(request.chat)):
+                self._beginnings.move_to_end(request.chat)
+                usable = min(beginning, request.shared, request.prompt - 1) // BLOCK * BLOCK
+                request.cached = request.read = usable
+                request.held = usable if self.costs.shares_prefixes else 0
+            if left:
+                chosen[request] = min(request.prompt - request.read, left)
+                left -= chosen[request]
+        return chosen
+
+    def _draft(self, decoding: list[SimulatedRequest], read: int) -> float:
+        """Run drafting rounds; returns their seconds."""
+        assert self.draft
+        for request in decoding:
+            request.idle = False
+            request.estimate.begin()
+        self.policy.begin([one.estimate for one in decoding if one.can_draft], len(decoding))
+        spent = 0.0
+        while True:
+            able = [request for request in decoding if request.can_draft]
+            tokens = read + sum(1 + request.drafted for request in decoding)
+            chosen = [able[i] for i in self.policy.choose([one.estimate for one in able], tokens, 0)]
+            if not chosen:
+                return spent
+            left, computed, context, attended = PREFILL_CHUNK, 0, 0, 0
+            for request in chosen:
+                missing = min(request.length - request.held, left)
+                context += request.held
+                attended += request.held * missing
+                request.held += missing
+                request.idle = request.held < request.length
+                left, computed = left - missing, computed + missing
+            drafting = [request for request in chosen if not request.idle]
+            seconds = self.draft.seconds(computed, len(drafting), context, attended, further=spent > 0)
+            seconds += self.costs.outside.token * len(drafting)
+            for request in drafting:
+                confidence, _ = request.judged[request.generated + request.drafted]
+                request.drafted += 1
+                request.estimate.draft(confidence)
+            self.policy.update_draft(computed, seconds)
+            spent += seconds + self.costs.outside.round
+
+    def _verify(self, request: SimulatedRequest) -> int:
+        """Accept the draft tokens up to the first wrong one; returns the number of new tokens."""
+        accepted = 0
+        while accepted < request.drafted and request.judged[request.generated + accepted][1]:
+            accepted += 1
+        request.held = min(request.held, request.prompt + request.generated + accepted)
+        if self.draft:
+            request.estimate.update(request.drafted, accepted)
+        request.iterations += 1
+        request.proposed += request.drafted
+        request.accepted += accepted
+        request.generated += accepted + 1
+        request.drafted = 0
+        return accepted + 1
+
+    def _deliver(self) -> None:
+        now = self.environment.now
+        for request in self.running:
+            if request.generated and not request.first:
+                request.first = now
+                self.remember(request.chat, request.shared)
+            if request.generated == request.output:
+                request.end = now
+                request.done.succeed()
+        self.running = [request for request in self.running if request.generated < request.output]
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK)

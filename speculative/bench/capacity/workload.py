@@ -1,0 +1,233 @@
+"""Requests to simulate: their arrivals, lengths, common beginnings, and what becomes of their draft tokens.
+
+    workload = Workload(lengths("lognormal:500:1.0"), lengths("128"), acceptance=0.7)
+    arrivals = workload.arrivals(rate=3.0, count=300, random=np.random.default_rng(0))
+
+A trace gives arrivals and lengths instead: JSON lines, or CSV as Azure and BurstGPT publish it.
+"""
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speculative.bench.capacity.costs import Judged
+from speculative.bench.capacity.replica import SimulatedRequest
+
+DISTRIBUTIONS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2}  # number of parameters
+COLUMNS = {  # of a trace: names in JSON lines, Azure's LLM inference traces and BurstGPT
+    "arrival": ("arrival", "TIMESTAMP", "Timestamp"),
+    "prompt_tokens": ("prompt_tokens", "ContextTokens", "Request tokens"),
+    "output_tokens": ("output_tokens", "GeneratedTokens", "Response tokens"),
+}
+MOST = 1_000_000  # tokens
+
+
+class Lengths(NamedTuple):
+    """A distribution of numbers of tokens."""
+
+    text: str  # as given
+    kind: str
+    parameters: tuple[float, ...]
+
+    def draw(self, random: np.random.Generator) -> int:
+        """A number of tokens, at least 1."""
+        first, *rest = self.parameters
+        if self.kind == "uniform":
+            drawn = float(random.integers(int(first), int(rest[0]) + 1))
+        elif self.kind == "exponential":
+            drawn = random.exponential(first)
+        elif self.kind == "lognormal":
+            drawn = random.lognormal(math.log(first), rest[0])
+        else:
+            drawn = first
+        return min(max(round(drawn), 1), MOST)
+
+
+def lengths(text: str) -> Lengths:
+    """The distribution named by `text`: 512, uniform:LOW:HIGH, exponential:MEAN or lognormal:MEDIAN:SIGMA. Raises
+    ValueError."""
+    kind, *given = text.split(":")
+    if not given:
+        kind, given = "fixed", [text]
+    try:
+        parameters = tuple(map(float, given))
+    except ValueError:
+        parameters = ()
+    counts = parameters[:1] if kind == "lognormal" else parameters
+    if (
+        len(parameters) != DISTRIBUTIONS.get(kind, -1)
+        or not all(1 <= count <= MOST for count in counts)
+        or not all(0 <= value <= MOST for value in parameters)
+        or list(counts) != sorted(counts)
+    ):
+        raise ValueError(
+            f"{text!r} is not a number of tokens like 512, nor uniform:LOW:HIGH, exponential:MEAN or "
+            "lognormal:MEDIAN:SIGMA with at least 1 token"
+        )
+    return Lengths(text, kind, parameters)
+
+
+class Traced(NamedTuple):
+    """A request of a trace."""
+
+    arrival: float  # seconds
+    prompt: int  # tokens
+    output: int
+
+
+def read_trace(path: Path) -> list[Traced]:
+    """The requests of a trace, by arrival, the first one at 0. Raises ValueError naming the line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    lines = text.splitlines()
+    is_json = text.lstrip().startswith("{")
+    rows: Iterable[Any] = lines if is_json else csv.DictReader(lines)
+    found = []
+    for number, row in enumerate(rows, start=1 if is_json else 2):
+        if is_json and not row.strip():
+            continue
+        try:
+            request = _traced(json.loads(row) if is_json else row)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"line {number} of {path} is not a request with {', '.join(COLUMNS)}: give JSON lines, or CSV with the "
+                "columns of Azure's traces or BurstGPT"
+            ) from None
+        if request.prompt >= 1 and request.output >= 1:  # BurstGPT has failed requests without an answer
+            found.append(request)
+    if len(found) < 2:
+        raise ValueError(f"{path} has {len(found)} requests with an answer: a trace needs two or more")
+    found.sort()
+    if found[-1].arrival <= found[0].arrival:
+        raise ValueError(f"all requests of {path} arrive at the same time: give arrivals in seconds")
+    return [one._replace(arrival=one.arrival - found[0].arrival) for one in found]
+
+
+def _traced(row: dict) -> Traced:
+    values = {name: next(row[column] for column in columns if column in row) for name, columns in COLUMNS.items()}
+    arrival = _seconds(values["arrival"])
+    prompt, output = (float(values[name]) for name in ("prompt_tokens", "output_tokens"))
+    if not 0 <= prompt <= MOST or not 0 <= output <= MOST or not np.isfinite(arrival):
+        raise ValueError
+    return Traced(arrival, int(prompt), int(output))
+
+
+def _seconds(value: object) -> float:
+    """A number of seconds, or a time like 2023-11-16 18:15:46.6805900."""
+    try:
+        return float(str(value))
+    except ValueError:
+        return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", str(value)).removesuffix("Z")).timestamp()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests of a plan. Without `trace`, they arrive at random (Poisson) and have lengths of `prompt` and
+    `output` tokens."""
+
+    prompt: Lengths | Sequence[int]  # a sequence: one of these at random
+    output: Lengths
+    acceptance: float | Sequence[Sequence[Judged]]  # of each draft token, or measured texts
+    trace: Sequence[Traced] = ()
+    cached: float = 0.0  # share of a prompt that an earlier request had, too: from 0 to 1
+    turns: int = 0  # requests of a chat, each of which begins as the one before; 0: all requests begin alike
+    think: float = 30.0  # seconds between the requests of a chat
+
+    @property
+    def trace_rate(self) -> float:
+        """Requests per second of the trace."""
+        return (len(self.trace) - 1) / self.trace[-1].arrival
+
+    def arrivals(self, rate: float, count: int, random: np.random.Generator, seen: float = 1.0) -> "Arrivals":
+        """`count` requests that arrive `rate` times per second; those of a trace, stretched to that rate. `seen`: the
+        probability that the request before of the same chat is among these requests, too, if there was one."""
+        if self.trace:
+            first = int(random.integers(len(self.trace)))
+            taken = [self.trace[(first + i) % len(self.trace)] for i in range(count)]
+            gaps = np.diff([one.arrival for one in taken], prepend=taken[0].arrival)
+            gaps[gaps < 0] = 1 / self.trace_rate  # where the trace begins again
+            times = gaps.cumsum() * self.trace_rate / rate
+            sizes = [(one.prompt, one.output) for one in taken]
+        else:
+            times = random.exponential(1 / rate, count).cumsum()
+            sizes = [(self._prompt(random), self.output.draw(random)) for _ in range(count)]
+        chats = _Chats(self.turns, max(round(rate * self.think), 1), random)
+        requests = [self.request(prompt, output, random) for prompt, output in sizes]
+        for request, time in zip(requests, times.tolist(), strict=True):
+            request.sent, request.chat = time, chats.next(seen)
+        return Arrivals(requests, chats.begun)
+
+    def request(self, prompt: int, output: int, random: np.random.Generator) -> SimulatedRequest:
+        """A request of these lengths."""
+        return SimulatedRequest(
+            prompt, output, shared=int(prompt * self.cached), judged=judge(self.acceptance, output, random)
+        )
+
+    def draw(self, random: np.random.Generator) -> SimulatedRequest:
+        """A request of a random length."""
+        if self.trace:
+            one = self.trace[int(random.integers(len(self.trace)))]
+            return self.request(one.prompt, one.output, random)
+        return self.request(self._prompt(random), self.output.draw(random), random)
+
+    def mean_output(self, seed: int) -> float:
+        """The mean number of tokens of an answer."""
+        if self.trace:
+            return float(np.mean([one.output for one in self.trace]))
+        random = np.random.default_rng(seed)
+        return float(np.mean([self.output.draw(random) for _ in range(1000)]))
+
+    def _prompt(self, random: np.random.Generator) -> int:
+        if isinstance(self.prompt, Lengths):
+            return self.prompt.draw(random)
+        return int(self.prompt[int(random.integers(len(self.prompt)))])
+
+
+class Arrivals(NamedTuple):
+    """Requests in the order of their arrival, which is their `sent`."""
+
+    requests: list[SimulatedRequest]
+    begun: set[int]  # chats that have had requests before
+
+
+class _Chats:
+    """Open chats, each of which has had some of its requests; a new one opens when one has had all."""
+
+    def __init__(self, turns: int, number: int, random: np.random.Generator):
+        self._turns, self._random, self._last = turns, random, number
+        self._open = [[i, int(random.integers(turns))] for i in range(1, number + 1)] if turns else []
+        self.begun = {chat for chat, had in self._open if had} or {0}
+
+    def next(self, seen: float) -> int:
+        """The chat of the next request; a new number if the request before was not `seen`."""
+        if not self._turns:
+            return 0
+        chat = self._open[int(self._random.integers(len(self._open)))]
+        if chat[1] >= self._turns or (seen < 1 and self._random.random() >= seen):
+            self._last += 1
+            chat[:] = self._last, 0 if chat[1] >= self._turns else chat[1]
+        chat[1] += 1
+        return chat[0]
+
+
+def judge(acceptance: float | Sequence[Sequence[Judged]], output: int, random: np.random.Generator) -> list[Judged]:
+    """What becomes of a draft token at each position of an answer of `output` tokens: with a number, independently;
+    otherwise as in measured texts, one after another."""
+    if isinstance(acceptance, float):
+        return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
+    judged: list[Judged] = []
+    while len(judged) < output:
+        text = acceptance[int(random.integers(len(acceptance)))]
+        first = 0 if judged else int(random.integers(len(text)))
+        judged += text[first:]
+    return judged[:output]

@@ -1,0 +1,144 @@
+"""plan_capacity.py as users run it."""
+
+import csv
+import json
+
+import pytest
+
+from speculative.bench.capacity import measuring
+from speculative.bench.capacity.costs import Costs, ModelCosts, Outside
+from speculative.bench.result import CapacityResult
+from tests.support.paths import DRAFT, MAIN
+from tests.support.typed import problems
+
+PROGRAM = "scripts/plan_capacity.py"
+COSTS = Costs(
+    ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6}), ModelCosts({1: 0.006, 64: 0.03}), Outside(0.001),
+    [[(0.9, True), (0.7, True), (0.5, False)]], [30, 50],
+)  # fmt: skip
+QUICK = ["--requests", "20", "--ttft-goal", "5", "--tpot-goal", "0.5"]
+LINE = '{"arrival": 0, "prompt_tokens": 9, "output_tokens": 9}\n'
+
+
+def as_result(process):
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, CapacityResult) == []
+    return result
+
+
+@pytest.fixture
+def costs(tmp_path):
+    COSTS.save(tmp_path / "costs.json", {"max_new_tokens": 16})
+    return tmp_path / "costs.json"
+
+
+def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, monkeypatch):
+    for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 1), ("SIZES", (1, 4, 16, 64))):
+        monkeypatch.setattr(measuring, name, value)
+    saved, arguments = tmp_path / "costs.json", ["--rate", "2", *QUICK]
+    few = ["--max-prompts", "3", "--max-new-tokens", "12"]
+    measured = as_result(run_here(PROGRAM, MAIN, DRAFT, *few, *arguments, "--save-costs", saved))
+    read = as_result(run_here(PROGRAM, "--costs", saved, *arguments))
+    for key in ("rows", "plans", "drafting", "workload", "goals", "summary"):
+        assert read[key] == measured[key]
+    assert read["environment"]["measured"] == measured["environment"]["measured"]
+    kept, _ = Costs.read(saved)
+    assert kept.main.passes[1] > 0 and kept.draft.passes[1] < kept.main.passes[1]
+    assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
+    assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
+
+
+def test_a_plan_is_complete_and_written(run_here, costs, tmp_path):
+    files = [part for kind in ("json", "csv", "png") for part in (f"--{kind}", tmp_path / f"plan.{kind}")]
+    arguments = ["--rate", "0.5,4", "--max-num-seqs", "4,8", *QUICK, "--prompt-tokens", "uniform:10:90"]
+    process = run_here(PROGRAM, "--costs", costs, *arguments, *files)
+    result = as_result(process)
+    asked = [(r, n, d) for r in (0.5, 4.0) for n in (4, 8) for d in (False, True)]
+    assert [(one["rate"], one["max_num_seqs"], one["with_draft"]) for one in result["plans"]] == asked
+    for plan in result["plans"]:
+        rows = [
+            row
+            for row in result["rows"]
+            if all(row[key] == plan[key] for key in ("rate", "max_num_seqs", "with_draft"))
+        ]
+        assert next(row["replicas"] for row in rows if row["holds"]) == plan["replicas"]
+    assert "*" in process.stdout and "Drafting" in " ".join(result["summary"])
+    assert [row["clients"] for row in result["drafting"]] == [1, 2, 4, 8] * 2
+    assert json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")) == result
+    assert len(list(csv.DictReader((tmp_path / "plan.csv").open(encoding="utf-8")))) == len(result["rows"])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_load_benchmark_is_compared(run_here, costs, tmp_path):
+    rows = [
+        {"method": method, "clients": n, "throughput": 20.0, "ttft": 0.2, "tpot": 0.1, "mean_draft_length": 0.0}
+        for method in ("GenAI, main alone", "ours, main alone", "ours, adaptive draft")
+        for n in (1, 4)
+    ]
+    facts = {"max_new_tokens": 16, "seconds": 5.0, "rounds": 1}
+    (tmp_path / "load.json").write_text(json.dumps({"rows": rows, "environment": facts}), encoding="utf-8")
+    result = as_result(run_here(PROGRAM, "--costs", costs, "--against", tmp_path / "load.json"))
+    assert [(one["method"], one["clients"]) for one in result["checks"]] == [
+        (method, n) for method in ("ours, main alone", "ours, adaptive draft") for n in (1, 4)
+    ]
+    lone, four, drafted, _ = (one["throughput_simulated"] for one in result["checks"])
+    assert 5 < lone < 10 and lone < four < 4 * lone and drafted > 1.3 * lone
+    assert result["plans"] == [] and "Mean error" in result["summary"][-1]
+
+
+def test_a_trace_has_its_own_rate(run_here, costs, tmp_path):
+    lines = [LINE.replace('"arrival": 0', f'"arrival": {i / 4}') for i in range(40)]
+    (tmp_path / "trace.jsonl").write_text("".join(lines), encoding="utf-8")
+    result = as_result(run_here(PROGRAM, "--costs", costs, "--trace", tmp_path / "trace.jsonl", *QUICK))
+    assert [plan["rate"] for plan in result["plans"]] == [4.0, 4.0]
+    assert result["workload"]["output_tokens"] == "as in the trace"
+
+
+def test_goals_out_of_reach_are_no_error(run_here, costs):
+    result = as_result(run_here(PROGRAM, "--costs", costs, "--rate", "1", "--ttft-goal", "0.001"))
+    assert result["plans"][0]["replicas"] is None and "above the goal" in result["plans"][0]["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "--costs"),
+        ([MAIN, "--costs", "x.json"], "--costs"),
+        (["--costs", "no/such.json", "--rate", "1"], "no/such.json"),
+        (["--costs", "README.md", "--rate", "1"], "--save-costs"),
+        (["COSTS"], "--rate"),
+        (["COSTS", "--rate", "0"], "'0'"),
+        (["COSTS", "--rate", "1,x"], "'x'"),
+        (["COSTS", "--rate", "1", "--percentile", "100"], "'100'"),
+        (["COSTS", "--rate", "1", "--acceptance", "1.5"], "'1.5'"),
+        (["COSTS", "--rate", "1", "--prompt-tokens", "normal:5:1"], "'normal:5:1'"),
+        (["COSTS", "--rate", "1", "--output-tokens", "uniform:9:3"], "'uniform:9:3'"),
+        (["COSTS", "--rate", "1", "--turns", "4"], "--cached"),
+        (["COSTS", "--rate", "1", "--router", "random"], "random"),
+        (["COSTS", "--trace", "README.md"], "line"),
+        (["COSTS", "--trace", "TRACE"], "two or more"),
+        (["COSTS", "--trace", "TWICE", "--rate", "1"], "same time"),
+        (["COSTS", "--trace", "GOOD", "--prompt-tokens", "5"], "--prompt-tokens"),
+        (["COSTS", "--against", "README.md"], "load benchmark"),
+        (["COSTS", "--against", "OTHER"], "benchmark_serving.py"),
+        (["COSTS", "--rate", "1", "--png", "no/such/plan.png"], "no/such"),
+        ([MAIN, "no/such", "--rate", "1"], "no/such"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(run_here, costs, tmp_path, arguments, word):
+    other = '{"rows": [{"method": "GenAI, main alone", "clients": 1}]}'
+    for name, text in (
+        ("TRACE", LINE),
+        ("TWICE", LINE * 2),
+        ("GOOD", LINE + LINE.replace("0", "1", 1)),
+        ("OTHER", other),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    named = {name: str(tmp_path / name) for name in ("TRACE", "TWICE", "GOOD", "OTHER")}
+    given = [named.get(str(one), one) for one in arguments]
+    if given and given[0] == "COSTS":
+        given[:1] = ["--costs", costs]
+    process = run_here(PROGRAM, *given)
+    assert process.returncode == 2, process.stderr
+    assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""

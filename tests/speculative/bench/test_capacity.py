@@ -1,0 +1,327 @@
+"""The simulated replica against arithmetic and against the batch decoder; properties of a simulated cluster."""
+
+import dataclasses
+import itertools
+import types
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openvino_genai import GenerationConfig
+
+from speculative.batch_decoder import BatchDecoder
+from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, serve
+from speculative.bench.capacity.costs import Costs, ModelCosts, Outside
+from speculative.bench.capacity.measuring import Iteration, outside_of
+from speculative.bench.capacity.planner import Goals, Planner, breaking_even
+from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
+from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.models import cached_model
+from speculative.models.batch_model import BatchModel
+from speculative.models.spec import ModelSpec
+from tests.support.paths import DRAFT, MAIN
+
+LARGE = ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6, 256: 2.2})
+SMALL = ModelCosts({1: 0.006, 16: 0.01, 64: 0.03}, further={1: 0.005, 16: 0.01, 64: 0.03})
+COSTS = Costs(LARGE, SMALL, Outside(0.001, 0.0003, 0.0002, 0.0001, 0.001))
+SHORT = Workload(lengths("40"), lengths("24"), 0.7)
+RIGHT, WRONG = (0.9, True), (0.9, False)
+
+
+class Always(BatchDraftLength):
+    """Drafts K tokens for each request and learns no costs."""
+
+    def __init__(self, costs, k):
+        policy = costs.policy()
+        super().__init__(policy.main, policy.draft, policy.draft_further)
+        for curve in (self.main, self.draft, self.draft_further):
+            curve.update = lambda *_: None
+        self.k = k
+
+    def choose(self, estimates, tokens, anyway, forced=False):
+        super().choose(estimates, tokens, anyway, forced)
+        return [i for i, estimate in enumerate(estimates) if estimate.drafted < self.k]
+
+
+def alone(costs, request, with_draft=False, policy=None):
+    """Simulate one request on an idle replica."""
+    environment = simpy.Environment()
+    environment.run(Replica(environment, costs, Settings(with_draft), policy).submit(request))
+    return request
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def test_one_request_takes_the_sum_of_its_costs():
+    """600 prompt tokens are read in passes over 256, 256 and 88 tokens; only the last has logits, of one token."""
+    main = ModelCosts({1: 0.011, 256: 0.266}, 0.0001, change=0.002, context=1e-5, attention=1e-6)
+    got = alone(Costs(main, outside=Outside(0.003, 0.0005, 9.0, 9.0, 0.02)), SimulatedRequest(600, 10))
+    outside, three = 0.0035, (0.266 - 0.0256, 0.266 - 0.0256, 0.098 - 0.0087)
+    over_context = 1e-5 * (256 + 512) + 1e-6 * (256 * 256 + 512 * 88)
+    ttft = (
+        0.02 + sum(three) + over_context + 2 * 0.002 + 3 * outside
+    )  # the first pass, and the third, have another size
+    decoding = sum(0.011 + 1.1e-5 * (600 + generated) + outside for generated in range(1, 10)) + 0.002
+    assert got.first == pytest.approx(ttft) and got.end == pytest.approx(ttft + decoding)
+
+
+def test_one_request_with_a_draft_takes_the_sum_of_its_costs():
+    """1 token by the prompt's pass, then three times 2 of 3 draft tokens are accepted: 1 + 3 * 3 tokens."""
+    costs = Costs(
+        ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, further={1: 0.011, 64: 0.641}),
+        Outside(0.001, 0.01, 0.0002, 0.0001),
+    )  # fmt: skip
+    request = SimulatedRequest(20, 11, judged=[RIGHT, *[RIGHT, RIGHT, WRONG] * 4])
+    got = alone(costs, request, True, Always(costs, 3))
+    prompt = 0.1 + 0.01 * 20 + 0.01 + 0.001
+    reading = 0.01 + 0.01 * 22  # the draft reads the prompt, too: 21 tokens, padded to 22
+    drafting = 2 * (0.001 + 0.01) + 3 * 0.0003
+    main = 0.1 + 0.04 + 0.011
+    others = 2 * (0.02 + drafting + main)
+    last = 0.11 + 0.011  # a single token is left: none is drafted
+    assert got.end == pytest.approx(prompt + reading + drafting + main + others + last)
+    assert (got.proposed, got.accepted, got.iterations) == (9, 6, 4)
+
+
+def test_the_pass_after_full_acceptance_has_two_tokens_for_the_draft():
+    costs = Costs(ModelCosts({1: 0.1}), ModelCosts({1: 0.01, 64: 0.64}))
+    read = []
+    recorded = dataclasses.replace(costs, draft=recording(costs.draft, read))
+    alone(recorded, SimulatedRequest(8, 20, judged=[RIGHT] * 20), True, Always(costs, 2))
+    assert read[:5] == [9, 1, 2, 1, 2]
+
+
+def recording(model, into):
+    """The costs of a model that also record the tokens of its forward passes."""
+    recorded = types.SimpleNamespace(**{name: getattr(model, name) for name in ("passes", "further")})
+    recorded.seconds = lambda tokens, *others, **named: into.append(tokens) or model.seconds(tokens, *others, **named)
+    return recorded
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_its_passes_are_those_of_the_batch_decoder():
+    """Four requests, two at a time, with prompts that do not fit in one pass, and three draft tokens each."""
+    models = [BatchModel(cached_model.load(ModelSpec(one), capacity=2048), share=False) for one in (MAIN, DRAFT)]
+    decoder = BatchDecoder(*models, Always(COSTS, 3))
+    random, main, draft = np.random.default_rng(0), [], []
+    for model, passes in ((decoder.main, main), (decoder.draft, draft)):
+        logits = model.logits
+        model.logits = lambda parts, logits=logits, passes=passes: (
+            passes.append(sum(part.missing for part in parts)) or logits(parts)
+        )
+    sizes = [(300, 20), (30, 9), (270, 12), (5, 30)]
+    waiting = [(random.integers(1, 500, prompt), GenerationConfig(max_new_tokens=output)) for prompt, output in sizes]
+    for _, config in waiting:
+        config.ignore_eos = True
+    requests = []
+    while waiting or decoder.has_unfinished_requests:
+        while waiting and sum(not request.finished for request in requests) < 2:
+            requests.append(decoder.add_request(*waiting.pop(0)))
+        decoder.step()
+    results = [request.result for request in requests]
+
+    seen_main, seen_draft = [], []
+    costs = dataclasses.replace(COSTS, main=recording(LARGE, seen_main), draft=recording(SMALL, seen_draft))
+    environment = simpy.Environment()
+    replica = Replica(environment, costs, Settings(max_num_seqs=2), Always(COSTS, 3))
+    done = [
+        replica.submit(SimulatedRequest(prompt, output, judged=told(result)))
+        for (prompt, output), result in zip(sizes, results, strict=True)
+    ]
+    environment.run(simpy.AllOf(environment, done))
+    assert seen_main == main
+    assert seen_draft == draft
+    assert len(set(main)) > 5 and sum(map(sum, (result.accepted for result in results)))
+
+
+def told(result):
+    """What became of a draft token at each position of an answer; no other draft token was ever asked for."""
+    judged = [WRONG]  # the token of the prompt's forward pass
+    for gained, accepted in zip(result.gained, result.accepted, strict=True):
+        judged += [RIGHT] * accepted + [WRONG] * (gained - accepted)
+    return judged
+
+
+# ---- properties -----------------------------------------------------------------------------------------------------
+
+WORKLOADS = st.builds(
+    Workload,
+    st.sampled_from(["5", "uniform:1:700", "exponential:60"]).map(lengths),
+    st.sampled_from(["1", "2", "uniform:1:20"]).map(lengths),
+    st.sampled_from([0.0, 0.6, 1.0]),
+    cached=st.sampled_from([0.0, 0.5, 1.0]),
+    turns=st.sampled_from([0, 3]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(WORKLOADS, st.integers(1, 3), st.sampled_from(["balanced", "prefix"]), st.booleans(), st.integers(0, 99))
+def test_every_request_is_answered_or_refused(workload, replicas, router, with_draft, seed):
+    tight = Settings(with_draft, max_num_seqs=2, max_queue=3, cache_tokens=640)
+    served = serve(COSTS, tight, replicas, workload, 8.0, 30, router, seed)
+    assert len(served.requests) == 27  # without the first ones
+    for one in served.requests:
+        if one.refused:
+            assert one.end == one.sent and not one.first
+        else:
+            assert one.sent < one.first <= one.end <= served.seconds and one.generated == one.output
+            assert 0 <= one.cached < one.prompt and one.read == one.prompt
+            assert one.accepted <= one.proposed and one.accepted + one.iterations == one.output - 1
+    assert 0 < served.utilisation <= 1 and 1 <= served.batch <= 2
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.integers(0, 1000), st.booleans())
+def test_more_replicas_do_not_raise_the_ttft(seed, with_draft):
+    p95 = [
+        np.quantile(serve(COSTS, Settings(with_draft), n, SHORT, 3.0, 50, "balanced", seed).ttft(), 0.95)
+        for n in (1, 2, 4, 20)
+    ]
+    assert all(more <= 1.15 * fewer for fewer, more in itertools.pairwise(p95)), p95
+
+
+def test_the_same_seed_gives_the_same_and_another_one_does_not():
+    runs = [serve(COSTS, Settings(), 2, SHORT, 2.0, 30, "balanced", seed).ttft() for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_full_queue_refuses_and_refused_requests_miss_the_goals():
+    planner = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60)
+    row = planner.row(100.0, Settings(max_num_seqs=1, max_queue=1), 1)
+    assert row["refused"] > 40 and row["ttft_percentile"] is None and not row["holds"]
+
+
+# ---- drafting -------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_that_are_never_accepted_do_not_help():
+    never, always = (
+        Planner(COSTS, dataclasses.replace(SHORT, acceptance=acceptance), Goals(1, 1)).drafting(
+            Settings(max_num_seqs=4)
+        )
+        for acceptance in (0.0, 1.0)
+    )
+    assert breaking_even(never, 24)[0] == 1 and breaking_even(always, 24) is None
+    assert all(0.7 < row["speedup"] < 1.0 for row in never if row["speedup"])
+    assert next(row for row in always if row["speedup"])["speedup"] > 2
+
+
+def test_measured_draft_tokens_keep_their_order():
+    texts = [[(0.5, True), (0.4, False)], [(0.9, True)]]
+    random = np.random.default_rng(0)
+    drawn = [judge(texts, 3, random) for _ in range(50)]
+    assert all(len(text) == 3 for text in drawn)
+    pairs = {pair for text in drawn for pair in itertools.pairwise(text)}
+    assert ((0.5, True), (0.9, True)) not in pairs and ((0.5, True), (0.4, False)) in pairs
+    assert np.mean([right for _, right in judge(0.3, 20_000, random)]) == pytest.approx(0.3, abs=0.02)
+
+
+# ---- prefixes -------------------------------------------------------------------------------------------------------
+
+
+def test_cached_beginnings_shorten_the_ttft_and_a_router_by_prefix_finds_them():
+    chats = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75, turns=8)
+    cold = Planner(COSTS, dataclasses.replace(chats, cached=0.0), Goals(9, 9), count=200)
+    found = {name: Planner(COSTS, chats, Goals(9, 9), name, count=200) for name in ("balanced", "prefix")}
+    plain = Settings(with_draft=False)
+    rows = {name: planner.row(0.4, plain, 8) for name, planner in found.items()} | {"cold": cold.row(0.4, plain, 8)}
+    assert rows["cold"]["cached"] == 0 < rows["balanced"]["cached"] < 0.5 * rows["prefix"]["cached"]
+    assert rows["prefix"]["ttft"] < 0.6 * rows["cold"]["ttft"]
+    many = found["balanced"].row(3.2, plain, 64)["cached"], found["prefix"].row(3.2, plain, 64)["cached"]
+    assert many[0] < 0.6 * rows["balanced"]["cached"] and many[1] == pytest.approx(rows["prefix"]["cached"], abs=0.1)
+
+
+def test_a_beginning_that_all_requests_have_is_found_everywhere():
+    same = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75)
+    row = Planner(COSTS, same, Goals(9, 9), count=50).row(4.0, Settings(), MOST_SIMULATED + 4)
+    assert row["cached"] == pytest.approx(0.75)
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_the_smallest_number_of_replicas():
+    planner = Planner(COSTS, SHORT, Goals(1.5, 0.25), count=80)
+    for with_draft in (False, True):
+        plan = planner.plan(2.0, Settings(with_draft))
+        n = plan.choice["replicas"]
+        assert [row["replicas"] for row in plan.rows] == sorted({row["replicas"] for row in plan.rows})
+        assert n == 1 or not planner.row(2.0, Settings(with_draft), n - 1)["holds"]
+
+
+def test_goals_that_no_number_of_replicas_meets_are_named():
+    why = [Planner(COSTS, SHORT, goals).plan(1.0, Settings()).why_not for goals in (Goals(0.1, 9), Goals(9, 0.01))]
+    assert "TTFT" in why[0] and "TPOT" in why[1]
+    assert "do not fit" in Planner(COSTS, SHORT, Goals(9, 9)).plan(1.0, Settings(cache_tokens=50)).why_not
+
+
+def test_clients_of_a_closed_loop_wait_for_their_answers():
+    loop = ClosedLoop(COSTS, Settings(), SHORT, 0)
+    span = loop.run(3, 20.0, 7)
+    assert (
+        len({answer.number for answer in span.answers}) == len(span.answers)
+        and min(answer.number for answer in span.answers) == 7
+    )
+    for at in np.linspace(0, 19.9, 50):
+        assert sum(answer.sent <= at < answer.end for answer in span.answers) <= 3
+
+
+# ---- costs and workloads --------------------------------------------------------------------------------------------
+
+
+def test_what_iterations_take_beyond_their_passes_is_found():
+    random, found = np.random.default_rng(0), []
+    for i, (requests, rounds) in enumerate(random.integers(1, 16, (400, 2)).tolist()):
+        beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds
+        beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
+        found.append(Iteration(0.5 + beyond, 0.5, requests, rounds, requests * rounds))
+    outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
+    expected = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002)
+    assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(expected), rel=0.05)
+
+
+@pytest.mark.parametrize(("text", "mean"), [("7", 7), ("uniform:10:20", 15), ("exponential:50", 50)])
+def test_lengths_have_their_mean(text, mean):
+    random = np.random.default_rng(0)
+    assert np.mean([lengths(text).draw(random) for _ in range(4000)]) == pytest.approx(mean, rel=0.05)
+
+
+def test_lognormal_lengths_have_their_median():
+    random = np.random.default_rng(0)
+    assert np.median([lengths("lognormal:500:1.0").draw(random) for _ in range(4000)]) == pytest.approx(500, rel=0.1)
+
+
+TRACES = {
+    "json": """
+{"arrival": 5, "prompt_tokens": 10, "output_tokens": 2}
+
+{"arrival": 6.5, "prompt_tokens": 7, "output_tokens": 1}
+""",
+    "azure": """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,10,2
+2023-11-16 18:15:48.1805900,7,1
+""",
+    "burstgpt": """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,10,2,12,Conversation log
+5.5,ChatGPT,9,0,9,API log
+6.5,GPT-4,7,1,8,API log
+""",
+}
+
+
+@pytest.mark.parametrize("kind", TRACES)
+def test_traces_of_each_kind_are_read(kind, tmp_path):
+    (tmp_path / "trace").write_text(TRACES[kind], encoding="utf-8")
+    requests = read_trace(tmp_path / "trace")
+    assert [tuple(one) for one in requests] == [(0.0, 10, 2), (1.5, 7, 1)]
+    workload = Workload(lengths("1"), lengths("1"), 0.0, requests)
+    assert workload.trace_rate == pytest.approx(1 / 1.5)
+    arrivals = workload.arrivals(10.0, 50, np.random.default_rng(0)).requests
+    assert {(one.prompt, one.output) for one in arrivals} == {(10, 2), (7, 1)}
+    assert (arrivals[-1].sent - arrivals[0].sent) / 49 == pytest.approx(0.1, rel=0.05)
