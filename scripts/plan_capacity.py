@@ -12,7 +12,7 @@ Requests arrive at random (Poisson) with lengths from a distribution: 512, unifo
 lognormal:MEDIAN:SIGMA; by default those of the prompts. `--trace` takes arrivals and lengths from JSON lines with
 "arrival" (seconds), "prompt_tokens" and "output_tokens", or from the CSV of Azure's LLM inference traces or BurstGPT.
 A goal holds if that percentile of the requests meets it; refused ones (status 429) do not. For each rate and setting,
-numbers of replicas are simulated until the smallest one that meets both goals is found; more than 16 as 16 with their
+numbers of replicas are simulated until the smallest one that meets both goals is found; more than 8 as 8 with their
 share of the requests. Not simulated: the network, proxies, and whatever else uses the processors.
 
 `--against` compares a result of benchmark_batching.py or benchmark_serving.py with simulations of the same clients.
@@ -32,7 +32,7 @@ import numpy as np
 from speculative import batch_decoder
 from speculative.atomic_write import atomic_write
 from speculative.bench.capacity import measuring
-from speculative.bench.capacity.cluster import ROUTERS
+from speculative.bench.capacity.cluster import ROUTINGS
 from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.planner import Goals, Plan, Planner, breaking_even
 from speculative.bench.capacity.replica import Settings
@@ -140,7 +140,11 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         "--think", type=above_zero, default=30.0, metavar="S", help="seconds between those requests (default: 30)"
     )
     group.add_argument(
-        "--requests", type=whole, default=300, metavar="N", help="simulated for each number of replicas (default: 300)"
+        "--requests",
+        type=whole,
+        default=300,
+        metavar="N",
+        help="simulated for each number of replicas, at least 50 for each (default: 300)",
     )
 
 
@@ -172,9 +176,9 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
         help="KV-cache size of each replica in tokens (default: %(default)s)",
     )
     group.add_argument(
-        "--router",
-        choices=ROUTERS,
-        default=ROUTERS[0],
+        "--routing",
+        choices=ROUTINGS,
+        default=ROUTINGS[0],
         help="the less loaded of two random replicas, or the one that has the beginning (default: balanced)",
     )
     group.add_argument(
@@ -321,7 +325,7 @@ def result_of(
             "cached": workload.cached,
             "turns": workload.turns,
             "think": workload.think,
-            "router": planner.router,
+            "routing": planner.routing,
             "requests": planner.count,
             "seed": planner.seed,
         },
@@ -353,7 +357,7 @@ def main() -> int:
         costs, measured = costs_of(arguments)
         goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.percentile)
         workload = workload_of(arguments, costs, measured)
-        planner = Planner(costs, workload, goals, arguments.router, arguments.requests, arguments.seed)
+        planner = Planner(costs, workload, goals, arguments.routing, arguments.requests, arguments.seed)
         all_settings = [
             Settings(with_draft, n, arguments.max_queue, arguments.cache_tokens)
             for n in arguments.max_num_seqs

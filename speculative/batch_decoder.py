@@ -487,7 +487,14 @@ class BatchDecoder:
             return None
 
 
-<<<<<<< HEAD
+def prompt_budget(main: LatencyCurve, running: int) -> int:
+    """The prompt tokens that a forward pass of the main model may include beside those of `running` requests."""
+    if not running:
+        return PREFILL_CHUNK
+    most = main.most(PREFILL_SLOWDOWN * main(running), beside=running)
+    return min(max(most, LEAST_PREFILL_CHUNK), PREFILL_CHUNK)
+
+
 def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
     """`parts` without those whose next block another one computes."""
     first: dict[Request, ScheduledTokens] = {}
@@ -499,14 +506,6 @@ def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, Sche
             computed.append(part)
         first[request] = part
     return first
-=======
-def prompt_budget(main: LatencyCurve, running: int) -> int:
-    """The prompt tokens that a forward pass of the main model may include beside those of `running` requests."""
-    if not running:
-        return PREFILL_CHUNK
-    most = main.most(PREFILL_SLOWDOWN * main(running), beside=running)
-    return min(max(most, LEAST_PREFILL_CHUNK), PREFILL_CHUNK)
->>>>>>> ce5ffb0 (Plan the capacity of a cluster by simulating its scheduler)
 
 
 def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:

@@ -724,7 +724,7 @@ class CapacityWorkload(TypedDict):
     cached: float  # share of a prompt that an earlier request had, too
     turns: int  # requests of a chat; 0: all requests begin alike
     think: float  # seconds between the requests of a chat
-    router: str  # "balanced" or "prefix"
+    routing: str  # "balanced" or "prefix"
     requests: int  # simulated for each number of replicas
     seed: int  # of the random numbers
 
@@ -732,7 +732,7 @@ class CapacityWorkload(TypedDict):
 class CapacityEnvironment(Environment):
     """The environment of scripts/plan_capacity.py."""
 
-    measured: dict[str, Any]  # environment in which the costs were measured
+    measured: dict[str, str | int | float | Properties]  # the environment in which the costs were measured
 
 
 class CapacityRow(TypedDict):

@@ -50,6 +50,7 @@ SHORTER = {
     "scripts/make_benchmark_pair.py build/tinyllama --shape": f"--shape layers=11,hidden=640,{SMALL} {DRAFT} {FEW}",
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
     "convert/make_draft.py": "--minutes 0.1 --tokens 2000 --length 96 --draft-vocabulary 512 --threads 1",
+    "scripts/plan_capacity.py --costs": "--requests 10 --rate 2 --ttft-goal 30 --tpot-goal 5",
     "scripts/sweep_draft_length.py": "--rounds 1 -k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": f"--minutes 0.02 --max-new-tokens 8 {ONE}",
@@ -103,7 +104,7 @@ SERVING = re.compile("serve_pair.py|benchmark_(routing|serving).py|//127.0.0.1:8
 # Commands that run with --long only: their programs run in their own tests, and CI installs as `make demo` does.
 LONG = re.compile(
     r"build/tinyllama|scripts/(benchmark_(batching|costs|routing|serving)|device_swap|smoke|sweep_draft_length).py|\.venv|"
-    r"scripts/benchmark.py models/embedded/main --|convert/make_draft.py"
+    r"scripts/benchmark.py models/embedded/main --|scripts/plan_capacity.py models|convert/make_draft.py"
 )
 
 

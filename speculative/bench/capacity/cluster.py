@@ -1,9 +1,10 @@
 """Simulated cluster: replicas behind a router, with requests that arrive (open loop) or clients (closed loop).
 
-served = serve(costs, Settings(), replicas=4, workload=workload, rate=3.0, count=300, router="balanced", seed=0)
+served = serve(costs, Settings(), replicas=4, workload=workload, rate=3.0, count=300, routing="balanced", seed=0)
 span = ClosedLoop(costs, Settings(), workload, seed=0).run(clients=8, seconds=10.0, first=0)
 """
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,41 +17,37 @@ from speculative.bench.capacity.replica import Replica, Settings, SimulatedReque
 from speculative.bench.capacity.workload import Workload
 from speculative.bench.load.metrics import RequestRecord, Span
 
-RouterName = Literal["balanced", "prefix"]
-ROUTERS: tuple[RouterName, ...] = ("balanced", "prefix")
-IMBALANCE = 10  # requests between the most and the least loaded replica from which prefixes are not followed
-MOST_SIMULATED = 16  # replicas; more are simulated as this many, with their share of the requests
+Routing = Literal["balanced", "prefix"]
+ROUTINGS: tuple[Routing, ...] = ("balanced", "prefix")
+MOST_SIMULATED = 8  # replicas; more are simulated as this many, with their share of the requests
 RETRY = 0.1  # seconds after which a client whose request was refused sends another
-WARM_UP = 0.1  # share of the requests that are not counted: the replicas were empty
+COUNTED = (0.2, 0.9)  # shares of the requests between which they are counted: the load is not steady before and after
 
 
 class Router:
-    """Chooses a replica for each request.
+    """Chooses a replica for each request, as the server's routings do.
 
     "balanced" takes the less loaded of two random replicas, as Ray Serve does by default (Mitzenmacher 2001, "The power
-    of two choices"). "prefix" takes the replica that has the beginning of the request, and for a new beginning the one
-    that has the fewest, unless the load is out of balance, like Ray Serve's PrefixCacheAffinityRouter.
+    of two choices"); "prefix" prefers the replicas that have had the beginning of the request, unless they have over a
+    quarter of a batch more requests than the least loaded one.
     """
 
-    def __init__(self, name: RouterName, replicas: Sequence[Replica], random: np.random.Generator):
+    def __init__(self, name: Routing, replicas: Sequence[Replica], random: np.random.Generator):
         self._by_prefix = name == "prefix"
         self._replicas = replicas
         self._random = random
-        self._has: dict[int, int] = {}  # index of the replica by chat
-        self._held = [0] * len(replicas)  # chats
+        self._tolerance = max(replicas[0].settings.max_num_seqs // 4, 1)
+        self._having: dict[int, set[int]] = {}  # indices of replicas by chat
 
     def choose(self, chat: int) -> Replica:
         loads = [replica.load for replica in self._replicas]
         if len(loads) == 1:
             return self._replicas[0]
-        if not self._by_prefix or max(loads) - min(loads) > IMBALANCE:
-            one, other = self._random.choice(len(loads), 2, replace=False).tolist()
-            chosen = one if loads[one] <= loads[other] else other
-        else:
-            chosen = self._has.get(chat, min(range(len(loads)), key=lambda i: (self._held[i], loads[i])))
-        if self._has.get(chat) != chosen:
-            self._held[chosen] += 1
-            self._has[chat] = chosen
+        most = min(loads) + self._tolerance
+        fit = [i for i in sorted(self._having.get(chat, ())) if loads[i] <= most] if self._by_prefix else []
+        compared = fit or self._random.choice(len(loads), 2, replace=False).tolist()
+        chosen = min(compared, key=lambda i: loads[i])
+        self._having.setdefault(chat, set()).add(chosen)
         return self._replicas[chosen]
 
 
@@ -78,23 +75,23 @@ class Served:
 
 
 def serve(
-    costs: Costs, settings: Settings, replicas: int, workload: Workload, rate: float, count: int, router: RouterName,
+    costs: Costs, settings: Settings, replicas: int, workload: Workload, rate: float, count: int, routing: Routing,
     seed: int,
 ) -> Served:  # fmt: skip
     """Simulate `count` requests, `rate` per second for all replicas together, until all are answered or refused.
 
-    Of more than `MOST_SIMULATED` replicas, so many are simulated with their share of the requests: a router that
-    compares two random replicas does not work otherwise with more of them.
+    Of more than `MOST_SIMULATED` replicas, so many are simulated with their share of the requests: comparing
+    two random replicas does not work otherwise with more of them.
     """
     simulated = min(replicas, MOST_SIMULATED)
     share = simulated / replicas
     random = np.random.default_rng(seed)
-    # A router by prefix keeps a chat on these replicas; otherwise any replica may have had its last request.
-    seen = 1.0 if router == "prefix" else share
+    # Routing by prefix keeps a chat on these replicas; otherwise any replica may have had its last request.
+    seen = 1.0 if routing == "prefix" else share
     arrivals, begun = workload.arrivals(rate * share, count, random, seen)
     environment = simpy.Environment()
     pool = [Replica(environment, costs, settings) for _ in range(simulated)]
-    chooser = Router(router, pool, random)
+    chooser = Router(routing, pool, random)
     if workload.cached:
         _fill_caches(arrivals, begun, pool, chooser)
 
@@ -106,7 +103,7 @@ def serve(
             yield request.done
 
     environment.run(environment.process(arrive()))
-    counted = arrivals[int(WARM_UP * count) :]
+    counted = arrivals[int(COUNTED[0] * count) : math.ceil(COUNTED[1] * count)]
     busy, in_batch = sum(one.busy for one in pool), sum(one.in_batch for one in pool)
     seconds = float(environment.now)
     return Served(counted, busy / (seconds * simulated), in_batch / busy if busy else 0.0, seconds)
@@ -130,12 +127,12 @@ class ClosedLoop:
 
     def __init__(
         self, costs: Costs, settings: Settings, workload: Workload, seed: int, replicas: int = 1,
-        router: RouterName = "balanced",
+        routing: Routing = "balanced",
     ):  # fmt: skip
         self._environment = simpy.Environment()
         self.replicas = [Replica(self._environment, costs, settings) for _ in range(replicas)]
         self._random = np.random.default_rng(seed)
-        self._router = Router(router, self.replicas, self._random)
+        self._router = Router(routing, self.replicas, self._random)
         self._workload = workload
 
     def run(self, clients: int, seconds: float, first: int) -> Span:

@@ -226,7 +226,8 @@ def outside_of(recorders: Sequence[Recorder]) -> Outside:
         found = _least_squares(counts[kept], seconds[kept])
         rest = np.abs(seconds - counts @ found)
         kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
-    return Outside(*found.tolist(), statistics.median(arrivals))
+    iteration, request, round_, token = found.tolist()
+    return Outside(iteration, request, round_, token, statistics.median(arrivals))
 
 
 def _least_squares(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speculative.bench.capacity.cluster import WARM_UP, ClosedLoop, RouterName, serve
+from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, Routing, serve
 from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.workload import Workload, lengths
@@ -21,7 +21,9 @@ from speculative.bench.load.metrics import Load, RequestRecord, Span, row
 from speculative.bench.result import CapacityCheck, CapacityRow, Drawn, LoadRow
 
 ONE_BY_ONE = 8  # replicas up to which each number is tried; beyond, an eighth more each time
+FINE = 32  # the smallest number of replicas is found to one in so many
 MOST_REPLICAS = 1_000_000
+EACH = 50  # requests that each replica serves at least, so that its load becomes steady
 LONE = 20  # requests, one at a time
 A_MOMENT = 1e-9  # seconds in which each client sends one request
 LASTING = 8.0  # duration of a closed loop, in those of a request alone
@@ -61,14 +63,14 @@ class Planner:
     """Costs, workload and goals, which all plans share."""
 
     def __init__(
-        self, costs: Costs, workload: Workload, goals: Goals, router: RouterName = "balanced", count: int = 300,
+        self, costs: Costs, workload: Workload, goals: Goals, routing: Routing = "balanced", count: int = 300,
         seed: int = 0,
     ):  # fmt: skip
-        """`count` requests are simulated for each number of replicas."""
+        """`count` requests are simulated for each number of replicas, or `EACH` per replica if these are more."""
         self.costs = costs
         self.workload = workload
         self.goals = goals
-        self.router: RouterName = router
+        self.routing: Routing = routing
         self.count = count
         self.seed = seed
 
@@ -79,7 +81,7 @@ class Planner:
         fails, holds = 0, MOST_REPLICAS + 1
         tried: dict[int, CapacityRow] = {}
         n = self._first_guess(rate, settings)
-        while holds - fails > 1:
+        while holds - fails > max(holds // FINE if holds <= MOST_REPLICAS else 1, 1):
             tried[n] = self.row(rate, settings, n)
             if tried[n]["holds"]:
                 holds = n
@@ -92,7 +94,8 @@ class Planner:
 
     def row(self, rate: float, settings: Settings, replicas: int) -> CapacityRow:
         """Simulate `replicas` replicas."""
-        served = serve(self.costs, settings, replicas, self.workload, rate, self.count, self.router, self.seed)
+        count = max(self.count, EACH * min(replicas, MOST_SIMULATED))
+        served = serve(self.costs, settings, replicas, self.workload, rate, count, self.routing, self.seed)
         goals, requests = self.goals, served.requests
         answered = [one for one in requests if not one.refused]
         iterations, prompts = sum(one.iterations for one in answered), sum(one.prompt for one in answered)
@@ -106,7 +109,7 @@ class Planner:
             "ttft_percentile": ttft[1],
             "tpot": tpot[0],
             "tpot_percentile": tpot[1],
-            "throughput": sum(one.output for one in answered) / (1 - WARM_UP) / self.count * rate,
+            "throughput": sum(one.output for one in answered) / len(requests) * rate,
             "utilisation": served.utilisation,
             "batch": served.batch,
             "requests": len(requests),
@@ -153,7 +156,7 @@ class Planner:
         if not seconds:
             lone = self._lone(settings)
             seconds = LASTING * max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
-        loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.router)
+        loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing)
         load = Load(name, loop.run)
         for number in range(rounds + 1):
             for n in clients:
@@ -189,7 +192,7 @@ class Planner:
         workload = dataclasses.replace(
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )
-        planner = Planner(self.costs, workload, self.goals, self.router, self.count, self.seed)
+        planner = Planner(self.costs, workload, self.goals, self.routing, self.count, self.seed)
         found: list[CapacityCheck] = []
         for method in dict.fromkeys(one["method"] for one in rows):
             with_draft = METHODS[method]

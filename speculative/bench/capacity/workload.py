@@ -98,7 +98,7 @@ def read_trace(path: Path) -> list[Traced]:
             continue
         try:
             request = _traced(json.loads(row) if is_json else row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, StopIteration, TypeError):
             raise ValueError(
                 f"line {number} of {path} is not a request with {', '.join(COLUMNS)}: give JSON lines, or CSV with the "
                 "columns of Azure's traces or BurstGPT"

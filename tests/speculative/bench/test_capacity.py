@@ -165,7 +165,7 @@ WORKLOADS = st.builds(
 def test_every_request_is_answered_or_refused(workload, replicas, router, with_draft, seed):
     tight = Settings(with_draft, max_num_seqs=2, max_queue=3, cache_tokens=640)
     served = serve(COSTS, tight, replicas, workload, 8.0, 30, router, seed)
-    assert len(served.requests) == 27  # without the first ones
+    assert len(served.requests) == 21  # without the first and the last ones
     for one in served.requests:
         if one.refused:
             assert one.end == one.sent and not one.first
@@ -194,7 +194,7 @@ def test_the_same_seed_gives_the_same_and_another_one_does_not():
 def test_a_full_queue_refuses_and_refused_requests_miss_the_goals():
     planner = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60)
     row = planner.row(100.0, Settings(max_num_seqs=1, max_queue=1), 1)
-    assert row["refused"] > 40 and row["ttft_percentile"] is None and not row["holds"]
+    assert row["refused"] > 0.7 * row["requests"] and row["ttft_percentile"] is None and not row["holds"]
 
 
 # ---- drafting -------------------------------------------------------------------------------------------------------
