@@ -19,7 +19,7 @@ that computed them has ended. Only full blocks of verified tokens are shared.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -179,12 +179,14 @@ class BatchDecoder:
         seed: int | None = None,
         stream: bool = False,
         salt: bytes = b"",
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int = 0,
     ) -> Request:
         """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
         As the same seed must give the same text, a seeded sampled request with a draft model ignores `draft_length` and
         past answers, and drafts `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs
         carry the text piece by piece. The request shares cached blocks and past answers only with requests that have
-        the same `salt`.
+        the same `salt`. `logit_bias` and `prompt_logprobs` are those of `Decoder.generate`.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.
@@ -192,11 +194,20 @@ class BatchDecoder:
         config = config or GenerationConfig()
         ids = self.encode(prompt, config)
         params = SamplingParams.resolve(
-            config, len(ids), self.main.context, self.stop_token_ids, self.subtract_penalties, seed, self.grammars
+            config,
+            len(ids),
+            self.main.context,
+            self.stop_token_ids,
+            self.subtract_penalties,
+            seed,
+            self.grammars,
+            logit_bias,
+            prompt_logprobs,
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
+        request.result.prompt_logprobs = text.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)
         if self.suffix:
             request.suffix = request.proposer = self.suffix.of_request(salt)
@@ -258,7 +269,9 @@ class BatchDecoder:
         forced = {request for request in running if request.sequence.forced}
         steps: dict[Request, Step] = {}
         for request, rows in zip(parts, logits, strict=True):
-            if len(rows) and (step := self._try(request, request.sequence.verify, rows)):
+            if request.sequence.reads_prompt:
+                self._try(request, request.sequence.read_prompt, rows)
+            elif len(rows) and (step := self._try(request, request.sequence.verify, rows)):
                 steps[request] = step
         gained = sum(len(steps[request].tokens) for request in running if request in steps)
         self.draft_length.update_main(verified, read, gained, time.perf_counter() - begin)
@@ -279,6 +292,9 @@ class BatchDecoder:
         before computes for all that begin alike, the others wait for."""
         parts = {}
         for request in requests:
+            if request.sequence.reads_prompt:  # needs the logits of all its tokens
+                parts[request] = ScheduledTokens(request.slot, *request.sequence.prompt_part)
+                continue
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
         return _within(prompt_budget(self.draft_length.main, running), _first_of_alike(parts))
@@ -427,7 +443,8 @@ class BatchDecoder:
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)
-        step = step._replace(tokens=tokens, accepted=min(step.accepted, len(tokens)))
+        used = len(tokens)
+        step = step._replace(tokens=tokens, accepted=min(step.accepted, used), logprobs=step.logprobs[:used])
         if request.sequence.is_finished or request.result.finish_reason == "stop":
             piece += self._finish(request)
         return RequestOutput(request, step, piece)
@@ -501,7 +518,7 @@ def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, Sche
     computed: list[ScheduledTokens] = []
     for request, part in parts.items():
         if part.has_full_block:
-            if any(part.can_wait_for(other) for other in computed):
+            if part.last <= 1 and any(part.can_wait_for(other) for other in computed):
                 continue
             computed.append(part)
         first[request] = part
@@ -509,14 +526,15 @@ def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, Sche
 
 
 def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
-    """The first of `parts` that fit into `budget` tokens; the last one may be truncated and then has no logits."""
+    """The first of `parts` that fit into `budget` tokens; the last one may be truncated, with fewer logits."""
     fitting = {}
     for request, part in parts.items():
         if not budget:
             break
         missing = part.missing
         if missing > budget:
-            part = ScheduledTokens(part.slot, part.tokens[: len(part.tokens) - missing + budget], 0)
+            cut = missing - budget
+            part = ScheduledTokens(part.slot, part.tokens[: len(part.tokens) - cut], max(part.last - cut, 0))
         fitting[request] = part
         budget -= min(missing, budget)
     return fitting

@@ -11,7 +11,7 @@ passes the whole sequence, and the model reuses the cached prefix.
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TypeAlias
@@ -102,14 +102,20 @@ class Decoder:
         self.draft_length.reset(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 
-    def stream(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Generator[Step, None, None]:
+    def stream(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig,
+        seed: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+    ) -> Generator[Step, None, None]:
         """Yield one `Step` per forward pass of the main model, until `max_new_tokens`, a stop token or a full context.
 
         Stop strings are handled by `generate` only, as they need the text. With `seed` the decoder is reset first; the
         config's `rng_seed` has no effect here. An unfinished iterator keeps the decoder busy until it is closed. Raises
         ValueError for an empty or too long prompt and for config options that are not supported.
         """
-        text = self._sequence(prompt, config)
+        text = self._sequence(prompt, config, logit_bias=logit_bias)
         return self._alone(text, self._policy(text.params), seed)
 
     def generate(
@@ -118,21 +124,27 @@ class Decoder:
         config: GenerationConfig | None = None,
         streamer: StreamerBase | Callable[[str], object] | None = None,
         seed: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int = 0,
     ) -> GenerationResult:
         """Generate a whole text. `streamer` receives it piece by piece, as in GenAI: a function receives text, a
         StreamerBase receives tokens. Either may return True or a StreamingStatus to stop.
 
-        With `seed`, or the config's `rng_seed`, the decoder is reset first. Raises the same errors as `stream`.
+        With `seed`, or the config's `rng_seed`, the decoder is reset first. `logit_bias` is added to the logits of
+        token ids, as in OpenAI's API: part of the distribution, main and draft. The config's `logprobs`, and
+        `prompt_logprobs` for the prompt, ask for the log-probability of each token and of so many most probable ones
+        at its place: the log-softmax of the main model's logits. Raises the same errors as `stream`.
         """
         begin = time.perf_counter()
         takes_text = streamer is not None and not isinstance(streamer, StreamerBase)
         if takes_text and not self.tokenizer:
             raise ValueError("a streamer function receives text, but this decoder has no tokenizer: pass one")
-        text = self._sequence(prompt, config or GenerationConfig(), seed)
+        text = self._sequence(prompt, config or GenerationConfig(), seed, logit_bias, prompt_logprobs)
         policy = self._policy(text.params)
         decode = self.tokenizer.decode if self.tokenizer else None
         recording = OutputProcessor(text.params, decode, piecewise=takes_text, begin=begin)
         result = recording.result
+        result.prompt_logprobs = text.prompt_logprobs
         # closing frees the decoder even if a streamer raises
         with closing(self._alone(text, policy, text.params.seed)) as steps:
             for step in steps:
@@ -159,11 +171,25 @@ class Decoder:
         """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes."""
         return encode(prompt, self.tokenizer, config)
 
-    def _sequence(self, prompt: Prompt, config: GenerationConfig, seed: int | None = None) -> Sequence:
+    def _sequence(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig,
+        seed: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int = 0,
+    ) -> Sequence:
         """The sequence of a new request. This is where its config is resolved."""
         ids = self.encode(prompt, config)
         params = SamplingParams.resolve(
-            config, len(ids), self.main.capacity, self.stop_token_ids, seed=seed, grammars=self.grammars
+            config,
+            len(ids),
+            self.main.capacity,
+            self.stop_token_ids,
+            seed=seed,
+            grammars=self.grammars,
+            logit_bias=logit_bias,
+            prompt_logprobs=prompt_logprobs,
         )
         return Sequence(ids, params, self.main.vocab_size, self._random)
 
@@ -188,6 +214,8 @@ class Decoder:
             policy.pass_width = self.main.pass_width
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
+        while text.reads_prompt:
+            text.read_prompt(self.main.logits(*text.prompt_part))
         self._pad_passes(policy)
         while not text.is_finished:
             is_prefill = text.is_prefill

@@ -3,6 +3,7 @@
 Settings have the names and the meaning of `openvino_genai.GenerationConfig`; the meaning was verified against samples
 of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply in this order:
 
+0. `logit_bias` is added to the logits, as in OpenAI's API; GenAI has no such option.
 1. `min_new_tokens`: stop tokens have probability 0 until that many tokens are generated.
 2. `repetition_penalty` divides positive logits of tokens in prompt or output and multiplies negative ones: both sink.
 3. `presence_penalty` (once) and `frequency_penalty` (times the count) move the logits of generated tokens, not of
@@ -29,6 +30,8 @@ class Distribution:
     def __init__(self, params: SamplingParams):
         self.greedy = params.greedy
         self._params = params
+        self._biased = np.array([token for token, _ in params.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._stop_token_ids = sorted(params.all_stop_token_ids)
         stop = params.stop_token_ids
         self.grammar = params.grammar.state(stop, params.all_stop_token_ids) if params.grammar else None
@@ -77,9 +80,10 @@ class Distribution:
         params = self._params
         too_short = len(generated) < params.min_new_tokens
         counted = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
-        if not too_short and not counted and params.repetition_penalty == 1:
+        if not too_short and not counted and params.repetition_penalty == 1 and not len(self._biased):
             return logits
         logits = logits.copy()
+        logits[self._biased] += self._bias
         if too_short:
             logits[[token for token in self._stop_token_ids if token < len(logits)]] = -np.inf
         if params.repetition_penalty != 1:

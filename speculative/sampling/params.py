@@ -4,6 +4,7 @@ A GenerationConfig leaves questions open: which stop tokens apply, how many toke
 answer them with `SamplingParams.resolve` when a request arrives; the code below them sees the answers only.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,9 @@ class SamplingParams:
     assistant_confidence_threshold: float  # 0 if unset
     seed: int | None  # None: not reproducible
     grammar: Grammar | None = None  # that the text must follow
+    logprobs: int = 0  # most probable tokens of each place whose log-probabilities are wanted; 0: none are computed
+    prompt_logprobs: int = 0  # likewise, of the prompt
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens, by token id
 
     @classmethod
     def resolve(
@@ -53,12 +57,15 @@ class SamplingParams:
         subtract_penalties: bool = False,
         seed: int | None = None,
         grammars: Grammars | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int = 0,
     ) -> "SamplingParams":
         """Resolve `config` for a prompt of `num_prompt_tokens` tokens.
 
         `context_length` is the longest sequence in tokens, prompt included (None: no limit). The model's
         `default_stop_token_ids` apply if `config` sets none. `seed` takes precedence over the config's `rng_seed`.
-        `grammars` compiles the `structured_output_config`, which is not supported without.
+        `grammars` compiles the `structured_output_config`, which is not supported without. `logit_bias` (added to the
+        logits of token ids) and `prompt_logprobs` are no options of GenAI.
 
         Raises ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, if a value
         is out of range, if a grammar is invalid, or if the prompt leaves no room for new tokens.
@@ -89,6 +96,9 @@ class SamplingParams:
             assistant_confidence_threshold=config.assistant_confidence_threshold,
             seed=config.rng_seed or None if seed is None else seed,
             grammar=grammars.compile(structure) if grammars and structure else None,
+            logprobs=config.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            logit_bias=tuple((logit_bias or {}).items()),
         )
 
     @property
@@ -100,7 +110,7 @@ class SamplingParams:
 def _check_supported(config: GenerationConfig, grammars: Grammars | None) -> None:
     """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
     invalid."""
-    for name in ("num_beams", "num_return_sequences", "logprobs", "echo", "tree_depth", "branching_factor"):
+    for name in ("num_beams", "num_return_sequences", "echo", "tree_depth", "branching_factor"):
         value, neutral = getattr(config, name), getattr(NEUTRAL, name)
         if value != neutral:
             raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")

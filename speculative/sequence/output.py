@@ -38,6 +38,7 @@ class OutputProcessor:
         piece, used = self._text.push(step.tokens) if self._text else ("", len(step.tokens))
         result, gained = self.result, step.tokens[:used]
         result.tokens += gained
+        result.logprobs += step.logprobs[:used]
         result.from_draft += [i < step.accepted for i in range(used)]
         result.seconds = time.perf_counter() - self._begin
         if result.ttft:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from speculative.sampling.logprobs import TokenLogprobs
 from speculative.sequence import metrics
 
 
@@ -16,6 +17,7 @@ class Step(NamedTuple):
     accepted: int
     proposed: int
     is_complete: bool = False  # the text's grammar allows nothing more
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if asked for
 
 
 @dataclass
@@ -32,6 +34,8 @@ class GenerationResult:
     ttft: float = 0.0  # seconds from the call to the first token, prompt processing included
     seconds: float = 0.0  # of the whole call
     draft_length: str = ""  # what the draft-length policy did last, and why
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first, likewise
     kv_cache: str = ""  # findings about the models' caches at load, if any
 
     @property

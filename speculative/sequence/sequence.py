@@ -11,11 +11,13 @@ The caller chooses the models, the batch and the draft length.
 import numpy as np
 
 from speculative.sampling.distribution import Distribution
+from speculative.sampling.logprobs import TokenLogprobs, token_logprobs
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot, verify
 from speculative.sequence.result import Step
 
+PROMPT_LOGITS = 64  # of a prompt, in one forward pass: bounds the memory, 40 MB for a vocabulary of 150,000
 MOST_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
 
 
@@ -33,8 +35,11 @@ class Sequence:
                 f"the prompt's token ids range from {prompt.min()} to {prompt.max()}, the model's from 0 to "
                 f"{vocab_size - 1}: encode it with the model's tokenizer"
             )
+        if unknown := [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]:
+            raise ValueError(f"logit_bias has token {unknown[0]}, but the model's token ids are 0 to {vocab_size - 1}")
         self.params = params
         self.random = random
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens but the first, if asked for
         self.num_prompt_tokens = self.n = len(prompt)  # n: prompt and generated tokens, without draft tokens
         self._tokens = np.empty(self.n + params.max_new_tokens, np.int64)  # prompt, generated, draft
         self._tokens[: self.n] = prompt
@@ -70,6 +75,25 @@ class Sequence:
     def is_prefill(self) -> bool:
         """Whether no token is generated yet. The prefill is never combined with a draft, to keep TTFT short."""
         return self.n == self.num_prompt_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether `read_prompt` must be called, before anything else."""
+        return self.params.prompt_logprobs > 0 and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def prompt_part(self) -> tuple[np.ndarray, int]:
+        """The tokens whose last logits `read_prompt` needs, and the number of logits."""
+        start = len(self.prompt_logprobs)
+        end = min(start + PROMPT_LOGITS, self.num_prompt_tokens - 1)
+        return self._tokens[:end], end - start
+
+    def read_prompt(self, logits: np.ndarray) -> None:
+        """Compute log-probabilities of the prompt from its next `logits` float32 [n, V]."""
+        begin = len(self.prompt_logprobs) + 1
+        tokens = self._tokens[begin : begin + len(logits)].tolist()
+        top = self.params.prompt_logprobs
+        self.prompt_logprobs += [token_logprobs(row, token, top) for row, token in zip(logits, tokens, strict=True)]
 
     @property
     def can_draft(self) -> bool:
@@ -152,4 +176,7 @@ class Sequence:
         if self._grammar:
             self._grammar.forget(before=self.n - self.num_prompt_tokens)
         self.is_finished = end is not None or is_complete or self.n == self.max_length
-        return Step(gained, accepted, len(drafted), is_complete)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if top := self.params.logprobs:
+            logprobs = tuple(token_logprobs(logits[i], token, top) for i, token in enumerate(gained))
+        return Step(gained, accepted, len(drafted), is_complete, logprobs)

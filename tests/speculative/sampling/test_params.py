@@ -179,7 +179,6 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
     [
         dict(num_beams=4),
         dict(num_return_sequences=2),
-        dict(logprobs=1),
         dict(echo=True),
         dict(structured_output_config=openvino_genai.StructuredOutputConfig(regex="a+")),
     ],
