@@ -352,7 +352,7 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             decoder.step()
     assert not decoder.main.pool._shared
-    bad = decoder.add_request(prompt[:70], greedy(20))
+    bad = decoder.add_request(prompt[69::-1], greedy(20))  # which waits for nothing
     monkeypatch.setattr(bad.sequence, "_transform", lambda logits, *text: logits * np.nan)
     monkeypatch.setattr(request.sequence, "_transform", lambda logits, *text: logits * np.nan)
     decoder.step()
