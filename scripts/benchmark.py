@@ -16,7 +16,9 @@ With an EAGLE-3 draft, the `draft` path is left out, as it cannot decode alone, 
 in a process of its own, whose main model computes no hidden states for the draft. `--tree-depth` adds GenAI's trees to
 the `genai` path; their acceptance rate counts all tokens of a tree.
 
-All methods get the same token ids and generate the same number of new tokens (`ignore_eos`). In every round, each
+All methods get the same token ids and generate the same number of new tokens (`ignore_eos`), except for prompts with a
+"json_schema" in the file: their answers follow it and end with it, and there is one more method, which drafts only the
+tokens that the schema forces, as all our methods with a draft do. In every round, each
 prompt runs with every method, one after another and in varying order, so that background load affects all of them
 equally. No prompt is served from a cache (except with `--context`). Throughput is decode only (prompt excluded).
 Speedup is over the main model alone in GenAI (sampled: in our engine) in the same round; the table shows the median and
@@ -50,7 +52,7 @@ from speculative.bench.harness import (
     row,
     write_outputs,
 )
-from speculative.bench.methods import ADAPTIVE_LOOKUP, LOOKUP, TREE, TWO_SOURCES
+from speculative.bench.methods import ADAPTIVE_LOOKUP, FORCED, LOOKUP, TREE, TWO_SOURCES
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.ratios import engines, ratio, verdict
 from speculative.bench.result import BenchmarkResult, CategoryRow, MethodRow, Ratio, StartCost
@@ -135,6 +137,16 @@ def leave_out_paths(arguments: argparse.Namespace) -> list[str]:
     return [f"Path {path} is left out: {limits[path]}." for path in left_out]
 
 
+def leave_out_genai(arguments: argparse.Namespace, prompts: list[Prompt]) -> list[str]:
+    """Remove the path genai if it cannot follow the JSON schemas of `prompts`, and return why, in sentences."""
+    if "genai" not in arguments.paths or not is_head(arguments.draft) or not any(one.json_schema for one in prompts):
+        return []
+    arguments.paths.remove("genai")
+    words = "GenAI 2026.4.1 fails on a JSON schema with an EAGLE-3 draft, as the draft has no tokenizer"
+    refuse("" if arguments.paths else words)
+    return [f"Path genai is left out: {words}."]
+
+
 def trees(arguments: argparse.Namespace) -> list[tuple[str, str, float]]:
     """(name, draft length, temperature) of each method with GenAI's trees."""
     depth, branching_factor = arguments.tree_depth, arguments.branching_factor
@@ -157,8 +169,9 @@ def starts(arguments: argparse.Namespace) -> list[StartCost]:
     return start_costs(kinds, arguments, arguments.starts)
 
 
-def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
-    """The methods to compare, one job per process: main model alone first, our engine (if requested) last."""
+def jobs(arguments: argparse.Namespace, constrained: bool) -> list[ProcessJob]:
+    """The methods to compare, one job per process: main model alone first, our engine (if requested) last. Prompts have
+    JSON schemas if `constrained`."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths
     main, draft = model_specs(arguments)
     alone = ProcessJob(
@@ -182,7 +195,7 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
     if "lookup" in paths:
         name = "GenAI, prompt lookup"
         found.append(replace(alone, name=name, lookup=True, methods=((name, f"lookup {LOOKUP}", 0.0),)))
-    ours = list(our_methods(ks, paths, arguments.temperature))
+    ours = list(our_methods(ks, paths, arguments.temperature, constrained))
     drafted = [one for one in ours if one[1] in (*ks, "adaptive", TWO_SOURCES)]
     if ours and (not drafted or is_head(draft.folder)):
         others = tuple(one for one in ours if one not in drafted)
@@ -193,14 +206,18 @@ def jobs(arguments: argparse.Namespace) -> list[ProcessJob]:
     return found
 
 
-def our_methods(ks: list[int], paths: list[str], temperature: float):
+def our_methods(ks: list[int], paths: list[str], temperature: float, constrained: bool):
     """(name, draft length, temperature) of each method of our engine."""
     if {"engine", "lookup"} & set(paths):
         yield "ours, main alone", 0, 0.0
+        if constrained:
+            yield "ours, forced tokens", FORCED, 0.0
     for kind, path, t in (("ours", "engine", 0.0), ("ours, sampled", "sampled", temperature)):
         if path in paths:
             if t:
                 yield f"{kind}, main alone", 0, t
+                if constrained:
+                    yield f"{kind}, forced tokens", FORCED, t
             for k in ks:
                 yield f"{kind}, K = {k}", k, t
             yield f"{kind}, adaptive", "adaptive", t
@@ -298,6 +315,8 @@ def compare(methods: list[Method]) -> list[Ratio]:
             facts.append(ratio(f"best fixed K = {k} / ours alone, {kind}", best, table[0]))
             facts.append(ratio(f"adaptive / best fixed K = {k}, {kind}", table["adaptive"], best))
             facts.append(ratio(f"adaptive / ours alone, {kind}", table["adaptive"], table[0]))
+        if FORCED in table:
+            facts.append(ratio(f"forced tokens / ours alone, {kind}", table[FORCED], table[0]))
         if ADAPTIVE_LOOKUP in table:
             facts.append(ratio(f"suffix decoding, adaptive / ours alone, {kind}", table[ADAPTIVE_LOOKUP], table[0]))
         if TWO_SOURCES in table:
@@ -498,19 +517,21 @@ class Measured:
     view: dict | None  # the tokens of the first prompt with our best greedy method
 
 
-def run(arguments: argparse.Namespace, ids: list[np.ndarray]) -> Measured:
+def run(arguments: argparse.Namespace, ids: list[np.ndarray], json_schemas: Sequence[str]) -> Measured:
     """Measure all methods. Raises KeyboardInterrupt without a complete round, ChildFailed, and what a
     rejected model raises."""
     costs = [] if arguments.no_starts else starts(arguments)
-    with Closing([DecodingProcess(job) for job in jobs(arguments)]) as processes:
+    constrained = any(json_schemas)
+    with Closing([DecodingProcess(job) for job in jobs(arguments, constrained)]) as processes:
         methods = [method for process in processes for method in process.methods]
         with BackgroundLoad() as load:
-            complete = measure(processes, methods, ids, arguments.rounds, arguments.starts)
+            complete = measure(processes, methods, ids, arguments.rounds, arguments.starts, json_schemas)
         rows = summarise(methods, keeps_caches=bool(arguments.context))
         ks = (*arguments.num_assistant_tokens, "adaptive")
         drafting = [one for one in rows if one["engine"] == NATIVE and one["draft_length"] in ks]
         best = fastest(drafting, sampled=False)
-        view = processes[-1].token_view(ids[0], best["draft_length"]) if complete and best else None
+        shows = complete and best and not constrained
+        view = processes[-1].token_view(ids[0], best["draft_length"]) if shows else None
         begun = [start for process in processes for start in process.starts]
     return Measured(methods, rows, complete, load, costs, begun, view)
 
@@ -553,10 +574,11 @@ def main() -> int:
     left_out = leave_out_paths(arguments)
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        left_out += leave_out_genai(arguments, prompts)
         room = arguments.max_new_tokens + (arguments.context or 0)
         ids = behind_other_text(token_ids(prompts, arguments.main, room), arguments)
     with exit_on(RuntimeError, ValueError, KeyError, ChildFailed):
-        measured = run(arguments, ids)
+        measured = run(arguments, ids, [prompt.json_schema for prompt in prompts])
     result = result_of(arguments, prompts, measured, left_out)
     write_outputs(arguments, result, table(result))
     return 0 if measured.complete else 130

@@ -7,8 +7,9 @@
     python scripts/figures.py --render            only render the pages from the saved results
 
 Each result is the output of a command (the table FIGURES), saved as docs/figures/NAME.json with machine, versions,
-commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md and
-docs/benchmarks.md; figures:gains, figures:sources and figures:summary are tables of several results. Large pairs are
+commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md,
+docs/benchmarks.md and docs/structured-output.md; figures:gains, figures:sources, figures:structured and figures:summary
+are tables of one or several results. Large pairs are
 generated in build/ first. The machine must be idle.
 """
 
@@ -24,13 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speculative.atomic_write import atomic_write
-from speculative.bench.reporting.gains_table import gains, sources, summary
+from speculative.bench.reporting.gains_table import gains, sources, structured, summary
 from speculative.bench.result import Machine, RecordedResult
 from speculative.cli.processes import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs/figures"
-PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/structured-output.md")
 BLOCK = re.compile(r"(<!-- figures:([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 CODE = ("scripts", "speculative", "samples", "convert", "models/embedded")  # paths that results depend on
 MACHINE = ("date", "processor", "cores", "memory", "os", "python", "openvino", "openvino_genai")
@@ -85,6 +86,11 @@ FIGURES = {
         f"scripts/benchmark.py {CHAT} {MIXED} --paths genai,lookup,engine,sampled -k 3 --max-prompts 22 "
         "--max-new-tokens 96 --rounds 1 --no-starts",
         15,
+    ),
+    "structured-smollm2": Figure(
+        f"scripts/benchmark.py {CHAT} --prompts scripts/prompts/structured.jsonl --paths lookup,engine -k 3 "
+        "--max-prompts 12 --max-new-tokens 80 --rounds 1 --no-starts",
+        7,
     ),
     "sources-benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} {MIXED} --paths genai,lookup,engine,sampled -k 4 --max-prompts 12 "
@@ -240,7 +246,7 @@ def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
 
     def block(found: re.Match) -> str:
         begin, name, end = found.groups()
-        tables = {"gains": gains, "sources": sources, "summary": summary}
+        tables = {"gains": gains, "sources": sources, "structured": structured, "summary": summary}
         return begin + (tables[name](kept) if name in tables else shown(name, kept.get(name))) + end
 
     return BLOCK.sub(block, text)

@@ -10,6 +10,7 @@ is measured in the process that decodes.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,22 +64,27 @@ class DecodingProcess:
         return self._worker.call("token_view", ids, draft_length)
 
     def _method(self, name: str, draft_length: int | str, temperature: float) -> Method:
-        method = Method(name, self.job.engine, draft_length, temperature, lambda ids: self._decode(method, ids))
+        method = Method(name, self.job.engine, draft_length, temperature, lambda *asked: self._decode(method, *asked))
         if self.job.engine == NATIVE:
             method.seconds = [[] for _ in range(2 if self.job.draft else 1)]
         return method
 
-    def _decode(self, method: Method, ids: np.ndarray) -> Run | GenerationResult:
-        run, seconds = self._worker.call("decode", method.name, ids)
+    def _decode(self, method: Method, ids: np.ndarray, json_schema: str = "") -> Run | GenerationResult:
+        run, seconds = self._worker.call("decode", method.name, ids, json_schema)
         for known, new in zip(method.seconds, seconds, strict=True):
             known += new
         return run
 
 
 def measure(
-    processes: list[DecodingProcess], methods: list[Method], prompts: list[np.ndarray], rounds: int, starts: int
+    processes: list[DecodingProcess],
+    methods: list[Method],
+    prompts: list[np.ndarray],
+    rounds: int,
+    starts: int,
+    json_schemas: Sequence[str] = (),
 ) -> bool:
-    """Add `rounds` rounds of each of `starts` starts to every method.
+    """Add `rounds` rounds of each of `starts` starts to every method. `json_schemas`: see `interleave`.
 
     Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
@@ -88,7 +94,7 @@ def measure(
                 for process in shuffled(processes, start):
                     process.start()
                 describe = f"start {start + 1} of {starts}" if starts > 1 else ""
-                if not interleave(methods, prompts, rounds, describe=describe):
+                if not interleave(methods, prompts, rounds, describe=describe, json_schemas=json_schemas):
                     return False
     except KeyboardInterrupt:
         if not methods[0].rounds:

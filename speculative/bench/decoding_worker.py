@@ -35,12 +35,12 @@ class WorkerPipeline:
             huge_pages.move(before)
         return {"load_seconds": seconds, "huge_bytes": huge_pages.in_use()}
 
-    def decode(self, name: str, ids: np.ndarray) -> tuple[Run | GenerationResult, list[list[float]]]:
+    def decode(self, name: str, ids: np.ndarray, json_schema: str) -> tuple[Run | GenerationResult, list[list[float]]]:
         """The run, and the seconds of its forward passes by model, if timed."""
         method = self.methods[name]
         for seconds in method.seconds:
             seconds.clear()
-        return method.decode(ids), method.seconds
+        return method.decode(ids, json_schema), method.seconds
 
     def token_view(self, ids: np.ndarray, draft_length: int | str) -> TokenView:
         return token_view(self.engine, ids, draft_length, self.job.max_new_tokens)

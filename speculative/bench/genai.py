@@ -69,15 +69,16 @@ def generate(
     draft_length: int | None = None,
     streamer: Callable[[str], None] | None = None,
     tree: Tree | None = None,
+    json_schema: str = "",
 ) -> Run:
-    """Generate max_new_tokens greedily, ignoring EOS.
+    """Generate max_new_tokens greedily, ignoring EOS; with a `json_schema`, until its end.
 
     `draft_length` is K for a pipeline with a draft, None for one without; of a `tree`, the number of its tokens.
     `streamer` receives the text piece by piece.
 
     A pair with an NPU varies K: then `proposed` assumes the given K and is not the number of tokens drafted.
     """
-    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, eos_token_id=NO_TOKEN)
+    config = config_of(pipe, max_new_tokens, json_schema)
     if draft_length is not None:
         config.num_assistant_tokens = draft_length
     if tree:
@@ -95,7 +96,25 @@ def generate(
     for tokens in gained:
         proposed.append(min(draft_length or 0, max_new_tokens - done - 1))  # no more than the remaining tokens
         done += tokens
-    return Run(list(result.tokens[0]), proposed, gained, *seconds(metrics, len(gained)))
+    return Run(written(result, config), proposed, gained, *seconds(metrics, len(gained)))
+
+
+def written(result: openvino_genai.EncodedResults, config: openvino_genai.GenerationConfig) -> list[int]:
+    """The new tokens, without one that only ends the text: ours ends without where nothing else is allowed."""
+    tokens = list(result.tokens[0])
+    return tokens[:-1] if tokens[-1] in config.stop_token_ids | {config.eos_token_id} else tokens
+
+
+def config_of(
+    pipe: openvino_genai.LLMPipeline, max_new_tokens: int, json_schema: str = ""
+) -> openvino_genai.GenerationConfig:
+    """The configuration of a greedy generation that ends with `json_schema`, or without one after max_new_tokens."""
+    if not json_schema:
+        return openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, eos_token_id=NO_TOKEN)
+    structure = openvino_genai.StructuredOutputConfig(json_schema=json_schema)
+    config = openvino_genai.GenerationConfig(max_new_tokens=max_new_tokens, structured_output_config=structure)
+    config.set_eos_token_id(pipe.get_tokenizer().get_eos_token_id())
+    return config
 
 
 def seconds(metrics: openvino_genai.PerfMetrics, iterations: int) -> tuple[float, float]:

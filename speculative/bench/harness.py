@@ -59,7 +59,7 @@ class Method:
     engine: str  # genai or native
     draft_length: int | str  # 0: none; K; "adaptive"; "confidence 0.4"; "lookup 5"; "lookup adaptive"; "tree ..."
     temperature: float  # 0: greedy
-    decode: Callable[[np.ndarray], Run | GenerationResult]  # token ids [n] -> the run
+    decode: Callable[..., Run | GenerationResult]  # token ids [n], and a JSON schema if there is one -> the run
     seconds: list[list[float]] = field(default_factory=list)  # per forward pass of main and draft, if timed
     rounds: list[list[Run | GenerationResult]] = field(default_factory=list)  # one run per prompt
     outside: list[float] = field(default_factory=list)  # seconds outside forward passes, per round
@@ -98,8 +98,10 @@ def interleave(
     warm_up: int = 1,
     describe: str = "",
     before_round: Callable[[], None] = lambda: None,
+    json_schemas: Sequence[str] = (),
 ) -> bool:
     """Add `rounds` rounds to every method after `warm_up` discarded rounds. `before_round` is called before each.
+    `json_schemas`, if given, has one for each prompt, or "".
 
     Returns False after Ctrl-C; complete rounds are kept. Raises KeyboardInterrupt if there are none.
     """
@@ -109,7 +111,7 @@ def interleave(
         with ctrl_c_raises(), tqdm(total=total, unit="run", desc=describe or None, leave=False) as bar:
             for number in range(warm_up + rounds):
                 before_round()
-                done = _one_round(methods, prompts, bar, (before + number) * len(prompts))
+                done = _one_round(methods, prompts, bar, (before + number) * len(prompts), json_schemas)
                 if number >= warm_up:
                     _keep(done)
     except KeyboardInterrupt:
@@ -127,14 +129,17 @@ def shuffled(items: Sequence[Item], turn: int) -> list[Item]:
     return [items[i] for i in np.random.default_rng(turn).permutation(len(items))]
 
 
-def _one_round(methods: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int) -> list[tuple]:
+def _one_round(
+    methods: list[Method], prompts: list[np.ndarray], bar: tqdm, turn: int, json_schemas: Sequence[str]
+) -> list[tuple]:
     """Run each prompt with each method. Per method: itself, its runs, and seconds outside, drafting and verifying."""
     runs: list[list[Run | GenerationResult]] = [[] for _ in methods]
     spent = np.zeros((len(methods), 3))
     for number, ids in enumerate(prompts):
+        asked = (ids, json_schemas[number]) if json_schemas and json_schemas[number] else (ids,)
         for i, method in shuffled(list(enumerate(methods)), turn + number):
             before = [len(seconds) for seconds in method.seconds]
-            run = method.decode(ids)
+            run = method.decode(*asked)
             runs[i].append(run)
             if method.seconds:
                 main, *draft = [sum(seconds[n:]) for seconds, n in zip(method.seconds, before, strict=True)]

@@ -4,6 +4,8 @@ ours also with a draft and suffix decoding together.
 No prompt is served from a cache: every round repeats the prompts, and with a cache hit the time to first token would be
 that of a single token. GenAI's prefix cache is off, and our engine clears its caches before each run. With
 `keep_caches` both keep theirs, for long contexts.
+
+With a JSON schema, a text ends with it, and our engine also drafts what the schema forces; alone, it does not.
 """
 
 import re
@@ -11,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import openvino_genai
-from openvino_genai import GenerationConfig, SchedulerConfig
+from openvino_genai import GenerationConfig, SchedulerConfig, StructuredOutputConfig
 
 from speculative import decoder
 from speculative.bench import genai
@@ -20,16 +22,18 @@ from speculative.bench.harness import Method
 from speculative.decoder import Decoder, GenerationResult
 from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
 from speculative.drafting.lookup_policy import LookupDraftLength
-from speculative.drafting.policy import AdaptiveDraftLength
+from speculative.drafting.policy import AdaptiveDraftLength, DraftLengthPolicy
 from speculative.drafting.proposers import DraftModelProposer, Proposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.eagle3_graph import is_head
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
+from speculative.sequence.sequence import Sequence
 
 LOOKUP, NGRAM = 5, 3  # prompt lookup: draft tokens, and GenAI's maximum n-gram length
 ADAPTIVE_LOOKUP = "lookup adaptive"
 TWO_SOURCES = "adaptive, two sources"  # the draft and suffix decoding
+FORCED = "forced"  # tokens that the JSON schema forces, and no others
 TREE = "tree {} x {}, K = {}"  # the draft length of GenAI's trees: depth, branching factor, tokens
 
 
@@ -50,7 +54,13 @@ def genai_pipeline(
 
 def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int | str, max_new_tokens: int) -> Method:
     if str(draft_length).startswith("lookup"):
-        return Method(name, GENAI, draft_length, 0.0, lambda ids: _looked_up(pipe, ids, max_new_tokens))
+        return Method(
+            name,
+            GENAI,
+            draft_length,
+            0.0,
+            lambda ids, json_schema="": _looked_up(pipe, ids, genai.config_of(pipe, max_new_tokens, json_schema)),
+        )
     k, tree = draft_length or None if isinstance(draft_length, int) else None, None
     if str(draft_length).startswith("tree"):
         depth, branching_factor, k = map(int, re.findall(r"\d+", str(draft_length)))
@@ -60,17 +70,25 @@ def genai_method(name: str, pipe: openvino_genai.LLMPipeline, draft_length: int 
         GENAI,
         draft_length,
         0.0,
-        lambda ids: genai.generate(pipe, genai.inputs(ids), max_new_tokens, k, tree=tree),
+        lambda ids, json_schema="": genai.generate(
+            pipe, genai.inputs(ids), max_new_tokens, k, tree=tree, json_schema=json_schema
+        ),
     )
 
 
-def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, max_new_tokens: int) -> Run:
+def _looked_up(pipe: openvino_genai.LLMPipeline, ids: np.ndarray, config: GenerationConfig) -> Run:
     """GenAI does not report the number of tokens it looked up, so `proposed` is empty."""
-    config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.num_assistant_tokens, config.max_ngram_size = LOOKUP, NGRAM
     result = pipe.generate(genai.inputs(ids), config)
     gained = list(result.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # the first is the prompt's forward pass
-    return Run(list(result.tokens[0]), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
+    return Run(genai.written(result, config), [], gained, *genai.seconds(result.perf_metrics, len(gained)))
+
+
+class AloneDecoder(Decoder):
+    """A decoder that drafts nothing, not even what a grammar forces."""
+
+    def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> None:
+        return None
 
 
 def engine_alone(engine: Decoder, main: ModelSpec, draft: ModelSpec | None) -> Decoder:
@@ -92,7 +110,7 @@ def our_method(
     `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
-    source: Proposer | None = engine.draft if draft_length else None
+    source: Proposer | None = engine.draft if draft_length not in (0, FORCED) else None
     policy = engine.draft_length
     if (
         draft_length == TWO_SOURCES
@@ -109,13 +127,19 @@ def our_method(
         config.num_assistant_tokens = LOOKUP
     elif isinstance(draft_length, int) and draft_length:
         config.num_assistant_tokens = draft_length
-    ours = Decoder(engine.main, source, policy)
+    ours = (Decoder if draft_length else AloneDecoder)(engine.main, source, policy, None, engine.stop_token_ids)
+    ours.grammars = engine.grammars
 
-    def decode(ids: np.ndarray) -> GenerationResult:
+    def decode(ids: np.ndarray, json_schema: str = "") -> GenerationResult:
         if not keep_caches:
             ours.main.reset()
             if source:
                 source.reset()
-        return ours.generate(ids, config)
+        config.ignore_eos = not json_schema
+        config.structured_output_config = StructuredOutputConfig(json_schema=json_schema) if json_schema else None
+        result = ours.generate(ids, config)
+        if json_schema and result.tokens[-1] in engine.stop_token_ids:  # as in genai.written
+            result.tokens.pop()
+        return result
 
     return Method(name, NATIVE, draft_length, temperature, decode, seconds)

@@ -1,8 +1,8 @@
 """Prompt reader for files and Hugging Face data sets.
 
 A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one prompt per line. A JSON line has "prompt"
-or "turns" (a conversation whose first turn is the prompt), and optionally "id" and "category". Several files are given
-with commas between them.
+or "turns" (a conversation whose first turn is the prompt), and optionally "id", "category" and "json_schema", which the
+answer follows. Several files are given with commas between them.
 
 A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing one. This
 requires the package `datasets`, which downloads only the named data set.
@@ -35,6 +35,7 @@ class Prompt(NamedTuple):
     category: str  # "" if not given
     id: str  # the line number if not given
     turns: tuple[str, ...]
+    json_schema: str = ""  # that the answer follows
 
 
 def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
@@ -127,7 +128,11 @@ def _json_prompt(line: str, number: int) -> Prompt:
         raise ValueError('has neither a string "prompt" nor a list of strings "turns"')
     if content.get("prompt", turns[0]) != turns[0]:
         raise ValueError('has a "prompt" that differs from its first turn')
-    return Prompt(turns[0], str(content.get("category", "")), str(content.get("id", number)), tuple(turns))
+    schema = content.get("json_schema")
+    if not isinstance(schema, (dict, type(None))):
+        raise ValueError('has a "json_schema" that is no object')
+    category, name = str(content.get("category", "")), str(content.get("id", number))
+    return Prompt(turns[0], category, name, tuple(turns), json.dumps(schema) if schema else "")
 
 
 def _read_data_set(name: str, subset: str | None, column: str | None, split: str | None) -> list[Prompt]:

@@ -21,6 +21,7 @@ SOURCES = {
     "sources-smollm2": "SmolLM2-135M (fp16 weights) with its EAGLE-3 head",
     "sources-benchmark-pair": "Benchmark pair (1.1 B with int8 weights, draft of 34 M)",
 }
+STRUCTURED = "structured-smollm2"
 Cell = Callable[[Any], str]  # of the result of the program that `figures` come from
 
 
@@ -64,6 +65,19 @@ def sources(kept: dict[str, RecordedResult]) -> str:
             title = f"**{SOURCES[name]}, {'temperature 1' if sampled else 'greedy'}**"
             parts.append(f"{title}\n\n{by_category(result, sampled)}")
     return "\n".join(parts) or f"Not measured yet: `make figures FIGURES={','.join(SOURCES)}`.\n"
+
+
+def structured(kept: dict[str, RecordedResult]) -> str:
+    """The Markdown table of all sources of draft tokens by category of JSON schemas."""
+    if STRUCTURED not in kept:
+        return f"Not measured yet: `make figures FIGURES={STRUCTURED}`.\n"
+    facts, machine = kept[STRUCTURED], kept[STRUCTURED]["machine"]
+    result = cast(BenchmarkResult, facts["result"])
+    return (
+        f"{by_category(result, sampled=False)}\n"
+        f"`{facts['command']}`, {machine['cores']} cores of {machine['processor']}, OpenVINO GenAI "
+        f"{machine['openvino_genai']}, {machine['date'][:10]}, commit {facts['commit']}.\n"
+    )
 
 
 def by_category(result: BenchmarkResult, sampled: bool) -> str:
