@@ -89,7 +89,7 @@ FIGURES = {
     ),
     "structured-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} --prompts scripts/prompts/structured.jsonl --paths lookup,engine -k 3 "
-        "--max-prompts 12 --max-new-tokens 80 --rounds 1 --no-starts",
+        "--max-prompts 6 --max-new-tokens 64 --rounds 1 --no-starts",
         7,
     ),
     "sources-benchmark-pair": Figure(

@@ -7,14 +7,21 @@
 A `GrammarState` is asked about a text, not told about tokens: it goes back to where the text it saw last differs, so
 rejected draft tokens need no care. The tokens are checked as bytes, by llguidance, which is imported with the first
 grammar.
+
+Grammars come from clients, so time and memory are bounded: by what is refused before a grammar is compiled, and by
+llguidance's limits while it is compiled and while masks are computed. A text that comes to one of them ends with an
+error.
 """
 
 import json
+import math
 import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -30,6 +37,13 @@ KINDS = ("json_schema", "regex", "grammar")
 OTHER_KINDS = ("structural_tags_config", "compound_grammar")
 OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
 KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; tokens of texts
+MOST_SOURCE = 100_000  # characters of a grammar
+MOST_RULES = 500  # of EBNF; the time to compile grows with the square
+MOST_PROPERTIES = 1000  # of an object of a JSON schema, likewise
+MOST_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remainder is a state
+MOST_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
+LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which takes seconds
+STACK = 256 << 20  # bytes: llguidance overflows 8 MB on long chains of rules or references, which ends the process
 MOST_ERROR = 200  # characters of an error message
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
@@ -61,30 +75,37 @@ class Grammars:
         """The grammar that `config` asks for. One that is still referenced is not compiled again. Raises ValueError if
         it is invalid, or of a kind that is not supported, and RuntimeError without llguidance."""
         kind, source = _only_kind(config)
+        if len(source) > MOST_SOURCE:
+            raise ValueError(
+                f"structured_output_config.{kind} has {len(source):,} characters, but may have at most {MOST_SOURCE:,}"
+            )
         try:
             from llguidance import LLMatcher
         except ImportError:
             raise RuntimeError(INSTALL) from None
         try:
             text = LLMatcher.grammar_from_lark(f"{OPTIONS}\n{_lark(kind, source)}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _invalid(kind, str(error)) from None
         grammar = self._compiled.get(text)
-        if not grammar:
+        if not grammar or grammar.is_exhausted:
             grammar = self._compiled[text] = self._new(kind, text)
             self._latest.append(grammar)
         return grammar
 
     def _new(self, kind: str, text: str) -> "Grammar":
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         with self._lock:
             if not self._tokenizer:
                 tokens = self._tokens()
                 self._tokenizer, self._encoder = _tokenizer(tokens, self._vocab_size), _Encoder(tokens.encode)
-        if message := LLMatcher.validate_grammar(text, self._tokenizer):
-            raise _invalid(kind, message)
-        grammar = Grammar(LLMatcher(self._tokenizer, text, log_level=0), self._vocab_size, self._encoder)
+        tokenizer = self._tokenizer
+        limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, initial_lexer_fuel=LEXER_FUEL)
+        matcher = _on_large_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
+        if matcher.is_error():
+            raise _invalid(kind, matcher.get_error())
+        grammar = Grammar(matcher, self._vocab_size, self._encoder)
         try:
             begins = grammar.state().mask(np.zeros(0, np.int64))
         except ValueError as error:
@@ -101,6 +122,7 @@ class Grammar:
         self._matcher = matcher
         self.vocab_size = vocab_size
         self.encode = encode
+        self.is_exhausted = False  # a text came to a limit of the lexer, which all texts share
         self._lock = threading.Lock()
 
     def matcher(self) -> "LLMatcher":
@@ -225,7 +247,8 @@ class GrammarState:
         if "NoExtensionBias" in matcher.get_error():  # a dead end
             return Mask(np.zeros(0, np.int64), True)
         if matcher.is_error():
-            raise ValueError(self._error())
+            self._grammar.is_exhausted = True
+            raise ValueError(f"structured_output_config is too complex for this text: {self._error()}")
         size = self._grammar.vocab_size
         allowed = np.unpackbits(bits.view(np.uint8)[0], count=size, bitorder="little").view(bool)
         allowed[self._never] = False
@@ -295,16 +318,50 @@ def _only_kind(config: StructuredOutputConfig) -> tuple[str, str]:
 def _lark(kind: str, source: str) -> str:
     """The grammar in llguidance's language. Raises ValueError."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if kind == "json_schema":
-        return f"start: %json {json.dumps(json.loads(source))}"
+        return f"start: %json {json.dumps(_schema(source))}"
     if kind == "regex":
         return json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    if (rules := source.count("::=")) > MOST_RULES:
+        raise ValueError(f"it has {rules:,} rules, but may have at most {MOST_RULES:,}")
     try:
-        return any_to_lark(source)
+        return gbnf_to_lark(source)
     except Exception as error:  # llguidance raises no other
         raise ValueError(str(error)) from None
+
+
+def _schema(source: str) -> object:
+    """A JSON schema that llguidance compiles in bounded time. Raises ValueError."""
+    multiples: list[Fraction] = []
+
+    def check(part: dict) -> dict:
+        number, properties = part.get("multipleOf"), part.get("properties")
+        if isinstance(number, (int, float)) and number > 0:
+            multiples.append(Fraction(repr(+number)))
+        if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
+            raise ValueError(f"an object has {len(properties):,} properties, but may have at most {MOST_PROPERTIES:,}")
+        return part
+
+    try:
+        schema = json.loads(source, object_hook=check)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    scale = math.lcm(*(number.denominator for number in multiples))
+    common = math.lcm(*(int(number * scale) for number in multiples))
+    if common > MOST_MULTIPLE:
+        raise ValueError(f"the least common multiple of all multipleOf is above {MOST_MULTIPLE:,} of their digits")
+    return schema
+
+
+def _on_large_stack(make: Callable[[], "LLMatcher"]) -> "LLMatcher":
+    before = threading.stack_size(STACK)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(make).result()
+    finally:
+        threading.stack_size(before)
 
 
 def _invalid(kind: str, message: str) -> ValueError:

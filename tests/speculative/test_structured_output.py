@@ -231,6 +231,17 @@ def test_a_request_that_no_token_can_continue_ends_alone_with_one_sentence(model
     assert not good.error and good.result.finish_reason == "stop"
 
 
+def test_a_request_whose_grammar_is_too_complex_ends_alone_with_one_sentence(models, monkeypatch):
+    monkeypatch.setattr(grammar, "MOST_LEXER_STATES", 60)
+    decoder = batch(models, "good")
+    exploding = StructuredOutputConfig(regex="(a|b|c|d)*a(a|b|c|d){12}")
+    bad = decoder.add_request(PROMPT, config_of(None, structured_output_config=exploding, max_new_tokens=500), seed=1)
+    others = [decoder.add_request(PROMPT, config_of(name)) for name in ("forces", None)]
+    finish(decoder)
+    assert str(bad.error).startswith("structured_output_config is too complex for this text: ")
+    assert not any(other.error for other in others) and all(other.result.tokens for other in others)
+
+
 # ---- the embedded pair ----------------------------------------------------------------------------------------------
 
 
