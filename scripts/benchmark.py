@@ -169,7 +169,7 @@ def starts(arguments: argparse.Namespace) -> list[StartCost]:
     return start_costs(kinds, arguments, arguments.starts)
 
 
-def jobs(arguments: argparse.Namespace, constrained: bool) -> list[ProcessJob]:
+def jobs(arguments: argparse.Namespace, constrained: bool = False) -> list[ProcessJob]:
     """The methods to compare, one job per process: main model alone first, our engine (if requested) last. Prompts have
     JSON schemas if `constrained`."""
     ks, paths = arguments.num_assistant_tokens, arguments.paths

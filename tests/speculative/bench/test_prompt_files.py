@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 
+import jsonschema
 import openvino_genai
 import pytest
 
@@ -54,6 +55,13 @@ def test_prompts_that_answers_repeat_are_many_of_every_category_and_no_loops():
     prompts = BUNDLED["repeats.jsonl"]
     assert len(prompts) >= 60 and min(Counter(prompt.category for prompt in prompts).values()) >= 12
     assert max(repetition(prompt.text.split()) for prompt in prompts) < 0.35
+
+
+def test_the_answers_of_structured_prompts_follow_valid_schemas():
+    prompts = BUNDLED["structured.jsonl"]
+    assert len(prompts) == 16 and not any(prompt.json_schema for prompt in BUNDLED["repeats.jsonl"])
+    for prompt in prompts:
+        jsonschema.validators.validator_for({}).check_schema(json.loads(prompt.json_schema))
 
 
 def test_text_files_have_a_prompt_a_line(tmp_path):
