@@ -25,6 +25,7 @@ from speculative.models.block_pool import OutOfBlocks
 from speculative.sampling.grammar import Grammar
 from speculative.serving import health, openapi, request_body, tokenization
 from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
+from speculative.serving.logprobs import TokenTexts
 from speculative.serving.metrics import Metrics
 from speculative.serving.middleware import Guard, salt
 from speculative.serving.page import page
@@ -73,6 +74,7 @@ class Endpoint:
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
+        self._token_texts: TokenTexts | None = None  # read when log-probabilities are asked for
         self._coming = 0  # choices of requests being encoded or waiting for it
         self._jobs: set[GenerationHandle] = set()
 
@@ -165,19 +167,24 @@ class Endpoint:
         if self.engine.error:
             raise self._as_answer(self.engine.error)
         self._check_number(asked)
+        self._check_tokens(asked)
         self.asking += 1
         try:
             jobs = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
         except BaseException:
             self.asking -= 1
             raise
-        answer = ResponseBuilder(asked, self.name, self._sources(asked, jobs))
+        answer = ResponseBuilder(
+            asked, self.name, jobs, self._token_texts, self._echoes(asked), self._sources(asked, jobs)
+        )
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
         with self._until_over(jobs, asked, request):
             async for _ in pieces(jobs):
                 pass
-            return JSONResponse(answer.whole(jobs))
+            if asked.top is None and asked.top_of_prompt is None:
+                return JSONResponse(answer.whole())
+            return await self._in_encoding_thread(lambda: JSONResponse(answer.whole()))
 
     def _sources(
         self, asked: ChatCompletionRequest | CompletionRequest, jobs: list[GenerationHandle]
@@ -191,18 +198,25 @@ class Endpoint:
         """Encode the prompts and submit a job for each text. A full queue rejects the request before that."""
         jobs: list[GenerationHandle] = []
         try:
-            self.engine.check_queue(self._coming + asked.choices)
+            self.engine.check_queue(self._coming + asked.all_texts)
             grammar = await self._compiled(asked.structure) if asked.structure else None
             prompts = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
             configs = [asked.config(self._room(asked, len(prompt))) for prompt in prompts]
-            self.engine.check_queue(asked.choices)
+            if (least := asked.min_tokens or 0) > (most := min(config.max_new_tokens for config in configs)):
+                message = f"min_tokens: is {least}, but at most {most} tokens are generated."
+                raise ApiError(400, message, "invalid_request", "min_tokens")
+            self.engine.check_queue(asked.all_texts)
             for prompt, config in zip(prompts, configs, strict=True):
                 self._set_draft_length(config)
+                self._set_stop_tokens(asked, config)
                 for i in range(asked.texts):
-                    seed = asked.random_seed(i)
-                    job = self.engine.submit(prompt, config, seed, self.limits.timeout, salt)
+                    seed, top = asked.random_seed(i), asked.top_of_prompt
+                    of_prompt = max(top, 1) if top is not None and (asked.stream or i == 0) else 0
+                    job = self.engine.submit(
+                        prompt, config, seed, self.limits.timeout, salt, asked.logit_bias, of_prompt
+                    )
                     job.grammar = grammar
                     jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:
@@ -222,12 +236,18 @@ class Endpoint:
             message = f"{structure.parameter}: is invalid or not supported: {problem}."
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
+    def _echoes(self, asked: ChatCompletionRequest | CompletionRequest) -> list[str]:
+        """The prompts that the choices repeat, if they do."""
+        tokenizer = self.engine.decoder.tokenizer
+        assert tokenizer  # a server has one
+        return [one if isinstance(one, str) else tokenizer.decode(one) for one in asked.repeated]
+
     async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
-        self._coming += asked.choices
+        self._coming += asked.all_texts
         try:
             return await self._in_encoding_thread(self._encode, asked)
         finally:
-            self._coming -= asked.choices
+            self._coming -= asked.all_texts
 
     async def _by_tokenizer(self, act: Callable[[BatchDecoder, AskedT], dict], asked: AskedT) -> dict:
         self._check_open()
@@ -255,7 +275,7 @@ class Endpoint:
                     yield answer.end_choice(index, jobs[index].result.finish_reason)
                 elif events := answer.piece(index, text):
                     yield events
-            yield answer.end(jobs)
+            yield answer.end()
         except Exception as error:
             yield answer.broken(self._as_answer(error))
             raise _AlreadySent from error
@@ -316,13 +336,29 @@ class Endpoint:
     def _check_number(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
         """Raise ApiError if `asked` are more texts than a request may ask for."""
         together, most = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.max_queue
+        name = "best_of" if asked.texts > asked.choices_of_prompt else "n"
         if asked.texts > together:
-            raise ApiError(400, f"n: is {asked.texts}, but at most {together} are allowed.", "invalid_request", "n")
-        if asked.choices > most:
-            message = f"prompt: {len(asked.prompts)} prompts with n={asked.texts} are {asked.choices} texts, but at "
+            message = f"{name}: is {asked.texts}, but at most {together} are allowed."
+            raise ApiError(400, message, "invalid_request", name)
+        if asked.all_texts > most:
+            message = (
+                f"prompt: {len(asked.prompts)} prompts with {name}={asked.texts} are {asked.all_texts} texts, but at "
+            )
             raise ApiError(400, f"{message}most {most} are allowed.", "invalid_request", "prompt")
 
+    def _check_tokens(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
+        """Raise ApiError if `asked` names token ids that the model does not have."""
+        last = self.engine.decoder.main.vocab_size - 1
+        for name, tokens in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
+            if (highest := max(tokens, default=0)) > last:
+                message = f"{name}: has token {highest}, but the model's token ids are 0 to {last}."
+                raise ApiError(400, message, "invalid_request", name)
+
     def _encode(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
+        tokenizer = self.engine.decoder.tokenizer
+        if not self._token_texts and (asked.top is not None or asked.top_of_prompt is not None):
+            assert tokenizer  # a server has one
+            self._token_texts = TokenTexts(tokenizer)
         return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts]
 
     def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
@@ -346,6 +382,13 @@ class Endpoint:
             )
             raise ApiError(400, message, "context_length_exceeded", where)
         return wanted
+
+    def _set_stop_tokens(self, asked: ChatCompletionRequest | CompletionRequest, config: GenerationConfig) -> None:
+        """With `stop_token_ids`, the model's own stop tokens still apply, unless `ignore_eos` is set."""
+        if asked.stop_token_ids:
+            own = frozenset() if asked.ignore_eos else self.engine.decoder.stop_token_ids
+            config.stop_token_ids = own | set(asked.stop_token_ids)
+            config.ignore_eos = False
 
     def _set_draft_length(self, config: GenerationConfig) -> None:
         if isinstance(self.draft_length, float):

@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 from openvino_genai import GenerationConfig
@@ -55,6 +55,8 @@ class GenerationHandle:
         self.expiry: asyncio.TimerHandle  # timeout; set on submission
         self.error: Exception | None = None  # why it ended early
         self.salt = b""  # of the prefix cache
+        self.logit_bias: Mapping[int, float] | None = None
+        self.prompt_logprobs = 0
         self.grammar: Grammar | None = None  # referenced here so that it stays compiled
         self.submitted = time.perf_counter()
         self.admitted = 0.0  # when it got its slot in the batch
@@ -182,15 +184,22 @@ class Engine:
             raise QueueFull(self._seconds_to_place())
 
     def submit(
-        self, prompt: np.ndarray, config: GenerationConfig, seed: int | None, seconds: float, salt: bytes = b""
+        self,
+        prompt: np.ndarray,
+        config: GenerationConfig,
+        seed: int | None,
+        seconds: float,
+        salt: bytes = b"",
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int = 0,
     ) -> GenerationHandle:
-        """Submit a job with a time limit of `seconds`; it shares cached prompts with jobs of the same `salt`.
+        """Submit a job with a time limit of `seconds`; the other arguments are those of `BatchDecoder.add_request`.
         Raises QueueFull, or EngineFailed if the engine has failed."""
         if self.error:
             raise self.error
         self.check_queue()
         job = GenerationHandle(prompt, config, seed)
-        job.salt = salt
+        job.salt, job.logit_bias, job.prompt_logprobs = salt, logit_bias, prompt_logprobs
         job.expiry = self._loop.call_later(seconds, self._expire, job)
         with self._changed:
             self._waiting.append(job)
@@ -261,7 +270,9 @@ class Engine:
                 break
             self._waiting.popleft()
             try:
-                job.request = self.decoder.add_request(job.prompt, job.config, job.seed, stream=True, salt=job.salt)
+                job.request = self.decoder.add_request(
+                    job.prompt, job.config, job.seed, True, job.salt, job.logit_bias, job.prompt_logprobs
+                )
                 job.admitted = time.perf_counter()
                 self._running[job.request] = job
             except Exception as error:  # caused by this job

@@ -88,9 +88,39 @@ class Usage(Schema):
     completion_tokens_details: CompletionTokens
 
 
+class TopLogprob(Schema):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Schema):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(Schema):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Schema):
+    logprob: float
+    rank: int = Field(ge=1)
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class AnyChoice(Schema):
     index: int = Field(ge=0)
-    logprobs: None
 
 
 class Choice(AnyChoice):
@@ -105,10 +135,13 @@ class AssistantMessage(Schema):
 
 class ChatChoice(Choice):
     message: AssistantMessage
+    logprobs: ChatLogprobs | None
 
 
 class TextChoice(Choice):
     text: str
+    logprobs: TextLogprobs | None
+    prompt_logprobs: PromptLogprobs = []
 
 
 class Head(Schema):
@@ -121,6 +154,7 @@ class ChatCompletion(Head):
     object: Literal["chat.completion"]
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
+    prompt_logprobs: PromptLogprobs = []
 
 
 class Completion(Head):
@@ -152,10 +186,12 @@ class Delta(Schema):
 
 class ChatChunkChoice(ChunkChoice):
     delta: Delta
+    logprobs: ChatLogprobs | None
 
 
 class TextChunkChoice(ChunkChoice):
     text: str
+    logprobs: TextLogprobs | None
 
 
 class ChatCompletionChunk(Head):

@@ -7,6 +7,7 @@ invalid elements cost no more than one.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,7 +23,11 @@ from speculative.serving.structured_output import ResponseFormat, Structure, Str
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
 MOST_TEXTS = 128  # as n in the API; and prompts of a request
+MOST_LOGPROBS = 20  # most probable tokens at each place
+MOST_BIASES = 1024
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
+TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
+TokenId = Annotated[int, Field(ge=0, lt=10**9)]
 Penalty = Field(None, ge=-2, le=2, allow_inf_nan=False)
 # JSON schemas of fields for which the API accepts several types and this module converts them to one
 TEXT_PART = {
@@ -37,6 +42,12 @@ PROMPTS = {
         *TEXT_OR_IDS,
         *({"type": "array", "items": kind, "minItems": 1, "maxItems": MOST_TEXTS} for kind in TEXT_OR_IDS),
     ]
+}
+BIASES = {
+    "type": "object",
+    "patternProperties": {"^[0-9]{1,9}$": {"type": "number", "minimum": -100, "maximum": 100}},
+    "additionalProperties": False,
+    "maxProperties": MOST_BIASES,
 }
 STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}
 
@@ -142,6 +153,20 @@ def few_and_not_empty(stop: Any) -> Any:
     return stops
 
 
+def biases(given: Any) -> Any:
+    """Validate a bias for each of some token ids, and return it by integer."""
+    if not isinstance(given, dict):
+        raise ValueError("should be an object with a bias from -100 to 100 for each token id")
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"at most {MOST_BIASES} tokens are allowed, not {len(given)}")
+    for token, bias in given.items():
+        if not TOKEN_ID.fullmatch(token):
+            raise ValueError(f"{shown(repr(token))} is not a token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"the bias of token {token} should be a number from -100 to 100")
+    return {int(token): bias for token, bias in given.items()}
+
+
 def all_tokens(top_k: Any) -> Any:
     """Convert 0 and -1, which mean all tokens in vLLM, to None."""
     return None if top_k in (0, -1) else top_k
@@ -152,7 +177,6 @@ class BaseRequest(Given):
 
     off: ClassVar[dict[str, tuple]] = {
         # OpenAI's
-        "logit_bias": ({},),
         "metadata": LABEL,
         "parallel_tool_calls": LABEL,  # without tools it has no effect
         "prompt_cache_retention": LABEL,
@@ -162,18 +186,13 @@ class BaseRequest(Given):
         # vLLM's
         "add_generation_prompt": (True,),
         "bad_words": ([],),
-        "best_of": (1,),
         "chat_template_kwargs": ({},),
         "detokenize": (True,),
         "early_stopping": (False,),
-        "echo": (False,),
-        "include_stop_str_in_output": (False,),
         "length_penalty": (1,),
-        "min_tokens": (0,),
         "priority": (0,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "stop_token_ids": ([],),
         "use_beam_search": (False,),
     }
 
@@ -188,18 +207,25 @@ class BaseRequest(Given):
     stop: Annotated[list[str], BeforeValidator(few_and_not_empty), WithJsonSchema(STOPS)] = Field([])
     frequency_penalty: float | None = Penalty
     presence_penalty: float | None = Penalty
+    logit_bias: Annotated[dict[int, float], BeforeValidator(biases), WithJsonSchema(BIASES)] = Field({})
     prompt_cache_key: str | None = None  # prefix-cache entries are shared only by requests with the same key
     # extensions, named as in vLLM
     top_k: Annotated[int | None, BeforeValidator(all_tokens)] = Field(None, ge=1, le=2**31)
     min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=2**31)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    stop_token_ids: Annotated[list[TokenId], FailFast()] = Field([], max_length=MOST_TEXTS)
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def options_of_a_stream(self) -> "BaseRequest":
         if self.stream_options and not self.stream:
             raise ValueError("stream_options requires stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs requires stream=false")
         return self
 
     @property
@@ -227,7 +253,11 @@ class BaseRequest(Given):
         config.frequency_penalty = self.frequency_penalty or 0.0
         config.presence_penalty = self.presence_penalty or 0.0
         config.stop_strings = set(self.stop)
+        config.include_stop_str_in_output = bool(self.include_stop_str_in_output)
         config.ignore_eos = bool(self.ignore_eos)
+        config.min_new_tokens = self.min_tokens or 0
+        if self.top is not None or self.texts > self.choices_of_prompt:
+            config.logprobs = max(self.top or 0, 1)
         config.apply_chat_template = False
         if structure := self.structure:
             config.structured_output_config = structure.config
@@ -238,14 +268,33 @@ class BaseRequest(Given):
         raise NotImplementedError
 
     @property
-    def texts(self) -> int:
-        """The number of texts to generate for each prompt."""
+    def repeated(self) -> list:
+        """The prompts that the choices begin with."""
+        return []
+
+    @property
+    def choices_of_prompt(self) -> int:
+        """The number of choices in the response for each prompt."""
         return self.n or 1
 
     @property
-    def choices(self) -> int:
-        """The number of choices in the response."""
+    def texts(self) -> int:
+        """The number of texts to generate for each prompt."""
+        return self.choices_of_prompt
+
+    @property
+    def all_texts(self) -> int:
         return len(self.prompts) * self.texts
+
+    @property
+    def top(self) -> int | None:
+        """The number of most probable tokens wanted at each place of the text; None without log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """Likewise, of the prompt."""
+        return self.prompt_logprobs
 
     def random_seed(self, i: int) -> int | None:
         """The seed of text `i` of a prompt: the request's own for the first one, others for the others."""
@@ -260,17 +309,25 @@ class ChatCompletionRequest(BaseRequest):
         "add_special_tokens": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "logprobs": (False,),
+        "best_of": (1,),
+        "echo": (False,),
         "modalities": (["text"],),
         "store": (False,),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
     }
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def top_of_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs requires logprobs=true")
+        return self
 
     @model_validator(mode="after")
     def one_structure(self) -> "ChatCompletionRequest":
@@ -289,6 +346,10 @@ class ChatCompletionRequest(BaseRequest):
     @property
     def prompts(self) -> list:
         return [[message.plain() for message in self.messages]]
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def all_prompts(prompt: Any) -> list[str | list[int]]:
@@ -310,6 +371,34 @@ class CompletionRequest(BaseRequest):
     off: ClassVar[dict[str, tuple]] = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MOST_TEXTS)
+
+    @model_validator(mode="after")
+    def best_of_several(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.choices_of_prompt:
+            raise ValueError(f"best_of should be at least n, which is {self.choices_of_prompt}")
+        if self.stream and self.texts > self.choices_of_prompt:
+            raise ValueError("best_of above n requires stream=false")
+        return self
+
+    @property
+    def repeated(self) -> list:
+        return [prompt for prompt in self.prompts for _ in range(self.choices_of_prompt)] if self.echo else []
+
+    @property
+    def texts(self) -> int:
+        return self.best_of or self.choices_of_prompt
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((top for top in wanted if top is not None), default=None)
 
     @property
     def prompts(self) -> list:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.result import GenerationResult
 from speculative.serving.engine_thread import GenerationHandle
+from speculative.serving.logprobs import AlignedTokens, TokenEntry, TokenTexts, mean, of_chat, of_completion, of_prompt
 from speculative.serving.protocol import ApiError, BaseRequest, ChatCompletionRequest
 from speculative.serving.token_sources import TokenSources, draft_source
 
@@ -22,9 +23,12 @@ class ChoiceBuilder:
 
     def __init__(self, index: int):
         self.index = index
+        self.due: list[TokenEntry] = []  # tokens whose log-probabilities go with the next text
+        self.tokens: AlignedTokens | None = None  # set if log-probabilities are asked for
+        self.echo = ""  # the prompt, if the text begins with it
 
     def whole(self, generation: GenerationResult) -> dict:
-        return self._choice(generation.finish_reason, text=generation.text)
+        return self._choice(generation.finish_reason, text=self.echo + generation.text)
 
     def begin(self) -> list[dict]:
         """Return what comes before the text."""
@@ -32,14 +36,19 @@ class ChoiceBuilder:
 
     def piece(self, text: str) -> list[dict]:
         """Return what a piece of the text makes: nothing if it is held back."""
+        text, self.echo = self.echo + text, ""
         return [self._choice(None, text=text)]
 
     def end(self, finish_reason: str) -> list[dict]:
         """Return what comes after the text."""
-        return [self._choice(finish_reason, text="")]
+        return [self._choice(finish_reason, text=self.echo)]
 
     def _choice(self, finish_reason: str | None, **content: object) -> dict:
-        return {"index": self.index, **content, "logprobs": None, "finish_reason": finish_reason}
+        entries, self.due = self.due, []
+        logprobs = self._logprobs(self.tokens, entries) if self.tokens and entries else None
+        return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    _logprobs = staticmethod(of_completion)
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
@@ -58,17 +67,29 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def end(self, finish_reason: str) -> list[dict]:
         return [self._choice(finish_reason, delta={})]
 
+    _logprobs = staticmethod(of_chat)
+
 
 class ResponseBuilder:
     """Builds the response to one request, as one object or as a stream of chunks."""
 
-    def __init__(self, asked: BaseRequest, model: str, sources: Sequence[TokenSources] = ()):
-        """`sources` of the tokens of each choice, if the chunks are to tell them."""
-        self._sources = sources
+    def __init__(
+        self,
+        asked: BaseRequest,
+        model: str,
+        jobs: Sequence[GenerationHandle] = (),
+        token_texts: TokenTexts | None = None,
+        echoes: Sequence[str] = (),
+        sources: Sequence[TokenSources] = (),
+    ):
+        """`jobs` generate the texts. `token_texts` are required for log-probabilities. `echoes` are the prompts that
+        the choices begin with, if they do, and `sources` those of each choice's tokens, if the chunks tell them."""
+        self._asked, self._jobs, self._token_texts, self._sources = asked, jobs, token_texts, sources
         self._chat = isinstance(asked, ChatCompletionRequest)
         kind = ChatChoiceBuilder if self._chat else ChoiceBuilder
-        self.choices = [kind(index) for index in range(asked.choices)]
-        self._texts = asked.texts
+        self.choices = [kind(index) for index in range(len(asked.prompts) * asked.choices_of_prompt)]
+        for choice, echo in zip(self.choices, echoes, strict=False):
+            choice.echo = echo
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -76,11 +97,20 @@ class ResponseBuilder:
             "model": model,
         }
 
-    def whole(self, jobs: Sequence[GenerationHandle]) -> dict:
-        """Return the response; each choice is the result of one of `jobs`."""
-        choices = [choice.whole(job.result) for choice, job in zip(self.choices, jobs, strict=True)]
+    def whole(self) -> dict:
+        """Return the response."""
+        choices = []
+        for choice, job in zip(self.choices, self._best(), strict=True):
+            self._take(choice, job, job.result.text, last=True)
+            choices.append(choice.whole(job.result))
         name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": choices, "usage": usage(jobs, self._texts)}
+        whole = {**self._head, "object": name, "choices": choices, "usage": usage(self._jobs, self._asked.texts)}
+        if self._token_texts and (top := self._asked.prompt_logprobs) is not None:
+            for index, place in enumerate([whole] if self._chat else choices):
+                first = self._first_of_prompt(index)
+                found = first.result.prompt_logprobs
+                place["prompt_logprobs"] = of_prompt(self._token_texts, first.prompt.tolist(), found, top)
+        return whole
 
     def begin(self) -> bytes:
         """Return the server-sent events before the text."""
@@ -88,17 +118,22 @@ class ResponseBuilder:
 
     def piece(self, index: int, text: str) -> bytes:
         """Return the events of a piece of the text of choice `index`."""
+        if self._token_texts:
+            self._take(self.choices[index], self._jobs[index], text)
         return self._chunks(self._with_sources(index, self.choices[index].piece(text)))
 
     def end_choice(self, index: int, finish_reason: str) -> bytes:
         """Return the events after the text of choice `index`."""
+        if self._token_texts:
+            self._take(self.choices[index], self._jobs[index], "", last=True)
         return self._chunks(self._with_sources(index, self.choices[index].end(finish_reason), last=True))
 
-    def end(self, jobs: Sequence[GenerationHandle]) -> bytes:
-        """Return the events after all choices, which are the results of `jobs`."""
+    def end(self) -> bytes:
+        """Return the events after all choices."""
         last = b""
         if self._usage_last:
-            last = self._event({**self._chunk_head(), "choices": [], "usage": usage(jobs, self._texts)})
+            counts = usage(self._jobs, self._asked.texts)
+            last = self._event({**self._chunk_head(), "choices": [], "usage": counts})
         return last + b"data: [DONE]\n\n"
 
     def broken(self, error: ApiError) -> bytes:
@@ -109,6 +144,30 @@ class ResponseBuilder:
         if self._sources and choices:
             choices[-1]["speculation"] = self._sources[index].take(last)
         return choices
+
+    def _best(self) -> Sequence[GenerationHandle]:
+        """The jobs whose results are the choices: of each prompt, those with the highest log-probability per token."""
+        texts, wanted = self._asked.texts, self._asked.choices_of_prompt
+        if texts == wanted:
+            return self._jobs
+        of_prompts = [self._jobs[begin : begin + texts] for begin in range(0, len(self._jobs), texts)]
+        return [job for jobs in of_prompts for job in sorted(jobs, key=lambda job: -mean(job.result))[:wanted]]
+
+    def _first_of_prompt(self, index: int) -> GenerationHandle:
+        """The first job with the prompt of choice `index`."""
+        return self._jobs[index // self._asked.choices_of_prompt * self._asked.texts]
+
+    def _take(self, choice: ChoiceBuilder, job: GenerationHandle, text: str, last: bool = False) -> None:
+        """Send the log-probabilities of the tokens of `text` with it."""
+        if not self._token_texts or (top := self._asked.top) is None:
+            return
+        if not choice.tokens:
+            may_be_cut = bool(self._asked.stop)
+            choice.tokens = AlignedTokens(self._token_texts, top, may_be_cut)
+            if choice.echo:
+                source = job if self._asked.stream else self._first_of_prompt(choice.index)
+                choice.due = choice.tokens.of_prompt(job.prompt.tolist(), source.result.prompt_logprobs, choice.echo)
+        choice.due += choice.tokens.take(job.result, text, last)
 
     def _chunks(self, choices: Iterable[dict]) -> bytes:
         usage = {"usage": None} if self._usage_last else {}

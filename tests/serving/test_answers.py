@@ -1,15 +1,20 @@
-"""What one request may ask for: several texts of a prompt, several prompts."""
+"""What one request may ask for: several texts of a prompt, several prompts, log-probabilities, biases, stop tokens."""
 
 import asyncio
 import json
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
 from speculative import batch_decoder
+from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
+from speculative.sampling.logprobs import token_logprobs
+from speculative.sequence.result import GenerationResult
 from speculative.serving.engine_thread import QueueFull
+from speculative.serving.logprobs import AlignedTokens, TokenTexts, of_completion
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -202,3 +207,199 @@ def test_a_text_that_fails_ends_the_request_and_frees_its_slots(decoder, monkeyp
         assert answer.status_code == 500 and "a planted fault" in answer.json()["error"]["message"]
         wait_until(lambda: api.engine.idle)
         assert len(added) == 3 and max(len(request.result.tokens) for request in added) < 400
+
+
+def test_the_best_texts_have_the_highest_log_probability_per_token(api):
+    asked = {**ONE, "temperature": 2, "seed": 7, "logprobs": 0}
+    every = answered(api, {**asked, "n": 4})
+    best = answered(api, {**asked, "n": 2, "best_of": 4})
+
+    def mean(choice):
+        return np.mean(choice["logprobs"]["token_logprobs"])
+
+    ranked = sorted(every["choices"], key=mean, reverse=True)
+    assert texts(best) == [choice["text"] for choice in ranked[:2]] and mean(ranked[0]) > mean(ranked[-1])
+    assert best["usage"] == every["usage"]
+    unasked = answered(api, {**asked, "best_of": 4, "logprobs": None})
+    assert texts(unasked) == texts(best)[:1] and unasked["choices"][0]["logprobs"] is None
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def ids_of(decoder, text):
+    return decoder.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].astype(np.int64)
+
+
+def reference(prompt, tokens):
+    """The log-softmax of the main model's logits for each of `tokens` after `prompt`: float64 [n, V]."""
+    model = cached_model.load(ModelSpec(MAIN, properties=EXACT), capacity=1024)
+    logits = model.logits(np.concatenate([prompt, tokens]).astype(np.int64), last=len(tokens) + 1)[:-1].astype(float)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, top):
+    body = {**ONE, "prompt": "def café(", "logprobs": top, "temperature": 0.7, "seed": 3, "max_tokens": 30}
+    (choice,) = answered(api, body)["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(30)]
+    pieces = TokenTexts(decoder.tokenizer)
+    names = {pieces.text(token): token for token in range(4096)}
+    tokens = np.array([names[name] for name in found["tokens"]])
+    exact = reference(ids_of(decoder, body["prompt"]), tokens)
+    assert np.allclose(found["token_logprobs"], exact[range(30), tokens], atol=2e-3)
+    for row, best in zip(exact, found["top_logprobs"], strict=True):
+        if top:
+            expected = {pieces.text(token): row[token] for token in np.argsort(-row)[:top]}
+            assert {name: best[name] for name in expected} == pytest.approx(expected, abs=2e-3)
+            assert len(best) in (top, top + 1)
+        else:
+            assert best is None
+
+
+def test_log_probabilities_of_a_chat_have_bytes(api):
+    (choice,) = answered(api, {**CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 2})["choices"]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"]
+    for one in content:
+        first, second = one["top_logprobs"]
+        assert (one["token"], one["logprob"], one["bytes"]) == tuple(first.values())  # greedy
+        assert first["logprob"] >= second["logprob"] and bytes(one["bytes"]).decode() == one["token"]
+    bare = answered(api, {**CHAT, "temperature": 0, "logprobs": True})["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in bare] == [one["logprob"] for one in content]
+    assert all(one["top_logprobs"] == [] for one in bare)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": ["True", "\n\n"]}, {"stop": ["eturn"], "include_stop_str_in_output": True}], ids=str
+)
+@pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
+def test_a_stream_sends_the_log_probabilities_of_its_pieces(api, decoder, body, more):
+    end = TokenTexts(decoder.tokenizer).text(decoder.tokenizer.get_eos_token_id())
+    logprobs = {"logprobs": 1} if body is ONE else {"logprobs": True, "top_logprobs": 1}
+    asked = {**body, **more, **logprobs, "n": 2, "seed": 1, "temperature": 1, "max_tokens": 60}
+    whole = answered(api, asked)["choices"]
+    chunks = [choice for chunk in streamed(api, asked) for choice in chunk["choices"]]
+    for one in whole:
+        own = [choice for choice in chunks if choice["index"] == one["index"]]
+        if body is CHAT:
+            entries = [entry for choice in own if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+            assert entries == one["logprobs"]["content"]
+            continue
+        for name, values in one["logprobs"].items():
+            assert [value for choice in own if choice["logprobs"] for value in choice["logprobs"][name]] == values
+        tokens = [token for token in one["logprobs"]["tokens"] if token != end]
+        assert "".join(tokens).startswith(one["text"])
+        assert len("".join(tokens[:-1])) < max(len(one["text"]), 1)
+
+
+def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
+    pieces = TokenTexts(decoder.tokenizer)
+    parts = ids_of(decoder, "é🦉").tolist()
+    result = GenerationResult(tokens=parts, logprobs=[token_logprobs(np.zeros(4096, np.float32), t, 1) for t in parts])
+    aligned = AlignedTokens(pieces, 1)
+    first = aligned.take(result, "é")
+    entries = [*first, *aligned.take(result, "🦉", last=True)]
+    assert [entry.token for entry in entries] == parts and {entry.offset for entry in entries[len(first) :]} == {1}
+    assert b"".join(map(pieces.added, parts)).decode() == "é🦉"
+    names = of_completion(aligned, entries)["tokens"]
+    assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
+
+
+def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder):
+    prompt = "def read_file(path):\n"
+    asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}
+    for choice in answered(api, {**asked, "echo": True})["choices"]:
+        found = choice["logprobs"]
+        assert choice["text"].startswith(prompt) and "".join(found["tokens"]) == choice["text"]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert found["text_offset"] == [len("".join(found["tokens"][:i])) for i in range(len(found["tokens"]))]
+        tokens = ids_of(decoder, prompt)
+        exact = reference(tokens[:1], tokens[1:])[range(len(tokens) - 1), tokens[1:]]
+        assert np.allclose(found["token_logprobs"][1 : len(tokens)], exact, atol=2e-3)
+    whole = answered(api, {**asked, "echo": True})["choices"]
+    chunks = [choice for chunk in streamed(api, {**asked, "echo": True}) for choice in chunk["choices"]]
+    for one in whole:
+        own = [choice for choice in chunks if choice["index"] == one["index"]]
+        assert "".join(choice["text"] for choice in own) == one["text"]
+        tokens = [token for choice in own if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+        assert tokens == one["logprobs"]["tokens"]
+    ids = answered(api, {**asked, "prompt": ids_of(decoder, prompt).tolist(), "echo": True, "logprobs": None})
+    assert texts(ids) == [choice["text"] for choice in whole]
+
+
+@pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
+def test_prompt_logprobs_are_those_of_vllm(api, body):
+    answer = answered(api, {**body, "prompt_logprobs": 2, "max_tokens": 1})
+    place = answer if body is CHAT else answer["choices"][0]
+    first, *others = place["prompt_logprobs"]
+    assert first is None and len(others) == answer["usage"]["prompt_tokens"] - 1
+    for one in others:
+        ranks = sorted(entry["rank"] for entry in one.values())
+        assert ranks[:2] == [1, 2] and len(one) in (2, 3) and all(key.isdigit() for key in one)
+    none = answered(api, {**body, "prompt_logprobs": 0, "max_tokens": 1})
+    assert all(len(one) == 1 for one in (none if body is CHAT else none["choices"][0])["prompt_logprobs"][1:])
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bias_forces_and_bans_tokens(api, decoder):
+    (token,) = ids_of(decoder, "a").tolist()
+    (plain,) = texts(answered(api, ONE))
+    assert texts(answered(api, {**ONE, "logit_bias": {str(token): 100}})) == ["a" * 12]
+    begin = int(ids_of(decoder, f"def f({plain}")[len(ids_of(decoder, "def f("))])
+    (other,) = texts(answered(api, {**ONE, "logit_bias": {str(begin): -100}}))
+    assert other != plain
+
+
+def test_stop_tokens_of_a_request_end_its_text(api, decoder):
+    tokens = ids_of(decoder, "def f(" + texts(answered(api, ONE))[0])[len(ids_of(decoder, "def f(")) :].tolist()
+    asked = {**ONE, "stop_token_ids": [tokens[3]], "ignore_eos": True}
+    (choice,) = answered(api, asked)["choices"]
+    end = tokens.index(tokens[3]) + 1
+    assert choice["finish_reason"] == "stop" and answered(api, asked)["usage"]["completion_tokens"] == end
+    longer = answered(api, {**asked, "min_tokens": end + 1})
+    assert longer["usage"]["completion_tokens"] > end
+
+
+def test_a_stop_string_can_stay_in_the_text(api):
+    (plain,) = texts(answered(api, ONE))
+    stop = plain[5:9]
+    kept = texts(answered(api, {**ONE, "stop": stop, "include_stop_str_in_output": True}))
+    assert kept == [plain[: plain.index(stop) + 4]] and texts(answered(api, {**ONE, "stop": stop})) == [
+        plain[: plain.index(stop)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({**ONE, "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({**ONE, "logprobs": True}, "logprobs", "valid integer"),
+        ({**CHAT, "logprobs": 5}, "logprobs", "valid boolean"),
+        ({**CHAT, "top_logprobs": 5}, None, "top_logprobs requires logprobs=true"),
+        ({**CHAT, "best_of": 2}, "best_of", "only 1 is supported"),
+        ({**CHAT, "echo": True}, "echo", "only false is supported"),
+        ({**ONE, "n": 3, "best_of": 2}, None, "best_of should be at least n, which is 3"),
+        ({**ONE, "best_of": 2, "stream": True}, None, "best_of above n requires stream=false"),
+        ({**ONE, "best_of": 5}, "best_of", "is 5, but at most 4 are allowed"),
+        ({**ONE, "prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs requires stream=false"),
+        ({**ONE, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+        ({**ONE, "logit_bias": {"5": 101}}, "logit_bias", "the bias of token 5 should be a number from -100 to 100"),
+        ({**ONE, "logit_bias": {"4096": 1}}, "logit_bias", "has token 4096, but the model's token ids are 0 to 4095"),
+        ({**ONE, "logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024 tokens"),
+        ({**ONE, "logit_bias": [1]}, "logit_bias", "should be an object"),
+        ({**ONE, "stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+        ({**ONE, "stop_token_ids": [5000]}, "stop_token_ids", "has token 5000"),
+        ({**ONE, "min_tokens": 13}, "min_tokens", "is 13, but at most 12 tokens are generated"),
+        ({**ONE, "skip_special_tokens": False}, "skip_special_tokens", "only true is supported"),
+        ({**ONE, "use_beam_search": True}, "use_beam_search", "only false is supported"),
+    ],
+    ids=lambda value: None,
+)
+def test_what_cannot_be_is_refused_by_its_name(api, body, param, words):
+    error = refused(api, body)
+    assert error["param"] == param and words in error["message"]

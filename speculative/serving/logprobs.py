@@ -1,0 +1,154 @@
+"""Log-probabilities in the API: tokens as texts and bytes, aligned with the text of a choice."""
+
+import codecs
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import openvino_genai
+
+from speculative.models import vocabulary
+from speculative.sampling.logprobs import TokenLogprobs
+from speculative.sequence.result import GenerationResult
+
+LOWEST = -9999.0  # instead of -infinity, which JSON does not have; as OpenAI and vLLM
+
+
+class TokenTexts:
+    """The bytes of each token of a tokenizer. Raises ValueError if its detokenizer does not name the tokens."""
+
+    def __init__(self, tokenizer: openvino_genai.Tokenizer):
+        known = vocabulary.of(tokenizer)
+        if not known:
+            raise ValueError("logprobs need a detokenizer that names its tokens: convert the model again")
+        self._bytes = known.tokens()
+        self._special = vocabulary.special(tokenizer, known)
+
+    def spelled(self, token: int) -> bytes:
+        """The token's UTF-8 bytes; of a special token, those of its name."""
+        return self._bytes.get(token, b"")
+
+    def added(self, token: int) -> bytes:
+        """What the token adds to a text."""
+        return b"" if token in self._special else self.spelled(token)
+
+    def text(self, token: int) -> str:
+        """The token as text, or `bytes:` and its bytes if these are no whole characters."""
+        try:
+            return self.spelled(token).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelled(token))
+
+
+class TokenEntry(NamedTuple):
+    """A token of a choice: where its text begins, and its log-probability (None: it is the first of a prompt)."""
+
+    token: int
+    offset: int
+    logprobs: TokenLogprobs | None
+
+
+class AlignedTokens:
+    """Hands out the tokens of a choice with their text: those whose text begins within the text so far.
+
+    `top` is the number of most probable tokens wanted at each place. With `may_be_cut`, the text may end before the
+    last tokens do, at a stop string.
+    """
+
+    def __init__(self, texts: TokenTexts, top: int, may_be_cut: bool = False):
+        self.texts, self.top = texts, top
+        self._may_be_cut = may_be_cut
+        self._read = 0  # generated tokens handed out
+        self._sent = self._chars = 0  # characters of the text, and of the tokens handed out
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
+        """The entries of a prompt that the choice begins with."""
+        self._begin(tokens[0], text)
+        entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
+        self._sent = self._chars = len(text)
+        return entries
+
+    def take(self, generation: GenerationResult, text: str, last: bool = False) -> list[TokenEntry]:
+        """The entries that belong to `text`, which follows the text so far; with `last`, all that remain."""
+        entries: list[TokenEntry] = []
+        if not self._sent and text:
+            self._begin(generation.tokens[0], text)
+        self._sent += len(text)
+        count = min(len(generation.tokens), len(generation.logprobs))  # another thread appends to both
+        while self._read < count:
+            token = generation.tokens[self._read]
+            begins = self._chars < self._sent or not self.texts.added(token)
+            if not begins and (self._may_be_cut or not last):
+                break
+            entries.append(self._entry(token, generation.logprobs[self._read]))
+            self._read += 1
+        return entries
+
+    def _begin(self, first: int, text: str) -> None:
+        """Some tokenizers leave out the space with which a text begins."""
+        if self.texts.added(first).startswith(b" ") and not text.startswith(" "):
+            self._chars = -1
+
+    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> TokenEntry:
+        entry = TokenEntry(token, max(self._chars, 0), logprobs)
+        self._chars += len(self._decoder.decode(self.texts.added(token)))
+        return entry
+
+
+def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
+    """The `logprobs` of a text completion, with the most probable tokens at each place, and the token itself."""
+    texts, top = tokens.texts, tokens.top
+    found: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, offset, one in entries:
+        found["tokens"].append(texts.text(token))
+        found["text_offset"].append(offset)
+        if one is None:
+            found["token_logprobs"].append(None)
+            found["top_logprobs"].append(None)
+            continue
+        found["token_logprobs"].append(_number(one.logprob))
+        best = {texts.text(other): _number(value) for other, value in _top(one, top)}
+        found["top_logprobs"].append(best | {texts.text(token): _number(one.logprob)} if top else None)
+    return found
+
+
+def of_chat(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
+    """The `logprobs` of a chat completion, with the most probable tokens at each place."""
+    texts = tokens.texts
+
+    def of_token(token: int, value: float) -> dict:
+        return {"token": texts.text(token), "logprob": _number(value), "bytes": list(texts.spelled(token))}
+
+    content = []
+    for token, _, one in entries:
+        assert one is not None  # only the first token of a prompt has none
+        best = [of_token(other, value) for other, value in _top(one, tokens.top)]
+        content.append({**of_token(token, one.logprob), "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def of_prompt(texts: TokenTexts, prompt: Sequence[int], found: list[TokenLogprobs], top: int) -> list[dict | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, itself and the `top` most probable ones."""
+    entries: list[dict | None] = [None]
+    for token, one in zip(prompt[1:], found, strict=True):
+        ranked = [(other, value, rank) for rank, (other, value) in enumerate(_top(one, top), start=1)]
+        entries.append(
+            {
+                str(other): {"logprob": _number(value), "rank": rank, "decoded_token": texts.text(other)}
+                for other, value, rank in [(int(token), one.logprob, one.rank), *ranked]
+            }
+        )
+    return entries
+
+
+def mean(generation: GenerationResult) -> float:
+    """The mean log-probability of a token."""
+    return sum(one.logprob for one in generation.logprobs) / max(len(generation.logprobs), 1)
+
+
+def _top(one: TokenLogprobs, count: int) -> list[tuple[int, float]]:
+    return list(zip(one.top_ids[:count].tolist(), one.top_logprobs[:count].tolist(), strict=True))
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LOWEST)
