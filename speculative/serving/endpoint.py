@@ -170,13 +170,12 @@ class Endpoint:
         self._check_tokens(asked)
         self.asking += 1
         try:
+            echoes = await self._in_encoding_thread(self._echoes, asked) if asked.repeated else []
             jobs = await self._submit(asked, salt(request.headers.get("authorization", ""), asked.prompt_cache_key))
         except BaseException:
             self.asking -= 1
             raise
-        answer = ResponseBuilder(
-            asked, self.name, jobs, self._token_texts, self._echoes(asked), self._sources(asked, jobs)
-        )
+        answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, self._sources(asked, jobs))
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
         with self._until_over(jobs, asked, request):
@@ -237,10 +236,13 @@ class Endpoint:
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
     def _echoes(self, asked: ChatCompletionRequest | CompletionRequest) -> list[str]:
-        """The prompts that the choices repeat, if they do."""
-        tokenizer = self.engine.decoder.tokenizer
+        """The prompts that the choices repeat. The engine refuses one with a token that the model does not have."""
+        tokenizer, size = self.engine.decoder.tokenizer, self.engine.decoder.main.vocab_size
         assert tokenizer  # a server has one
-        return [one if isinstance(one, str) else tokenizer.decode(one) for one in asked.repeated]
+        return [
+            one if isinstance(one, str) else tokenizer.decode(one) if 0 <= min(one) <= max(one) < size else ""
+            for one in asked.repeated
+        ]
 
     async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
         self._coming += asked.all_texts

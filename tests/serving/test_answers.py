@@ -394,6 +394,8 @@ def test_a_stop_string_can_stay_in_the_text(api):
         ({**ONE, "logit_bias": [1]}, "logit_bias", "should be an object"),
         ({**ONE, "stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
         ({**ONE, "stop_token_ids": [5000]}, "stop_token_ids", "has token 5000"),
+        ({**ONE, "prompt": [5, 4096], "echo": True}, None, "the prompt's token ids range from 5 to 4096"),
+        ({**ONE, "prompt": [5, 10**30], "echo": True}, None, "The prompt cannot be encoded"),
         ({**ONE, "min_tokens": 13}, "min_tokens", "is 13, but at most 12 tokens are generated"),
         ({**ONE, "skip_special_tokens": False}, "skip_special_tokens", "only true is supported"),
         ({**ONE, "use_beam_search": True}, "use_beam_search", "only false is supported"),
