@@ -37,7 +37,9 @@ from speculative.serving.protocol import (
     shown,
 )
 from speculative.serving.request_id import HEADER, RequestId
+from speculative.serving.response_events import ResponsesBuilder
 from speculative.serving.responses import ResponseBuilder, model_card
+from speculative.serving.responses_api import ResponsesRequest
 from speculative.serving.settings import Limits
 from speculative.serving.structured_output import Structure
 from speculative.serving.token_sources import TokenSources
@@ -116,6 +118,7 @@ class Endpoint:
             ("GET", "/v1/models/{name:path}", self.model),
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/responses", self.respond),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ):
@@ -145,10 +148,12 @@ class Endpoint:
         return model_card(self.name, self._created, self.engine.decoder)
 
     async def chat(self, asked: ChatCompletionRequest, request: Request) -> Response:
-        tokenizer = self.engine.decoder.tokenizer
-        if not tokenizer or not tokenizer.chat_template:
-            raise ApiError(400, f"The model {self.name} has no chat template: use /v1/completions.")
+        self._check_chat_template()
         return await self._answer(asked, request)
+
+    async def respond(self, asked: ResponsesRequest, request: Request) -> Response:
+        self._check_chat_template()
+        return await self._answer(asked.chat, request, asked)
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         return await self._answer(asked, request)
@@ -161,7 +166,13 @@ class Endpoint:
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, asked: ChatCompletionRequest | CompletionRequest, request: Request) -> Response:
+    async def _answer(
+        self,
+        asked: ChatCompletionRequest | CompletionRequest,
+        request: Request,
+        original: ResponsesRequest | None = None,
+    ) -> Response:
+        """Decode `asked`, and build the response that `original` wants if `asked` was made of it."""
         self._check_open()
         self._check_model(asked.model)
         if self.engine.error:
@@ -175,7 +186,11 @@ class Endpoint:
         except BaseException:
             self.asking -= 1
             raise
-        answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, self._sources(asked, jobs))
+        answer: ResponseBuilder | ResponsesBuilder
+        if original:
+            answer = ResponsesBuilder(original, self.name, jobs)
+        else:
+            answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, self._sources(asked, jobs))
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
         with self._until_over(jobs, asked, request):
@@ -268,7 +283,9 @@ class Endpoint:
             message = f"The prompt cannot be encoded: {' '.join(engine_lines(error))}"
             raise ApiError(400, message, "invalid_prompt") from None
 
-    async def _events(self, jobs: list[GenerationHandle], answer: ResponseBuilder) -> AsyncIterator[bytes]:
+    async def _events(
+        self, jobs: list[GenerationHandle], answer: ResponseBuilder | ResponsesBuilder
+    ) -> AsyncIterator[bytes]:
         if head := answer.begin():
             yield head
         try:
@@ -330,6 +347,11 @@ class Endpoint:
         if self.draining:
             raise ApiError(503, "The server is shutting down.", "draining", retry_after=5)
 
+    def _check_chat_template(self) -> None:
+        tokenizer = self.engine.decoder.tokenizer
+        if not tokenizer or not tokenizer.chat_template:
+            raise ApiError(400, f"The model {self.name} has no chat template: use /v1/completions.")
+
     def _check_model(self, name: str) -> None:
         if name != self.name:
             message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
@@ -367,7 +389,7 @@ class Endpoint:
         """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the
         limits allow if the request has none. Raises ApiError if prompt or number exceed a limit."""
         limits, context = self.limits, self.engine.decoder.main.context
-        where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
+        where, limit = asked.prompt_name, asked.limit_name
         if prompt > self.longest_prompt:
             message = f"The prompt has {prompt} tokens, but at most {self.longest_prompt} are allowed."
             raise ApiError(400, message, "context_length_exceeded", where)
@@ -375,12 +397,12 @@ class Endpoint:
         if wanted is None:
             return min(limits.max_output_tokens, context - prompt)
         if wanted > limits.max_output_tokens:
-            message = f"max_tokens is {wanted}, but at most {limits.max_output_tokens} are allowed."
-            raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
+            message = f"{limit} is {wanted}, but at most {limits.max_output_tokens} are allowed."
+            raise ApiError(400, message, "max_tokens_exceeded", limit)
         if prompt + wanted > context:
             message = (
-                f"The prompt has {prompt} tokens and max_tokens is {wanted}, but the context is only {context} tokens: "
-                f"shorten the prompt, or set max_tokens to {context - prompt}."
+                f"The prompt has {prompt} tokens and {limit} is {wanted}, but the context is only {context} tokens: "
+                f"shorten the prompt, or set {limit} to {context - prompt}."
             )
             raise ApiError(400, message, "context_length_exceeded", where)
         return wanted
@@ -412,7 +434,7 @@ class Endpoint:
         first = error.errors()[0]
         place, problem = described(
             {**first, "loc": first["loc"][1:]},
-            ChatCompletionRequest.off | CompletionRequest.off | TokenizeRequest.off,
+            ChatCompletionRequest.off | CompletionRequest.off | TokenizeRequest.off | ResponsesRequest.off,
         )
         message = f"{place or 'The body'}: {problem}."
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))

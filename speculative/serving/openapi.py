@@ -206,6 +206,75 @@ class CompletionChunk(Head):
     usage: Usage | None = None
 
 
+class OutputText(Schema):
+    type: Literal["output_text"]
+    text: str
+    annotations: list = Field(max_length=0)
+    logprobs: list = Field(max_length=0)
+
+
+class OutputMessage(Schema):
+    id: str
+    type: Literal["message"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class InputTokens(Schema):
+    cached_tokens: int = Field(ge=0)
+
+
+class ResponseUsage(Schema):
+    input_tokens: int = Field(ge=1)
+    input_tokens_details: InputTokens
+    output_tokens: int = Field(ge=0)
+    output_tokens_details: CompletionTokens
+    total_tokens: int = Field(ge=1)
+
+
+class IncompleteDetails(Schema):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseText(Schema):
+    format: dict[str, Any]
+
+
+class ResponseObject(Schema):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: Literal[False]
+    temperature: float
+    text: ResponseText
+    tool_choice: str
+    tools: list
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(BaseModel):
+    """An event of a stream of /v1/responses; its other fields depend on its type."""
+
+    type: str
+    sequence_number: int = Field(ge=0)
+    response: ResponseObject | None = None
+    item: OutputMessage | None = None
+    part: OutputText | None = None
+
+
 class Tokenized(Schema):
     count: int = Field(ge=0)
     max_model_len: int = Field(ge=1)
@@ -226,6 +295,7 @@ ANSWERS = {  # by path: schema of the response, schema of a stream's chunks, err
     "/v1/models/{name:path}": (ModelCard, None, (404, *LOOKED_AT)),
     "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk, DECODED),
     "/v1/completions": (Completion, CompletionChunk, DECODED),
+    "/v1/responses": (ResponseObject, ResponseEvent, DECODED),
     "/tokenize": (Tokenized, None, READ),
     "/detokenize": (Detokenized, None, READ),
 }
@@ -235,7 +305,10 @@ def answers(path: str, keys: bool) -> dict[int | str, dict[str, Any]]:
     """The responses of a path, in FastAPI's form. `keys`: whether an API key is required."""
     whole, chunk, errors = ANSWERS[path]
     answer: dict[str, Any] = {"model": whole, "description": "The response", "headers": ID}
-    if chunk:
+    if chunk is ResponseEvent:
+        answer["description"] += ", or with stream=true its events, of which the last may be an error"
+        answer["content"] = {"text/event-stream": {"itemSchema": typed_event()}}
+    elif chunk:
         answer["description"] += ", or with stream=true its chunks, followed by `[DONE]` or an error"
         answer["content"] = {"text/event-stream": {"itemSchema": event(chunk)}}
     if keys and path not in OPEN:
@@ -249,12 +322,22 @@ def error(status: int) -> dict[str, Any]:
     return {"model": Error, "description": ERRORS[status], "headers": headers}
 
 
-def event(chunk: type[Schema]) -> dict:
+def event(chunk: type[BaseModel]) -> dict:
     """Schema of a server-sent event with a chunk or an error, in the form of OpenAPI 3.2 and FastAPI."""
-    shapes = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in (chunk, Error)]
-    content = {"contentMediaType": "application/json", "contentSchema": {"anyOf": shapes}}
-    data = {"anyOf": [{"type": "string", **content}, {"const": "[DONE]"}]}
+    data = {"anyOf": [json_of(chunk, Error), {"const": "[DONE]"}]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def typed_event() -> dict:
+    """Schema of an event of /v1/responses, whose type is also the name of the event."""
+    properties = {"event": {"type": "string"}, "data": {"anyOf": [json_of(ResponseEvent)]}}
+    return {"type": "object", "properties": properties, "required": ["event", "data"]}
+
+
+def json_of(*shapes: type[BaseModel]) -> dict:
+    """Schema of a string with JSON of one of these shapes."""
+    references = [{"$ref": REFERENCE.format(model=shape.__name__)} for shape in shapes]
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
 
 
 def describe(app: FastAPI) -> None:
@@ -272,7 +355,7 @@ def describe(app: FastAPI) -> None:
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         chunks: list[tuple[type[BaseModel], Literal["serialization"]]] = [
-            (shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk)
+            (shape, "serialization") for shape in (ChatCompletionChunk, CompletionChunk, ResponseEvent)
         ]
         schemas |= models_json_schema(chunks, ref_template=REFERENCE)[1]["$defs"]
         return found

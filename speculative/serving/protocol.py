@@ -175,6 +175,9 @@ def all_tokens(top_k: Any) -> Any:
 class BaseRequest(Given):
     """The fields that chat completions and text completions share."""
 
+    limit_name: ClassVar[str] = "max_tokens"  # what error messages call the number of tokens
+    prompt_name: ClassVar[str] = "prompt"
+
     off: ClassVar[dict[str, tuple]] = {
         # OpenAI's
         "metadata": LABEL,
@@ -316,6 +319,8 @@ class ChatCompletionRequest(BaseRequest):
         "tool_choice": ("none", "auto"),
         "tools": ([],),
     }
+
+    prompt_name: ClassVar[str] = "messages"
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool | None = None

@@ -18,6 +18,11 @@ from speculative.serving.token_sources import TokenSources, draft_source
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
 
 
+def as_json(data: dict) -> str:
+    """The data of a server-sent event."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
+
+
 class ChoiceBuilder:
     """Builds choice number `index` of a text completion: as a whole, or as the choices of a stream's chunks."""
 
@@ -178,8 +183,7 @@ class ResponseBuilder:
 
     @staticmethod
     def _event(data: dict) -> bytes:
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
-        return b"data: " + text.encode() + b"\n\n"
+        return f"data: {as_json(data)}\n\n".encode()
 
 
 def usage(jobs: Sequence[GenerationHandle], texts: int) -> dict:

@@ -28,10 +28,15 @@ RULES = settings(
 POSTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "def f("},
+    "/v1/responses": {"input": "Hi"},
     "/tokenize": {"prompt": "def f("},
     "/detokenize": {"tokens": [5]},
 }
-FEW = {"max_tokens": 2, "max_completion_tokens": None}
+FEW = {
+    "/v1/chat/completions": {"max_tokens": 2, "max_completion_tokens": None},
+    "/v1/completions": {"max_tokens": 2},
+    "/v1/responses": {"max_output_tokens": 2},
+}
 KINDS = ["generated", "served", "answered", "streamed", "of another model"]
 
 
@@ -59,10 +64,6 @@ def base(api):
     return api.url.removesuffix("/v1")
 
 
-def is_decoded(path):
-    return path.endswith("completions")
-
-
 @functools.cache
 def checked():
     """The checks of a response."""
@@ -86,9 +87,13 @@ def ask(api, case, document):
 def check_events(text, data, document):
     """schemathesis treats the JSON in events as text."""
     *events, last, nothing = text.split("\n\n")
-    assert (last, nothing) == ("data: [DONE]", "")
+    assert nothing == ""
+    if last.startswith("event: response."):
+        events.append(last)
+    else:
+        assert last == "data: [DONE]"
     for event in events:
-        chunk = json.loads(event.removeprefix("data: "))
+        chunk = json.loads(event.partition("data: ")[2])
         jsonschema.validate(chunk, {**data["contentSchema"], "components": document["components"]})
         assert "error" not in chunk
 
@@ -97,8 +102,8 @@ def check_events(text, data, document):
 
 
 @pytest.mark.parametrize("method_path", ["GET /health", "GET /v1/models", "GET /v1/models/{name}",
-                                         "POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize",
-                                         "POST /detokenize"])  # fmt: skip
+                                         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses",
+                                         "POST /tokenize", "POST /detokenize"])  # fmt: skip
 def test_the_answers_are_as_the_document_says(api, document, described, method_path):
     method, path = method_path.split()
     kinds = Counter()
@@ -109,8 +114,8 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
         """Many generated bodies name another model or exceed a limit: most of them are corrected."""
         if kind != "generated" and path in POSTS and isinstance(case.body, dict):
             generated = case.body if kind == "served" else POSTS[path]
-            case.body = {**generated, "model": api.model, **(FEW if is_decoded(path) else {})}
-            if kind == "streamed" and is_decoded(path):
+            case.body = {**generated, "model": api.model, **FEW.get(path, {})}
+            if kind == "streamed" and path in FEW:
                 case.body["stream"] = True
             elif kind == "of another model":
                 case.body["model"] = "another"
@@ -120,7 +125,7 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
     wanted = {"200 application/json"}
     if path in POSTS:
         wanted |= {"400 application/json", "404 application/json"}
-    if is_decoded(path):
+    if path in FEW:
         wanted |= {"200 text/event-stream"}
     if path == "/v1/models/{name}":
         wanted = {"404 application/json"}
@@ -147,7 +152,7 @@ values = st.recursive(
 def bodies(draw, path, fields, most):
     """A body as bytes: one that is answered, and a field of it that is drawn, deep, or long, up to and beyond the
     limit."""
-    body = {"model": "embedded", **({"max_tokens": 1} if is_decoded(path) else {}), **POSTS[path]}
+    body = {"model": "embedded", **FEW.get(path, {}), **POSTS[path]}
     value = json.dumps(draw(values)).encode()
     depth = draw(st.sampled_from([0, 0, 1, 10, 100, 900, 1_000, 10_000, 100_000]))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"}"), (b'[{"content":[', b"]}]")]))

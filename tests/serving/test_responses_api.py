@@ -1,0 +1,174 @@
+"""/v1/responses with OpenAI's own client, over the real engine."""
+
+from typing import Literal
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from speculative import batch_decoder
+from speculative.models.spec import ModelSpec
+from speculative.sequence.output import OutputProcessor
+from speculative.serving.middleware import digest
+from tests.support.paths import DRAFT, MAIN
+from tests.support.serving import PLAIN, Api
+
+ASKED = {"model": "embedded", "temperature": 0, "max_output_tokens": 40}
+QUESTION = "Write a class for a stack."
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
+        yield api
+
+
+@pytest.fixture(scope="module")
+def client(api):
+    with api.client() as client:
+        yield client
+
+
+def post(api, body, **headers):
+    return httpx.post(f"{api.url}/responses", json={**ASKED, **body}, headers=headers, timeout=60, **PLAIN)
+
+
+def chat(client, messages, tokens=40):
+    asked = {"model": "embedded", "temperature": 0, "max_tokens": tokens}
+    return client.chat.completions.create(messages=messages, **asked)
+
+
+def test_a_response_is_the_chat_completion_of_the_same_messages(client):
+    response = client.responses.create(input=QUESTION, instructions="Be brief.", **ASKED)
+    same = chat(client, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}])
+    assert response.output_text == same.choices[0].message.content != ""
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        same.usage.prompt_tokens,
+        same.usage.completion_tokens,
+    )
+    assert response.usage.total_tokens == same.usage.total_tokens
+    assert response.usage.output_tokens_details.accepted_prediction_tokens > 0
+    assert response.object == "response" and response.store is False and response.instructions == "Be brief."
+
+
+def test_a_response_that_is_cut_says_so(client):
+    cut = client.responses.create(input=QUESTION, **{**ASKED, "max_output_tokens": 3})
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 3
+    whole = client.responses.create(input=QUESTION, **{**ASKED, "max_output_tokens": 400})
+    assert (whole.status, whole.incomplete_details, whole.output[0].status) == ("completed", None, "completed")
+
+
+def test_the_output_can_be_sent_back(client):
+    first = client.responses.create(input=QUESTION, **ASKED)
+    parts = [{"type": "input_text", "text": "And a "}, {"type": "input_text", "text": "queue."}]
+    history = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": parts}]
+    second = client.responses.create(input=history, **ASKED)
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And a queue."},
+    ]
+    assert second.output_text == chat(client, messages).choices[0].message.content
+
+
+def test_a_stream_has_the_events_of_the_api_in_order(client):
+    whole = client.responses.create(input=QUESTION, **ASKED)
+    events = list(client.responses.create(input=QUESTION, stream=True, **ASKED))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * len(deltas),
+        *("output_text.done", "content_part.done", "output_item.done", whole.status),
+    ]
+    assert "".join(deltas) == events[-4].text == events[-3].part.text == whole.output_text
+    assert events[0].response.status == "in_progress" and events[0].response.output == []
+    last = events[-1].response
+    assert last.output[0].id == events[2].item.id == events[4].item_id and last.id == events[0].response.id
+    assert (last.output_text, last.usage.output_tokens) == (whole.output_text, whole.usage.output_tokens)
+
+
+def test_the_clients_stream_helper_gives_the_response(client):
+    with client.responses.stream(input=QUESTION, **{**ASKED, "max_output_tokens": 400}) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text != ""
+
+
+class Verdict(BaseModel):
+    language: Literal["Python", "C"]
+    is_class: bool
+
+
+def test_a_text_is_parsed_into_an_object(client):
+    asked = {"input": QUESTION, "text_format": Verdict, **ASKED, "max_output_tokens": 400}
+    parsed = client.responses.parse(**asked)
+    assert isinstance(parsed.output_parsed, Verdict) and parsed.text.format.name == "Verdict"
+    with client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+
+
+def test_what_changes_no_text_passes(api):
+    labels = {"metadata": {"a": "b"}, "user": "u", "store": False, "include": [], "tools": [], "truncation": "disabled",
+              "background": False, "reasoning": None, "previous_response_id": None, "text": {}, "service_tier": "auto",
+              "parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}  # fmt: skip
+    answers = [post(api, {"input": QUESTION, **more}) for more in (labels, {})]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    assert len({answer.json()["output"][0]["content"][0]["text"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier messages in input"),
+        ({"store": True}, "store", "stores no responses"),
+        ({"input": []}, "input", "send a message"),
+        ({"input": None}, "input", "is required"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0.role: "),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0.type: "),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input", "item 0.type: "),
+        ({"max_output_tokens": 401}, "max_output_tokens", "at most 400 are allowed"),
+        ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
+        ({"background": True}, "background", "only false is supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "only [] is supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}}, "text.format", ""),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(api, body, param, words):
+    answer = post(api, {"input": QUESTION, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and words in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_as_input(api):
+    error = post(api, {"input": "word " * 2_000}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(client, monkeypatch):
+    take, steps = OutputProcessor.take, []
+
+    def failing_take(output, step):
+        steps.append(step)
+        if len(steps) > 3:
+            raise ValueError("planted")
+        return take(output, step)
+
+    monkeypatch.setattr(OutputProcessor, "take", failing_take)
+    events = list(client.responses.create(input=QUESTION, stream=True, **ASKED))
+    assert events[-1].type == "error" and "planted" in events[-1].message
+
+
+def test_the_key_and_the_model_are_checked_here_too(api, decoder):
+    assert post(api, {"input": QUESTION, "model": "another"}).status_code == 404
+    with Api(decoder, keys=frozenset([digest("one")])) as guarded:
+        assert post(guarded, {"input": QUESTION}).status_code == 401
+        assert post(guarded, {"input": QUESTION}, Authorization="Bearer one").status_code == 200
