@@ -73,6 +73,7 @@ SLOW = [  # 10 s of processor time or more
     *("test_eagle3_head", "test_engine_facts", "test_sampling_samples", "test_chat", "test_sample_errors"),
     *("test_report", "test_check_pair", "test_real_model", "test_embedded_pair", "test_openapi_fuzz"),
     *("test_engine_stateful", "test_batch_draft_length", "test_pair_check", "test_pass_width"),
+    *("test_capacity", "test_plan_capacity"),
 ]
 
 

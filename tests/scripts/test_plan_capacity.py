@@ -36,7 +36,7 @@ def costs(tmp_path):
 def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, monkeypatch):
     for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 1), ("SIZES", (1, 4, 16, 64))):
         monkeypatch.setattr(measuring, name, value)
-    saved, arguments = tmp_path / "costs.json", ["--rate", "2", *QUICK]
+    saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
     few = ["--max-prompts", "3", "--max-new-tokens", "12"]
     measured = as_result(run_here(PROGRAM, MAIN, DRAFT, *few, *arguments, "--save-costs", saved))
     read = as_result(run_here(PROGRAM, "--costs", saved, *arguments))
