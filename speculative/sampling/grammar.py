@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,8 +33,8 @@ from speculative.error_text import one_line
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KINDS = ("json_schema", "regex", "grammar")
-OTHER_KINDS = ("structural_tags_config", "compound_grammar")
+KINDS = ("json_schema", "regex", "grammar", "structural_tags_config")
+OTHER_KINDS = ("compound_grammar",)
 OPTIONS = '%llguidance { "no_forcing": true }'  # all tokens that spell the same bytes are allowed, not only the usual
 KEPT, KEPT_TEXTS = 16, 1000  # compiled grammars that nobody uses; tokens of texts
 MOST_SOURCE = 100_000  # characters of a grammar
@@ -75,9 +75,9 @@ class Grammars:
         """The grammar that `config` asks for. One that is still referenced is not compiled again. Raises ValueError if
         it is invalid, or of a kind that is not supported, and RuntimeError without llguidance."""
         kind, source = _only_kind(config)
-        if len(source) > MOST_SOURCE:
+        if (length := len(str(source))) > MOST_SOURCE:
             raise ValueError(
-                f"structured_output_config.{kind} has {len(source):,} characters, but may have at most {MOST_SOURCE:,}"
+                f"structured_output_config.{kind} has {length:,} characters, but may have at most {MOST_SOURCE:,}"
             )
         try:
             from llguidance import LLMatcher
@@ -302,7 +302,7 @@ def _tokenizer(tokens: Tokens, vocab_size: int) -> "LLTokenizer":
     return LLTokenizer(TokenizerWrapper(_Tokenizer(tokens, vocab_size)))
 
 
-def _only_kind(config: StructuredOutputConfig) -> tuple[str, str]:
+def _only_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
     """The kind of grammar that `config` asks for, and the grammar."""
     for kind in OTHER_KINDS:
         if getattr(config, kind):
@@ -315,7 +315,7 @@ def _only_kind(config: StructuredOutputConfig) -> tuple[str, str]:
     return given[0], getattr(config, given[0])
 
 
-def _lark(kind: str, source: str) -> str:
+def _lark(kind: str, source: Any) -> str:
     """The grammar in llguidance's language. Raises ValueError."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -324,12 +324,41 @@ def _lark(kind: str, source: str) -> str:
         return f"start: %json {json.dumps(_schema(source))}"
     if kind == "regex":
         return json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]["lark_grammar"]
+    if kind == "structural_tags_config":
+        schemas: list[str] = []
+        start = _tag(source, schemas)
+        return "\n".join([f"start: {start}", *(f"json_{i}: %json {schema}" for i, schema in enumerate(schemas))])
     if (rules := source.count("::=")) > MOST_RULES:
         raise ValueError(f"it has {rules:,} rules, but may have at most {MOST_RULES:,}")
     try:
         return gbnf_to_lark(source)
     except Exception as error:  # llguidance raises no other
         raise ValueError(str(error)) from None
+
+
+def _tag(tag: Any, schemas: list[str]) -> str:
+    """A structural tag in llguidance's language. JSON schemas become rules, and are added to `schemas`."""
+    kinds = StructuredOutputConfig
+    if isinstance(tag, kinds.ConstString):
+        return _literal(tag.value)
+    if isinstance(tag, kinds.JSONSchema):
+        schemas.append(json.dumps(_schema(tag.value)))
+        return f"json_{len(schemas) - 1}"
+    if isinstance(tag, kinds.Concat):
+        return f"({' '.join(_tag(one, schemas) for one in tag.elements)})"
+    if isinstance(tag, kinds.Union):
+        return f"({' | '.join(_tag(one, schemas) for one in tag.elements)})"
+    if isinstance(tag, kinds.Tag):
+        return f"({_literal(tag.begin)} {_tag(tag.content, schemas)} {_literal(tag.end)})"
+    if isinstance(tag, kinds.TagsWithSeparator):
+        one = f"({' | '.join(_tag(one, schemas) for one in tag.tags)})"
+        more = "" if tag.stop_after_first else f" ({_literal(tag.separator)} {one})*"
+        return f"({one}{more}){'' if tag.at_least_one else '?'}"
+    raise ValueError(f"{type(tag).__name__} is not supported")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _schema(source: str) -> object:

@@ -44,6 +44,7 @@ from speculative.serving.settings import Limits
 from speculative.serving.structured_output import Structure
 from speculative.serving.token_sources import TokenSources
 from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
+from speculative.serving.tool_calls import format_of
 from speculative.serving.tracing import Traces
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
@@ -74,6 +75,8 @@ class Endpoint:
         self.draining = self.stopped = False
         self.asking = 0  # requests without a complete response
         self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
+        tokenizer = engine.decoder.tokenizer
+        self._tool_format = format_of(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
         self._created = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # one thread: chat templates are not known to be thread-safe
         self._token_texts: TokenTexts | None = None  # read when log-probabilities are asked for
@@ -179,6 +182,7 @@ class Endpoint:
             raise self._as_answer(self.engine.error)
         self._check_number(asked)
         self._check_tokens(asked)
+        self._check_tools(asked)
         self.asking += 1
         try:
             echoes = await self._in_encoding_thread(self._echoes, asked) if asked.repeated else []
@@ -190,7 +194,8 @@ class Endpoint:
         if original:
             answer = ResponsesBuilder(original, self.name, jobs)
         else:
-            answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, self._sources(asked, jobs))
+            sources = self._sources(asked, jobs)
+            answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)
         if asked.stream:  # nothing is awaited between `_submit` and the stream, which ends the jobs
             return EventStream(self._until_over(jobs, asked, request), lambda: self._events(jobs, answer))
         with self._until_over(jobs, asked, request):
@@ -213,7 +218,8 @@ class Endpoint:
         jobs: list[GenerationHandle] = []
         try:
             self.engine.check_queue(self._coming + asked.all_texts)
-            grammar = await self._compiled(asked.structure) if asked.structure else None
+            structure = asked.structure(self._tool_format)
+            grammar = await self._compiled(structure) if structure else None
             prompts = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
@@ -225,6 +231,8 @@ class Endpoint:
             for prompt, config in zip(prompts, configs, strict=True):
                 self._set_draft_length(config)
                 self._set_stop_tokens(asked, config)
+                if structure:
+                    config.structured_output_config = structure.config
                 for i in range(asked.texts):
                     seed, top = asked.random_seed(i), asked.top_of_prompt
                     of_prompt = max(top, 1) if top is not None and (asked.stream or i == 0) else 0
@@ -365,10 +373,13 @@ class Endpoint:
             message = f"{name}: is {asked.texts}, but at most {together} are allowed."
             raise ApiError(400, message, "invalid_request", name)
         if asked.all_texts > most:
-            message = (
-                f"prompt: {len(asked.prompts)} prompts with {name}={asked.texts} are {asked.all_texts} texts, but at "
-            )
-            raise ApiError(400, f"{message}most {most} are allowed.", "invalid_request", "prompt")
+            texts = f"{asked.number_of_prompts} prompts with {name}={asked.texts} are {asked.all_texts} texts"
+            raise ApiError(400, f"prompt: {texts}, but at most {most} are allowed.", "invalid_request", "prompt")
+
+    def _check_tools(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
+        if isinstance(asked, ChatCompletionRequest) and asked.offered and not self._tool_format:
+            message = f"tools: the format of tool calls of {self.name}'s chat template is not supported."
+            raise ApiError(400, message, "invalid_request", "tools")
 
     def _check_tokens(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
         """Raise ApiError if `asked` names token ids that the model does not have."""
@@ -383,7 +394,7 @@ class Endpoint:
         if not self._token_texts and (asked.top is not None or asked.top_of_prompt is not None):
             assert tokenizer  # a server has one
             self._token_texts = TokenTexts(tokenizer)
-        return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts]
+        return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
 
     def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
         """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the

@@ -12,6 +12,11 @@ class Given(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     off: ClassVar[dict[str, tuple]] = {}  # unsupported fields, with the values that change nothing
+    names: ClassVar[frozenset[str]]  # of the fields, in the API
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        cls.names = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
@@ -19,7 +24,7 @@ class Given(BaseModel):
         """Remove omitted fields. Keep at most one unsupported field, for pydantic's error to name."""
         if not isinstance(data, dict):
             return data
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = cls.names
         given = {name: value for name, value in data.items() if name in fields and value is not None}
         for name, value in data.items():
             if value is None or name in fields:

@@ -127,13 +127,26 @@ class Choice(AnyChoice):
     finish_reason: Literal["stop", "length"]
 
 
+class FunctionCall(Schema):
+    name: str
+    arguments: str
+
+
+class ToolCall(Schema):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(Schema):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] = Field([], min_length=1)
 
 
-class ChatChoice(Choice):
+class ChatChoice(AnyChoice):
+    finish_reason: Literal["stop", "length", "tool_calls"]
     message: AssistantMessage
     logprobs: ChatLogprobs | None
 
@@ -179,12 +192,26 @@ class ChunkChoice(AnyChoice):
     speculation: Speculation | None = None
 
 
+class FunctionDelta(Schema):
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(Schema):
+    index: int = Field(ge=0)
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class Delta(Schema):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[ToolCallDelta] = Field([], min_length=1, max_length=1)
 
 
-class ChatChunkChoice(ChunkChoice):
+class ChatChunkChoice(AnyChoice):
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     delta: Delta
     logprobs: ChatLogprobs | None
 

@@ -14,11 +14,22 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
-from openvino_genai import GenerationConfig
-from pydantic import BeforeValidator, FailFast, Field, ValidationError, WithJsonSchema, model_validator
+from openvino_genai import ChatHistory, GenerationConfig, StructuredOutputConfig
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from speculative.serving.given import LABEL, Given
 from speculative.serving.structured_output import ResponseFormat, Structure, StructuredOutputs
+from speculative.serving.tool_calls import ToolFormat, ToolParser, forced
+from speculative.serving.tools import MOST_TOOLS, NamedTool, Tool, ToolCall, ToolChoice
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
@@ -113,7 +124,6 @@ def joined(content: Any) -> Any:
 class Message(Given):
     off: ClassVar[dict[str, tuple]] = {
         "refusal": ("",),
-        "tool_calls": ([],),
         "function_call": ({},),
         "audio": ({},),
         "reasoning_content": ("",),
@@ -121,20 +131,35 @@ class Message(Given):
         "provider_specific_fields": LABEL,  # LiteLLM's
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(joined), WithJsonSchema(TEXT_OR_PARTS)]
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def an_answer_may_be_empty(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("content") is None:
+    def as_its_role_allows(cls, data: Any) -> Any:
+        """An answer may be empty, and only it has calls; only the result of a call has its id."""
+        if not isinstance(data, dict):
+            return data
+        role = data.get("role")  # other calls would add to the time of a message
+        if role != "assistant" and "tool_calls" in data and data["tool_calls"]:
+            raise ValueError("only messages of the role assistant have tool_calls")
+        if ("tool_call_id" in data and data["tool_call_id"] is not None) != (role == "tool"):
+            raise ValueError("messages of the role tool, and no others, need a tool_call_id")
+        if role == "assistant" and ("content" not in data or data["content"] is None):
             return {**data, "content": ""}
         return data
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
+        return message
 
 
 def few_and_not_empty(stop: Any) -> Any:
@@ -181,7 +206,6 @@ class BaseRequest(Given):
     off: ClassVar[dict[str, tuple]] = {
         # OpenAI's
         "metadata": LABEL,
-        "parallel_tool_calls": LABEL,  # without tools it has no effect
         "prompt_cache_retention": LABEL,
         "safety_identifier": LABEL,
         "service_tier": LABEL,
@@ -235,9 +259,8 @@ class BaseRequest(Given):
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def structure(self) -> Structure | None:
-        """What the text must follow."""
+    def structure(self, form: ToolFormat | None) -> Structure | None:
+        """What the text must follow. `form` is that of the model's tool calls."""
         return self.structured_outputs.structure if self.structured_outputs else None
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
@@ -262,13 +285,15 @@ class BaseRequest(Given):
         if self.top is not None or self.texts > self.choices_of_prompt:
             config.logprobs = max(self.top or 0, 1)
         config.apply_chat_template = False
-        if structure := self.structure:
-            config.structured_output_config = structure.config
         return config
 
-    @property
-    def prompts(self) -> list:
+    def prompts(self, form: ToolFormat | None) -> list:
+        """What the texts go on from, as a decoder's `encode` takes it. `form` is that of the model's tool calls."""
         raise NotImplementedError
+
+    @property
+    def number_of_prompts(self) -> int:
+        return 1
 
     @property
     def repeated(self) -> list:
@@ -287,7 +312,7 @@ class BaseRequest(Given):
 
     @property
     def all_texts(self) -> int:
-        return len(self.prompts) * self.texts
+        return self.number_of_prompts * self.texts
 
     @property
     def top(self) -> int | None:
@@ -316,8 +341,6 @@ class ChatCompletionRequest(BaseRequest):
         "echo": (False,),
         "modalities": (["text"],),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
     }
 
     prompt_name: ClassVar[str] = "messages"
@@ -327,6 +350,9 @@ class ChatCompletionRequest(BaseRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MOST_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def top_of_logprobs(self) -> "ChatCompletionRequest":
@@ -338,19 +364,65 @@ class ChatCompletionRequest(BaseRequest):
     def one_structure(self) -> "ChatCompletionRequest":
         if self.structured_outputs and self.response_format and self.response_format.structure:
             raise ValueError("response_format and structured_outputs exclude each other: send one of them")
+        if self.structured_outputs and self.offered:
+            raise ValueError("structured_outputs and tools exclude each other: send one of them")
         return self
+
+    @field_validator("tools")
+    @classmethod
+    def with_names_of_their_own(cls, tools: list[Tool]) -> list[Tool]:
+        if len({tool.function.name for tool in tools}) < len(tools):
+            raise ValueError("two of them have the same name")
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def among_the_tools(cls, choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
+        names = [tool.function.name for tool in info.data.get("tools", ())]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"names {shown(choice.function.name)!r}, which is not among the tools")
+        if choice == "required" and not names:
+            raise ValueError("is required, but there are no tools")
+        return choice
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def structure(self) -> Structure | None:
-        return (self.response_format and self.response_format.structure) or super().structure
+    def structure(self, form: ToolFormat | None) -> Structure | None:
+        answer = self.response_format.schema_text if self.response_format else None
+        if form and self.offered and (answer or self.tool_choice != "auto"):
+            wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+            functions = {tool.function.name: tool.function.schema_text for tool in self.offered}
+            functions = {name: schema for name, schema in functions.items() if wanted in (None, name)}
+            several = not wanted and self.parallel_tool_calls is not False
+            tag = forced(form, functions, several, answer if self.tool_choice == "auto" else None)
+            return Structure("tools", StructuredOutputConfig(structural_tags_config=tag))
+        return (self.response_format and self.response_format.structure) or super().structure(form)
 
-    @property
-    def prompts(self) -> list:
-        return [[message.plain() for message in self.messages]]
+    def parser(self, form: ToolFormat | None) -> ToolParser | None:
+        """What finds the tool calls in a text."""
+        names = {tool.function.name for tool in self.offered}
+        return ToolParser(form, names) if form and names else None
+
+    def history(self, form: ToolFormat | None) -> ChatHistory:
+        """The messages and tools, as a chat template wants them."""
+        history = ChatHistory([message.plain() for message in self.messages])
+        if form and self.offered:
+            tools = [tool.model_dump(exclude_none=True) for tool in self.offered]
+            if form.variable == "tools":
+                history.set_tools(tools)
+            else:
+                history.set_extra_context({form.variable: tools})
+        return history
+
+    def prompts(self, form: ToolFormat | None) -> list:
+        return [self.history(form)]
 
     @property
     def top(self) -> int | None:
@@ -390,7 +462,7 @@ class CompletionRequest(BaseRequest):
 
     @property
     def repeated(self) -> list:
-        return [prompt for prompt in self.prompts for _ in range(self.choices_of_prompt)] if self.echo else []
+        return [prompt for prompt in self.prompt for _ in range(self.choices_of_prompt)] if self.echo else []
 
     @property
     def texts(self) -> int:
@@ -405,9 +477,12 @@ class CompletionRequest(BaseRequest):
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((top for top in wanted if top is not None), default=None)
 
-    @property
-    def prompts(self) -> list:
+    def prompts(self, form: ToolFormat | None) -> list:
         return self.prompt
+
+    @property
+    def number_of_prompts(self) -> int:
+        return len(self.prompt)
 
     @property
     def wanted_tokens(self) -> int | None:

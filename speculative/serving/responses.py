@@ -14,6 +14,7 @@ from speculative.serving.engine_thread import GenerationHandle
 from speculative.serving.logprobs import AlignedTokens, TokenEntry, TokenTexts, mean, of_chat, of_completion, of_prompt
 from speculative.serving.protocol import ApiError, BaseRequest, ChatCompletionRequest
 from speculative.serving.token_sources import TokenSources, draft_source
+from speculative.serving.tool_calls import Call, Event, Text, ToolFormat, ToolParser
 
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
 
@@ -57,22 +58,67 @@ class ChoiceBuilder:
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Builds one choice of a chat completion."""
+    """Builds one choice of a chat completion, in which `parser` finds tool calls, only the first unless `several`."""
+
+    def __init__(self, index: int, parser: ToolParser | None = None, several: bool = True):
+        super().__init__(index)
+        self._parser, self._several = parser, several
 
     def whole(self, generation: GenerationResult) -> dict:
-        message = {"role": "assistant", "content": generation.text, "refusal": None}
-        return self._choice(generation.finish_reason, message=message)
+        content, calls = "", []
+        for delta in [*self._deltas(generation.text), *self._rest()]:
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({name: value for name, value in call.items() if name != "index"})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        message: dict = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return self._choice(self._reason(generation.finish_reason), message=message)
 
     def begin(self) -> list[dict]:
         return [self._choice(None, delta={"role": "assistant", "content": ""})]
 
     def piece(self, text: str) -> list[dict]:
-        return [self._choice(None, delta={"content": text})]
+        return [self._choice(None, delta=delta) for delta in self._deltas(text)]
 
     def end(self, finish_reason: str) -> list[dict]:
-        return [self._choice(finish_reason, delta={})]
+        rest = [self._choice(None, delta=delta) for delta in self._rest()]
+        return [*rest, self._choice(self._reason(finish_reason), delta={})]
+
+    def _deltas(self, text: str) -> list[dict]:
+        return self._as_deltas(self._parser.feed(text)) if self._parser else [{"content": text}]
+
+    def _rest(self) -> list[dict]:
+        return self._as_deltas(self._parser.end()) if self._parser else []
+
+    def _as_deltas(self, events: Iterable[Event]) -> list[dict]:
+        deltas: list[dict] = []
+        for event in events:
+            if isinstance(event, Text):
+                deltas.append({"content": event.text})
+            elif self._several or event.number == 0:
+                if isinstance(event, Call):
+                    function = {"name": event.name, "arguments": ""}
+                    call = {"index": event.number, "id": event.id, "type": "function", "function": function}
+                else:
+                    call = {"index": event.number, "function": {"arguments": event.text}}
+                deltas.append({"tool_calls": [call]})
+        return deltas
+
+    def _reason(self, finish_reason: str) -> str:
+        called = self._parser and self._parser.calls and finish_reason == "stop"
+        return "tool_calls" if called else finish_reason
 
     _logprobs = staticmethod(of_chat)
+
+
+def _choice_builder(asked: BaseRequest, index: int, form: ToolFormat | None) -> ChoiceBuilder:
+    if isinstance(asked, ChatCompletionRequest):
+        return ChatChoiceBuilder(index, asked.parser(form), asked.parallel_tool_calls is not False)
+    return ChoiceBuilder(index)
 
 
 class ResponseBuilder:
@@ -86,13 +132,15 @@ class ResponseBuilder:
         token_texts: TokenTexts | None = None,
         echoes: Sequence[str] = (),
         sources: Sequence[TokenSources] = (),
+        form: ToolFormat | None = None,
     ):
         """`jobs` generate the texts. `token_texts` are required for log-probabilities. `echoes` are the prompts that
-        the choices begin with, if they do, and `sources` those of each choice's tokens, if the chunks tell them."""
+        the choices begin with, if they do, and `sources` those of each choice's tokens, if the chunks tell them.
+        `form` is that of the model's tool calls."""
         self._asked, self._jobs, self._token_texts, self._sources = asked, jobs, token_texts, sources
         self._chat = isinstance(asked, ChatCompletionRequest)
-        kind = ChatChoiceBuilder if self._chat else ChoiceBuilder
-        self.choices = [kind(index) for index in range(len(asked.prompts) * asked.choices_of_prompt)]
+        number = asked.number_of_prompts * asked.choices_of_prompt
+        self.choices = [_choice_builder(asked, index, form) for index in range(number)]
         for choice, echo in zip(self.choices, echoes, strict=False):
             choice.echo = echo
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)

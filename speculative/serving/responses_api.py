@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, fi
 from speculative.serving.given import LABEL, Given
 from speculative.serving.protocol import ChatCompletionRequest, described
 from speculative.serving.structured_output import Schema, Structure
+from speculative.serving.tool_calls import ToolFormat
 
 PART = {
     "type": "object",
@@ -113,9 +114,8 @@ class ResponsesChat(ChatCompletionRequest):
     limit_name: ClassVar[str] = "max_output_tokens"
     prompt_name: ClassVar[str] = "input"
 
-    @property
-    def structure(self) -> Structure | None:
-        found = super().structure
+    def structure(self, form: ToolFormat | None) -> Structure | None:
+        found = super().structure(form)
         return found and found._replace(parameter="text.format")
 
 

@@ -43,9 +43,9 @@ def from_text(schema: Any) -> Any:
         raise ValueError("is not a JSON schema") from None
 
 
-def with_whitespace(schema: dict[str, Any]) -> str:
-    """Return the schema as JSON, with `WHITESPACE` unless it has llguidance's options itself."""
-    return json.dumps({"x-guidance": WHITESPACE, **schema})
+def with_whitespace(schema: dict[str, Any], options: dict[str, Any] = WHITESPACE) -> str:
+    """Return the schema as JSON, with the `options` unless it has llguidance's itself."""
+    return json.dumps({"x-guidance": options, **schema})
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(small)]
@@ -72,13 +72,17 @@ class ResponseFormat(Given):
             raise ValueError("the type json_schema, and no other, needs json_schema")
         return self
 
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema of the answer."""
+        schema = self.json_schema.schema_ if self.json_schema else JSON_OBJECT
+        return None if self.type == "text" else with_whitespace(schema)
+
     @cached_property
     def structure(self) -> Structure | None:
-        if self.type == "text":
-            return None
-        schema = self.json_schema.schema_ if self.json_schema else JSON_OBJECT
         parameter = "response_format.json_schema.schema" if self.json_schema else "response_format"
-        return Structure(parameter, StructuredOutputConfig(json_schema=with_whitespace(schema)))
+        text = self.schema_text
+        return Structure(parameter, StructuredOutputConfig(json_schema=text)) if text else None
 
 
 class StructuredOutputs(Given):

@@ -142,6 +142,7 @@ def test_langchain_returns_structured_output(api, method):
 
 
 def test_pydantic_ai_returns_structured_output(api):
+    pytest.importorskip("pydantic_ai")  # from Python 3.11 on
     from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -177,6 +178,7 @@ REFUSED = [
     ({FORMAT: of_schema(nested(80))}, SCHEMA_OF, "recursion limit"),
     ({FORMAT: of_schema(nested(250))}, SCHEMA_OF, "recursion limit"),
     ({FORMAT: of_schema(product(20))}, SCHEMA_OF, "too large"),
+    ({FORMAT: of_schema({"properties": {f"p{i}": {} for i in range(1_500)}})}, SCHEMA_OF, "1,500 properties"),
     ({FORMAT: of_schema([])}, SCHEMA_OF, "dictionary"),
     ({FORMAT: {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_OF, "required"),
     ({FORMAT: {"type": "json_schema"}}, FORMAT, "needs json_schema"),
@@ -219,12 +221,6 @@ BOUNDED = {
 def test_what_never_ends_is_cut_off_by_max_tokens(api, schema):
     answer = ask(api, response_format=of_schema(schema), max_tokens=12)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 12, answer.text
-
-
-def test_a_grammar_that_becomes_too_large_ends_the_request(api):
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
-    answer = ask(api, response_format=of_schema(schema), max_tokens=12)
-    assert answer.status_code == 400 and "cannot be decoded" in answer.json()["error"]["message"]
 
 
 def test_no_grammar_is_compiled_in_the_decoding_thread(api, decoder, monkeypatch):

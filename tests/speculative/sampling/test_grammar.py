@@ -65,6 +65,27 @@ def test_an_ebnf_grammar_is_read_as_genai_reads_it():
     check_walks(state_of(grammar=EBNF), EBNF_WORDS, stop=True)
 
 
+S = StructuredOutputConfig
+B_OR_C = S.Tag("a", S.Union([S.ConstString("b"), S.ConstString("c")]), "d")
+
+
+@pytest.mark.parametrize(("at_least_one", "words"), [(True, {"eabda", "eacda"}), (False, {"ea", "eabda", "eacda"})])
+def test_structural_tags_are_read_as_genai_reads_them(at_least_one, words):
+    tags = S.TagsWithSeparator([B_OR_C], "e", at_least_one=at_least_one, stop_after_first=True)
+    tag = S.Concat([S.ConstString("e"), tags, S.ConstString("a")])
+    check_walks(state_of(structural_tags_config=tag), words, stop=True)
+
+
+def test_structural_tags_may_follow_each_other():
+    state = state_of(structural_tags_config=S.TagsWithSeparator([B_OR_C], "e", at_least_one=True))
+    assert allowed(state, 0, 1, 5) == allowed(state, 0, 3, 5, 6, 0, 1, 5) == [6, STOP]
+
+
+def test_a_structural_tag_that_is_not_supported_is_refused():
+    with pytest.raises(ValueError, match="Regex is not supported"):
+        state_of(structural_tags_config=S.Concat([S.Regex("a"), S.Regex("b")]))
+
+
 def test_a_token_that_ends_the_text_is_no_part_of_it():
     """ "c" is a stop token here: it may not be written where the grammar has a c."""
     state = state_of([3], [3], regex="a(c|b)?")

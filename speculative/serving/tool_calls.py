@@ -1,0 +1,303 @@
+"""Tool calls in the text of a model: which format its chat template asks for, the structural tag of forced calls, and a
+parser that finds calls in a text while it is generated.
+
+    parser = ToolParser(format_of(chat_template), names={"add"})
+    for piece in pieces:
+        parser.feed(piece)  # Text, Call and Arguments
+    parser.end()
+
+The formats are those of vLLM's tool parsers (hermes, llama3_json, mistral) and the generic one of minja, with which
+GenAI describes tools to models whose own chat template knows none.
+"""
+
+import json
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from openvino_genai import StructuredOutputConfig
+
+Tags = StructuredOutputConfig
+SPACE = " \t\r\n"
+BETWEEN = SPACE + "[],;}"  # what may be between calls
+KEYS = ("arguments", "parameters")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+NO_MATCH = -1
+
+
+class Text(NamedTuple):
+    """Text that is no call."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """The beginning of call `number`, from 0 on."""
+
+    number: int
+    id: str
+    name: str
+
+
+class Arguments(NamedTuple):
+    """More of the arguments, JSON, of call `number`."""
+
+    number: int
+    text: str
+
+
+class ToolFormat(NamedTuple):
+    """How a family of models writes its calls."""
+
+    marker: str = ""  # begins calls
+    end: str = ""  # ends them
+    opening: tuple[str, ...] = ()  # begins calls at the beginning of a text, without marker; space may be between
+    arguments: str = "arguments"  # the key of the arguments
+    frame: tuple[str, str] = ("", "")  # around all calls that a grammar forces
+    around: tuple[str, str] = ("", "")  # around each of them
+    separator: str | None = None  # between them; None: one call only
+    short_ids: bool = False  # of nine letters and digits, as Mistral's templates require
+    variable: str = "tools"  # of the chat template, with the tools
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>", around=("<tool_call>\n", "\n</tool_call>"), separator="\n")
+SMOLLM3 = HERMES._replace(variable="xml_tools")
+LLAMA = ToolFormat("<|python_tag|>", opening=("{",), arguments="parameters")
+MISTRAL = ToolFormat("[TOOL_CALLS]", opening=("[", "{"), frame=("[", "]"), separator=", ", short_ids=True)
+# of templates that know no tools
+GENERIC = ToolFormat(opening=("{", '"tool_calls"', ":", "["), frame=('{"tool_calls": [', "]}"), separator=", ")
+
+
+def format_of(chat_template: str) -> ToolFormat | None:
+    """The format that a chat template asks for; None if it is not known here."""
+    if "<tool_call>" in chat_template:
+        other = ("<function=", "<arg_key>")  # Qwen3-Coder's, GLM's
+        if any(mark in chat_template for mark in other):
+            return None
+        return SMOLLM3 if "xml_tools" in chat_template else HERMES
+    if "[TOOL_CALLS]" in chat_template:
+        return None if "[ARGS]" in chat_template else MISTRAL  # from tokenizer version 11 on
+    if "<|python_tag|>" in chat_template or "Environment: ipython" in chat_template:
+        return LLAMA
+    return None if "tools" in chat_template else GENERIC
+
+
+def forced(form: ToolFormat, functions: Mapping[str, str], several: bool, answer: str | None = None) -> Any:
+    """The structural tag of a call or, if `several`, one or more, of `functions`: the JSON schemas of their arguments
+    by name. Or else of an answer that follows the JSON schema `answer`."""
+    (begin, end), key = form.around, form.arguments
+    tags = [
+        Tags.Tag(f'{begin}{{"name": {json.dumps(name)}, "{key}": ', Tags.JSONSchema(schema), f"}}{end}")
+        for name, schema in functions.items()
+    ]
+    single = not several or form.separator is None
+    calls = Tags.TagsWithSeparator(tags, form.separator or "", at_least_one=True, stop_after_first=single)
+    framed = Tags.Concat([Tags.ConstString(form.frame[0]), calls, Tags.ConstString(form.frame[1])])
+    return Tags.Union([framed, Tags.JSONSchema(answer)]) if answer else framed
+
+
+def new_id(form: ToolFormat) -> str:
+    if form.short_ids:
+        return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+    return f"call_{uuid.uuid4().hex}"
+
+
+Event = Text | Call | Arguments
+
+
+class ToolParser:
+    """Finds the calls of functions called `names` in one text. A call is one as soon as its name and the beginning of
+    its arguments are there, which are passed on as they come, whatever the model makes of them. All else is text."""
+
+    def __init__(self, form: ToolFormat, names: Set[str]):
+        self.calls = 0  # so far
+        self._form = form
+        self._names = names
+        self._rest = ""  # of the text: read, but not passed on
+        self._read_on: Callable[[], Iterable[Event]] = self._begin  # reads `_rest` on
+        self._at = 0  # where in `_rest` it does so
+        self._silent = True  # only space since the beginning or since the last call
+        self._first = 0  # number of the first call since the last marker
+        self._scan, self._scanned = _Scan(), 0
+
+    def feed(self, piece: str) -> list[Event]:
+        """What is certain after another piece of the text."""
+        self._rest += piece
+        events: list[Event] = []
+        while True:
+            before = self._read_on, self._at, len(self._rest)
+            events += self._read_on()
+            if before == (self._read_on, self._at, len(self._rest)):
+                return events
+
+    def end(self) -> list[Event]:
+        """What is left after the last piece."""
+        over = self._read_on in (self._arguments, self._after_arguments, self._other_keys)
+        over |= self._read_on == self._between and self.calls > self._first
+        rest = "" if over or (self.calls and not self._rest.strip(SPACE)) else self._rest
+        self._rest = ""
+        return [Text(rest)] if rest else []
+
+    def _begin(self) -> Iterable[Event]:
+        opening = self._form.opening
+        at = _match(self._rest, 0, opening) if opening else NO_MATCH
+        if at is None or not self._rest:
+            return
+        self._read_on = self._text
+        if at != NO_MATCH:
+            self._at = at - (opening[-1] == "{")
+            self._read_on = self._between
+        yield from ()
+
+    def _text(self) -> Iterable[Event]:
+        marker, at = self._form.marker, self._rest.find(self._form.marker) if self._form.marker else -1
+        held = 0 if at >= 0 else next((n for n in range(len(marker) - 1, 0, -1) if self._rest.endswith(marker[:n])), 0)
+        text = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - held]
+        is_space = self._silent and not text.strip(SPACE)
+        if at >= 0:
+            self._rest, self._at, self._first, self._read_on = self._rest[at:], len(marker), self.calls, self._between
+        elif not is_space:
+            self._rest = self._rest[len(text) :]
+        if text and not is_space:
+            self._silent = False
+            yield Text(text)
+
+    def _between(self) -> Iterable[Event]:
+        """Before a call, or behind all of them."""
+        rest, end = self._rest, self._form.end
+        while self._at < len(rest) and rest[self._at] in BETWEEN:
+            self._at += 1
+        coming = rest[self._at : self._at + len(end)]
+        if self._at == len(rest) or (coming != end and end.startswith(coming)):
+            return
+        if rest[self._at] == "{":
+            self._read_on = self._call
+        elif self.calls == self._first:
+            yield from self._is_no_call()
+        else:
+            self._go_on(self._at + (len(end) if coming == end else 0), self._text)
+
+    def _call(self) -> Iterable[Event]:
+        found = _beginning_of_call(self._rest, self._at)
+        if found is None:
+            return
+        name, at = found
+        if name in self._names:
+            self._go_on(at, self._arguments)
+            yield self._new_call(name)
+        else:
+            self._scan, self._scanned, self._read_on = _Scan(), self._at, self._whole_call
+
+    def _whole_call(self) -> Iterable[Event]:
+        """A call whose keys are in another order, or others."""
+        end = self._scan.end(self._rest, self._scanned)
+        self._scanned = len(self._rest)
+        if end is None:
+            return
+        try:
+            call = json.loads(self._rest[self._at : end])
+        except (ValueError, RecursionError):
+            call = {}
+        name: Any = call.get("name")
+        arguments: Any = next((call[key] for key in KEYS if call.get(key) is not None), {})
+        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict | str):
+            yield from self._is_no_call()
+            return
+        self._go_on(end, self._between)
+        yield self._new_call(name)
+        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        yield Arguments(self.calls - 1, as_text)
+
+    def _arguments(self) -> Iterable[Event]:
+        end = self._scan.end(self._rest)
+        text = self._rest[:end]
+        self._go_on(len(text), self._arguments if end is None else self._after_arguments)
+        if text:
+            yield Arguments(self.calls - 1, text)
+
+    def _after_arguments(self) -> Iterable[Event]:
+        rest = self._rest.lstrip(SPACE)
+        if rest.startswith(","):
+            self._scan = _Scan(depth=1)
+            self._read_on = self._other_keys
+        elif rest:
+            self._go_on(len(self._rest) - len(rest) + rest.startswith("}"), self._between)
+        yield from ()
+
+    def _other_keys(self) -> Iterable[Event]:
+        end = self._scan.end(self._rest)
+        self._go_on(len(self._rest) if end is None else end, self._other_keys if end is None else self._between)
+        yield from ()
+
+    def _new_call(self, name: str) -> Call:
+        self._scan, self._silent = _Scan(), True
+        self.calls += 1
+        return Call(self.calls - 1, new_id(self._form), name)
+
+    def _go_on(self, at: int, read_on: Callable[[], Iterable[Event]]) -> None:
+        self._rest, self._at, self._read_on = self._rest[at:], 0, read_on
+
+    def _is_no_call(self) -> Iterable[Event]:
+        """Go on with the text that was taken for a call: with all of it, or with what follows the marker."""
+        marker, self._silent = self._form.marker, False
+        length = len(marker) if marker and self._rest.startswith(marker) else 0
+        text = self._rest[:length]
+        self._go_on(length, self._text)
+        if text:
+            yield Text(text)
+
+
+class _Scan:
+    """Looks for the end of a JSON object or list in pieces of a text."""
+
+    def __init__(self, depth: int = 0):
+        self._depth = depth
+        self._in_string = self._escaped = False
+
+    def end(self, text: str, begin: int = 0) -> int | None:
+        """Where it ends in this piece, from `begin` on; None if it does not."""
+        for i, character in enumerate(text[begin:], begin):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = character == "\\", character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return i + 1
+        return None
+
+
+def _match(text: str, at: int, tokens: Sequence[str]) -> int | None:
+    """Where `tokens` with space before them end in `text` from `at` on; NO_MATCH if there are others; None if the text
+    ends before."""
+    for token in tokens:
+        while at < len(text) and text[at] in SPACE:
+            at += 1
+        there = text[at : at + len(token)]
+        if there != token:
+            return None if token.startswith(there) else NO_MATCH
+        at += len(token)
+    return at
+
+
+def _beginning_of_call(text: str, at: int) -> tuple[str, int] | None:
+    """The name of a call, and where its arguments begin; "" if it begins differently; None if the text ends before."""
+    begin = _match(text, at, ("{", '"name"', ":", '"'))
+    if begin is None or begin == NO_MATCH:
+        return None if begin is None else ("", at)
+    name = STRING.match(text, begin - 1)
+    if not name:
+        return None
+    ends = [_match(text, name.end(), (",", f'"{key}"', ":", "{")) for key in KEYS]
+    found = max((end for end in ends if end is not None), default=NO_MATCH)
+    if found == NO_MATCH:
+        return None if None in ends else ("", at)
+    return name[0][1:-1], found - 1

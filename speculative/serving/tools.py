@@ -1,0 +1,94 @@
+"""Tools in requests: the functions that a model may call, which of them it must, and the calls of earlier answers."""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from speculative.serving.given import LABEL, Given
+from speculative.serving.structured_output import Schema, with_whitespace
+
+MOST_TOOLS = 128
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+# The arguments of a call are not meant to be read: a space behind "," and ":", as templates write calls, or none.
+WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+
+class Function(Given):
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None  # forced calls follow their schemas in any case, others in none
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON schema of the arguments, which are an object. It has no properties but those that are named, unless
+        the schema allows others: small models invent some."""
+        parameters = {"properties": {}} if self.parameters is None else self.parameters
+        closed = {"additionalProperties": False} if "properties" in parameters else {}
+        return with_whitespace({"type": "object", **closed, **parameters}, WHITESPACE)
+
+
+class Tool(Given):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Given):
+    name: str
+
+
+class NamedTool(Given):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def is_object(arguments: str) -> str:
+    """Validate the arguments of a call."""
+    try:
+        if isinstance(json.loads(arguments), dict):
+            return arguments
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError("should be a JSON object as a string")
+
+
+class FunctionCall(Given):
+    name: str
+    arguments: Annotated[str, AfterValidator(is_object)]
+
+
+class ToolCall(Given):
+    off: ClassVar[dict[str, tuple]] = {"index": LABEL}  # of a streamed call
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the format of chat templates, with its arguments as an object."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+CHOICES = ("none", "auto", "required")
+
+
+def chosen(choice: Any) -> Any:
+    """Validate a choice of tools, which is one of CHOICES or names a tool; return the word or the `NamedTool`."""
+    if isinstance(choice, str) and choice in CHOICES:
+        return choice
+    if not isinstance(choice, dict):
+        raise ValueError('should be "none", "auto", "required", or an object that names a function')
+    return NamedTool.model_validate(choice)
+
+
+FUNCTION = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+NAMED_TOOL = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+    "required": ["type", "function"],
+}
+ToolChoice = Annotated[
+    str | NamedTool, BeforeValidator(chosen), WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED_TOOL]})
+]

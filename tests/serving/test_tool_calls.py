@@ -1,0 +1,178 @@
+"""Tool calls in texts of each family of models: found alike however the text is cut into pieces, and never lost."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.serving import tool_calls
+from speculative.serving.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, Arguments, Call, Text, ToolParser, format_of
+
+NAMES = {"weather", "add"}
+PARIS, ADD = ("weather", {"city": "Paris", "days": [1, {"a": "}"}]}), ("add", {"a": 1, "b": 2})
+RULES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def found(form, *pieces):
+    """The text outside of calls, and the calls with their arguments as text."""
+    parser = ToolParser(form, NAMES)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
+    calls = [event for event in events if isinstance(event, Call)]
+    assert [call.number for call in calls] == list(range(len(calls))) and parser.calls == len(calls)
+    assert len({call.id for call in calls}) == len(calls)
+    for i, event in enumerate(events):
+        if isinstance(event, Arguments):
+            assert any(isinstance(e, Call) and e.number == event.number for e in events[:i])
+    arguments = [
+        "".join(e.text for e in events if isinstance(e, Arguments) and e.number == call.number) for call in calls
+    ]
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    return text, list(zip([call.name for call in calls], arguments, strict=True))
+
+
+def parsed(form, *pieces):
+    text, calls = found(form, *pieces)
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+HERMES_PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": [1, {"a": "}"}]}}\n</tool_call>'
+HERMES_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+LIST = (
+    '[{"name": "weather", "arguments": {"city": "Paris", "days": [1, {"a": "}"}]}}, '
+    '{"name": "add", "arguments": {"a": 1, "b": 2}}]'
+)
+CALLS = [  # the format, a text, its content, its calls
+    (HERMES, HERMES_PARIS, "", [PARIS]),
+    (HERMES, f"\n\n{HERMES_PARIS}\n{HERMES_ADD}\n", "", [PARIS, ADD]),
+    (HERMES, f"Let me see.\n{HERMES_ADD}", "Let me see.\n", [ADD]),
+    (HERMES, f"<think>\nI add.\n</think>\n\n{HERMES_ADD}", "<think>\nI add.\n</think>\n\n", [ADD]),
+    (HERMES, f"{HERMES_ADD} That is all.", " That is all.", [ADD]),
+    (HERMES, HERMES_ADD.removesuffix("</tool_call>"), "", [ADD]),
+    (HERMES, HERMES_ADD.replace("}}", "}"), "", [ADD]),  # a brace is missing
+    (HERMES, f"{HERMES_ADD.replace('}}', '}')}\n{HERMES_PARIS}", "", [ADD, PARIS]),
+    (HERMES, f"<tool_call>{LIST}</tool_call>", "", [PARIS, ADD]),  # SmolLM2's
+    (HERMES, '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>', "", [ADD]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "1}"}</tool_call>', "", [ADD]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+    (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+    (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+    (LLAMA, ' {"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+    (
+        LLAMA,
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "add", "arguments": {}}',
+        "",
+        [ADD, ("add", {})],
+    ),
+    (MISTRAL, f"[TOOL_CALLS] {LIST}", "", [PARIS, ADD]),
+    (MISTRAL, f"[TOOL_CALLS]{LIST}", "", [PARIS, ADD]),
+    (MISTRAL, f" {LIST}", "", [PARIS, ADD]),  # as the marker is a special token, which a text leaves out
+    (MISTRAL, f"Yes.[TOOL_CALLS] {LIST}", "Yes.", [PARIS, ADD]),
+    (GENERIC, f'{{\n  "tool_calls": {LIST}\n}}', "", [PARIS, ADD]),
+    (GENERIC, '{"tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "call_1___"}]}', "", [ADD]),
+]
+TEXTS = [  # with no call
+    *(
+        (form, text)
+        for form in (HERMES, LLAMA, MISTRAL, GENERIC)
+        for text in ("", " \n", "Hello", "a < b [TOOL] {", "{", "[")
+    ),
+    (HERMES, "<tool_call>"),
+    (HERMES, "<tool_cal"),
+    (HERMES, "<tool_call></tool_call>"),
+    (HERMES, "<tool_call>\nadd(1, 2)\n</tool_call> and more"),
+    (HERMES, '<tool_call>\n{"name": "add", "argu'),
+    (HERMES, "<tool_call>\n{'name': 'add'}\n</tool_call>"),
+    (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    (HERMES, '{"name": "add", "arguments": {}}'),
+    (LLAMA, '{"name": "other", "parameters": {}}'),
+    (LLAMA, '{"answer": {"name": "add", "parameters": {}}} is the answer'),
+    (LLAMA, 'Call {"name": "add", "parameters": {}}'),
+    (MISTRAL, "[1, 2, 3]"),
+    (MISTRAL, "[{1: 2}]"),
+    (MISTRAL, "[TOOL_CALLS] none"),
+    (GENERIC, '{"tool_calls": []}'),
+    (GENERIC, '{"tool_calls": "none"}'),
+    (GENERIC, '{"answer": 1}'),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
+def test_calls_are_found(form, text, content, calls):
+    assert parsed(form, text) == (content, calls)
+    assert parsed(form, *text) == (content, calls)
+
+
+@pytest.mark.parametrize(("form", "text"), TEXTS)
+def test_what_is_no_call_is_text(form, text):
+    assert found(form, text) == found(form, *text) == (text, [])
+
+
+@RULES
+@given(st.sampled_from([one[:2] for one in CALLS] + TEXTS), st.data())
+def test_the_pieces_of_a_text_make_no_difference(case, data):
+    """Nor does an end at any place."""
+    form, text = case
+    text = text[: data.draw(st.integers(0, len(text)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert found(form, *pieces) == found(form, text)
+
+
+PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"tool_calls": [', '{"name": "add", ',
+         '"arguments": {', '"parameters": {', '"a": "\\"}', '"', "{", "}", "[", "]", ",", ";", " ", "\n", "a", "\\",
+         "<"]  # fmt: skip
+
+
+@RULES
+@given(st.sampled_from([HERMES, LLAMA, MISTRAL, GENERIC]), st.lists(st.sampled_from(PARTS), max_size=14), st.data())
+def test_any_text_is_read(form, parts, data):
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    content, calls = found(form, *(text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])))
+    assert (content, calls) == found(form, text)
+    if not calls:
+        assert content == text
+
+
+def test_a_call_is_passed_on_as_it_comes():
+    parser = ToolParser(HERMES, NAMES)
+    assert parser.feed("Yes <tool") == [Text("Yes ")]
+    assert parser.feed('_call>{"name": "add", "arguments": ') == []
+    (call, arguments) = parser.feed('{"a": ')
+    assert (call.name, arguments) == ("add", Arguments(0, '{"a": '))
+    assert parser.feed("1}}</tool_call> or <tool") == [Arguments(0, "1}"), Text(" or ")]
+    assert parser.feed("box>") == [Text("<toolbox>")]
+
+
+def test_a_call_that_is_cut_off_keeps_what_came():
+    assert found(HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b') == ("", [("add", '{"a": 1, "b')])
+
+
+QWEN = (
+    "{%- if tools %}...<tools>...</tools>... within <tool_call></tool_call> XML tags:\n<tool_call>\n{{...}}</tool_call>"
+)
+TEMPLATES = [
+    (QWEN, HERMES),
+    ("{%- if tools is not none %}Environment: ipython{% endif %}...{{ '\"parameters\": ' }}", LLAMA),
+    ("{%- if tools %}...<|python_tag|>...", LLAMA),
+    ("{%- if message.tool_calls %}[TOOL_CALLS] [...", MISTRAL),
+    ("{% for message in messages %}{{ message['content'] }}{% endfor %}", GENERIC),
+    ("{%- if tools %}<tool_call>\n<function=example_function_name>\n<parameter=...", None),  # Qwen3-Coder
+    ("{%- if tools %}<tool_call>{function-name}\n<arg_key>...", None),  # GLM-4.5
+    ("[AVAILABLE_TOOLS]...[TOOL_CALLS]{{ name }}[ARGS]", None),  # Mistral's from version 11 on
+    ("{%- if tools %}<｜tool▁calls▁begin｜>", None),  # DeepSeek
+]
+
+
+@pytest.mark.parametrize(("template", "form"), TEMPLATES)
+def test_the_template_tells_the_format(template, form):
+    assert format_of(template) == form
+
+
+def test_the_ids_of_mistral_have_nine_letters_and_digits():
+    assert all(len(name) == 9 and name.isalnum() for name in (tool_calls.new_id(MISTRAL) for _ in range(20)))

@@ -1,0 +1,308 @@
+"""Tools in the server, as real clients use them: forced calls validate whatever the model wants, results go back to it
+by its chat template, and streams carry the same calls as whole responses."""
+
+import json
+import os
+import re
+import shutil
+from typing import Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from speculative import batch_decoder
+from speculative.serving.protocol import ChatCompletionRequest
+from speculative.serving.responses import ChatChoiceBuilder
+from speculative.serving.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, SMOLLM3, ToolParser
+from tests.support.paths import DRAFT
+from tests.support.serving import PLAIN, Api
+
+# Qwen's, shortened
+TEMPLATE = """{%- if tools %}{{ '<|system|>\\n<tools>' }}
+{%- for tool in tools %}{{ '\\n' ~ (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\nAnswer with <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|tool|>' ~ message.content if message.role == 'tool' else '<|' ~ message.role ~ '|>' ~ message.content }}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>\\n' ~ (call.function | tojson) ~ '\\n</tool_call>' }}{%- endfor %}
+{{- '\\n' }}{%- endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"""
+HI = {"role": "user", "content": "What is the weather?"}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"enum": [1, 2]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+SCHEMAS = {"weather": WEATHER, "time": {"const": {}}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "Rain."}
+CALLED = [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+
+
+class Weather(BaseModel):
+    city: Literal["Paris", "Rome"]
+    days: Literal[1, 2]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    """A model with a chat template that knows tools. OpenVINO's tokenizer holds the template, too."""
+    folder = tmp_path_factory.mktemp("tools") / "main"
+    shutil.copytree(DRAFT, folder, copy_function=os.link)
+    tokenizer = folder / "openvino_tokenizer.xml"
+    without = re.sub('<\\w*chat_template value="[^"]*" ?/>', "", tokenizer.read_text(encoding="utf-8"))
+    for name, text in (("openvino_tokenizer.xml", without), ("chat_template.jinja", TEMPLATE)):
+        (folder / name).unlink()
+        (folder / name).write_text(text, encoding="utf-8")
+    return batch_decoder.load(folder)
+
+
+@pytest.fixture(scope="module")
+def api(decoder):
+    with Api(decoder) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def client(api):
+    with api.client() as client:
+        yield client
+
+
+def asked_for(**asked):
+    return {"model": "embedded", "messages": [HI], "tools": TOOLS, "temperature": 0, "max_tokens": 120, **asked}
+
+
+def ask(api, **asked):
+    return httpx.post(f"{api.url}/chat/completions", json=asked_for(**asked), timeout=60, **PLAIN)
+
+
+def checked(calls):
+    """The names of calls whose arguments are valid."""
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    return [call.function.name for call in calls]
+
+
+# ---- forced calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, GENERIC], ids=["hermes", "llama", "mistral", "generic"])
+def test_forced_calls_are_valid_in_each_format(api, client, monkeypatch, form):
+    monkeypatch.setattr(api.endpoint, "_tool_format", form)
+    for choice, temperature in (("required", 1.5), (NAMED, 0)):
+        asked = asked_for(tool_choice=choice, parallel_tool_calls=False, temperature=temperature, seed=1)
+        (answer,) = client.chat.completions.create(**asked).choices
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        (name,) = checked(answer.message.tool_calls)
+        assert choice == "required" or name == "weather"
+
+
+def test_several_calls_may_be_forced(client):
+    """The last one may be cut off."""
+    found = client.chat.completions.create(**asked_for(tool_choice="required", temperature=2, seed=3, n=3)).choices
+    calls = [choice.message.tool_calls for choice in found]
+    assert all(checked(each[:-1]) for each in calls)
+    ids = [call.id for each in calls for call in each]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_call_that_is_cut_off_ends_with_length(client):
+    (answer,) = client.chat.completions.create(**asked_for(tool_choice=NAMED, max_tokens=20)).choices
+    assert answer.finish_reason == "length"
+
+
+def test_an_answer_follows_its_format_or_calls_a_tool(client):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["Rain.", "Sun."]}}}
+    for seed in range(3):
+        answer = client.chat.completions.create(**asked_for(response_format=form, temperature=2, seed=seed))
+        message = answer.choices[0].message
+        assert checked(message.tool_calls or []) or json.loads(message.content) in ("Rain.", "Sun.")
+
+
+def test_a_model_that_may_not_call_is_not_told_of_tools(api):
+    answers = [ask(api, max_tokens=5, **more).json() for more in ({"tool_choice": "none"}, {"tools": []})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    assert ask(api, max_tokens=5).json()["usage"]["prompt_tokens"] > 2 * answers[0]["usage"]["prompt_tokens"]
+
+
+# ---- calls that a model makes by itself -----------------------------------------------------------------------------
+
+TEXT = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n' * 2
+
+
+class Generation:
+    text, finish_reason = TEXT, "stop"
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_stream_carries_the_calls_of_the_whole_answer(several):
+    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}), several).whole(Generation())
+    builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}), several)
+    chunks = [chunk for piece in TEXT for chunk in builder.piece(piece)] + builder.end("stop")
+    calls = {}
+    for chunk in chunks:
+        for call in chunk["delta"].get("tool_calls", ()):
+            assert ("id" in call) == ("name" in call["function"]) == (call["index"] not in calls)
+            calls[call["index"]] = calls.get(call["index"], "") + call["function"]["arguments"]
+    assert list(calls.values()) == [call["function"]["arguments"] for call in whole["message"]["tool_calls"]]
+    assert len(calls) == 1 + several
+    assert whole["message"]["content"] == "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert whole["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+TOLD = """<|system|>
+<tools>
+{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": %s}}
+{"type": "function", "function": {"name": "time"}}
+</tools>
+Answer with <tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call>
+<|user|>What is the weather?
+<|assistant|>
+<tool_call>
+{"name": "weather", "arguments": {"city": "Rome", "days": 2}}
+</tool_call>
+<|tool|>Rain.
+<|assistant|>"""
+
+
+def test_the_chat_template_tells_the_model_of_tools_calls_and_results(decoder):
+    asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
+    text = decoder.tokenizer.apply_chat_template(asked.history(HERMES), add_generation_prompt=True)
+    assert text == TOLD % json.dumps(WEATHER)
+
+
+def test_a_template_that_calls_tools_otherwise_has_them_so(decoder):
+    """As SmolLM3's."""
+    asked = ChatCompletionRequest.model_validate(asked_for())
+    template = "{% for tool in xml_tools %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
+    told = decoder.tokenizer.apply_chat_template(asked.history(SMOLLM3), False, template)
+    assert told == "weather time What is the weather?"
+
+
+def test_a_template_without_tools_gets_those_of_minja(decoder):
+    asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    told = decoder.tokenizer.apply_chat_template(asked.history(GENERIC), True, template)
+    assert '"description": "The weather."' in told and '"tool_calls": [' in told and "Rain." in told
+
+
+# ---- clients --------------------------------------------------------------------------------------------------------
+
+
+def test_openai_runs_a_loop_of_tools(client):
+    messages = [HI]
+    first = client.chat.completions.create(**asked_for(messages=messages, tool_choice=NAMED)).choices[0].message
+    messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain."}]
+    second = client.chat.completions.create(**asked_for(messages=messages, max_tokens=8)).choices[0]
+    assert second.message.content and second.finish_reason in ("stop", "length")
+
+
+def test_openai_streams_and_parses_calls(client):
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    asked = asked_for(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= set(kinds)
+    assert final.choices[0].finish_reason == "tool_calls"
+    for answer in (final, client.chat.completions.parse(**asked)):
+        (call,) = answer.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Weather)
+
+
+def test_langchain_binds_tools(api):
+    from langchain_core.messages import ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=api.url, api_key="none", model="embedded", temperature=0, max_tokens=120)
+    bound = model.bind_tools([Weather], tool_choice="Weather")
+    answer = bound.invoke("Hi")
+    (call,) = answer.tool_calls
+    assert Weather(**call["args"])
+    first, *more = bound.stream("Hi")
+    assert [one["args"] for one in sum(more, start=first).tool_calls] == [call["args"]]
+    history = [("user", "Hi"), answer, ToolMessage("Rain.", tool_call_id=call["id"])]
+    assert model.bind_tools([Weather]).invoke(history).content
+    assert isinstance(model.with_structured_output(Weather, method="function_calling").invoke("Hi"), Weather)
+
+
+def test_pydantic_ai_returns_the_arguments_of_a_call(api):
+    pytest.importorskip("pydantic_ai")  # from Python 3.11 on
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("embedded", provider=OpenAIProvider(base_url=api.url, api_key="none"))
+    settings = {"temperature": 0, "max_tokens": 120, "parallel_tool_calls": False}
+    assert isinstance(Agent(model, output_type=Weather, model_settings=settings).run_sync("Hi").output, Weather)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def function(**more):
+    return [{"type": "function", "function": {"name": "f", **more}}]
+
+
+def calling(**call):
+    return [HI, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", **call}]}]
+
+
+REFUSED = [
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]", ""),
+    ({"tools": function(name="a b")}, "tools[0].function.name", "pattern"),
+    ({"tools": function() * 2}, "tools", "same name"),
+    ({"tools": [*function(), 0]}, "tools[1]", "object"),
+    ({"tools": function() * 129}, "tools", "128"),
+    ({"tools": function(parameters={"type": "strin"}), "tool_choice": "required"}, "tools", "strin"),
+    ({"tools": function(parameters={"not": {}}), "tool_choice": "required"}, "tools", "not"),
+    ({"tools": function(parameters={"enum": ["x" * 70_000]})}, "tools[0].function.parameters", "65536"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tools": [], "tool_choice": NAMED}, "tool_choice", "'weather'"),
+    ({"tools": function(), "tool_choice": NAMED}, "tool_choice", "'weather'"),
+    ({"tool_choice": "any"}, "tool_choice", '"required"'),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", ""),
+    ({"messages": calling(function={"name": "f", "arguments": "{"})},
+     "messages[1].tool_calls[0].function.arguments", "JSON object"),
+    ({"messages": calling(function={"name": "f", "arguments": "[" * 9_000})},
+     "messages[1].tool_calls[0].function.arguments", "JSON object"),
+    ({"messages": calling()}, "messages[1].tool_calls[0].function", "required"),
+    ({"messages": [HI, {"role": "tool", "content": "7"}]}, "messages[1]", "tool_call_id"),
+    ({"messages": [{**HI, "tool_call_id": "1"}]}, "messages[0]", "tool_call_id"),
+    ({"messages": [{**HI, "tool_calls": [CALL]}]}, "messages[0]", "assistant"),
+    ({"functions": [{"name": "f"}]}, "functions", "only [] is supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
+def test_what_is_no_tool_is_refused_by_its_name(api, asked, parameter, words):
+    answer = ask(api, **asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_request")
+    assert error["param"].startswith(parameter) and words in error["message"], error
+
+
+def test_tools_are_refused_where_the_format_of_calls_is_unknown(api, monkeypatch):
+    monkeypatch.setattr(api.endpoint, "_tool_format", None)
+    error = ask(api).json()["error"]
+    assert error["param"] == "tools" and "chat template" in error["message"]
+    assert ask(api, tool_choice="none", max_tokens=2).status_code == 200
+
+
+def test_structured_outputs_and_tools_exclude_each_other(api):
+    assert "exclude each other" in ask(api, structured_outputs={"regex": "a"}).json()["error"]["message"]
