@@ -146,7 +146,13 @@ def cases(config):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases(metafunc.config), ids=lambda case: "-".join(map(str, case)))
+        has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        needs_bf16 = pytest.mark.skipif(not has_bf16, reason="this processor does not compute in bf16")
+        params = [
+            pytest.param(case, marks=needs_bf16 if "bf16" in case else (), id="-".join(map(str, case)))
+            for case in cases(metafunc.config)
+        ]
+        metafunc.parametrize("case", params)
 
 
 @pytest.fixture(scope="module")
