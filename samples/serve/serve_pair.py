@@ -39,7 +39,7 @@ def main():
         check_port(settings.host, port, name)
     listen()
     try:
-        with ray_runtime.joined(settings.address, settings.metrics_port):
+        with ray_runtime.joined(settings.address, settings.metrics_port, settings.routing):
             listen()  # Ray installs its own handlers
             serve(settings)
     except ConnectionError as error:

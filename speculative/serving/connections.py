@@ -1,7 +1,7 @@
 """Limits on a proxy's connections, in number and idle time: uvicorn, the HTTP server of Ray Serve, waits forever for
 the request of a client that connects and sends nothing. And the middleware of a proxy.
 
-Ray calls `bound` in each of its proxies, as configured in `ray_runtime.PROXIES`.
+Ray calls `bound` or `bound_for_prefix_routing` in each of its proxies, as `ray_runtime.joined` configures it.
 """
 
 import asyncio
@@ -19,7 +19,12 @@ IDLE = 30.0  # seconds without a request
 def bound() -> list[Middleware]:
     """Install the limits; call before creating uvicorn's server. Returns the middlewares that Ray adds to its own."""
     auto.AutoHTTPProtocol = bounded(auto.AutoHTTPProtocol)
-    return [Middleware(BeginningReader), Middleware(RequestId)]
+    return [Middleware(RequestId)]
+
+
+def bound_for_prefix_routing() -> list[Middleware]:
+    """The same for `--routing prefix`, which needs the beginning of each body."""
+    return [Middleware(BeginningReader), *bound()]
 
 
 def bounded(protocol: type[asyncio.Protocol], most: int = MOST, idle: float = IDLE) -> type[asyncio.Protocol]:

@@ -33,12 +33,12 @@ ALWAYS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # OpenVINO manages the devices
 }
 ROOT = str(Path(__file__).resolve().parents[2])
-PROXIES = {  # makes Ray's proxies import and call `bound`
-    "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "speculative.serving.connections.bound",
+PROXIES = {  # what Ray's proxies import and call, by `Settings.routing`
+    "balanced": "speculative.serving.connections.bound",
+    "prefix": "speculative.serving.connections.bound_for_prefix_routing",
 }
 OWN = {
-    **PROXIES,
+    "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster: listen at 127.0.0.1 only, on Linux too
     "RAY_AUTH_MODE": "token",
     "RAY_SERVE_LOG_TO_STDERR": "0",  # log to files
@@ -51,13 +51,16 @@ class HeadLost(Exception):
 
 
 @contextmanager
-def joined(address: str | None, metrics_port: int) -> Iterator[None]:
+def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[None]:
     """Connect to or start Ray for the block, and clean up afterwards. Raises ConnectionError.
 
     If HeadLost is raised in the block, this program restarts. Ray must not be imported earlier: it reads its settings
     on import.
     """
-    os.environ.update(ALWAYS if address else {**ALWAYS, **OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    os.environ.update(ALWAYS)
+    if not address:
+        callback = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": PROXIES[routing]}
+        os.environ.update({**OWN, **callback, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     import ray
 
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)

@@ -210,7 +210,7 @@ BODIES = {
     "unknown field": b'{"model": "embedded", "prompt": "x", "no_such_field": 1}',
     "wrong type": b'{"model": "embedded", "prompt": "x", "max_tokens": "5"}',
     "no number": b'{"model": "embedded", "prompt": "x", "temperature": NaN}',
-    "too many answers": b'{"model": "embedded", "prompt": "x", "n": 2}',
+    "too many answers": b'{"model": "embedded", "prompt": "x", "n": 1000}',
     "a lone surrogate": b'{"model": "embedded", "prompt": "\\ud800"}',
     "tokens that are none": b'{"model": "embedded", "prompt": [5, 99999999]}',
     "too many tokens": b'{"model": "embedded", "prompt": "x", "max_tokens": 100000}',
