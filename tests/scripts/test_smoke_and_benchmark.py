@@ -179,6 +179,22 @@ def test_benchmark_measures_every_method(measured):
     assert draft_alone["throughput"] > alone["throughput"]  # sixteen times smaller
 
 
+def test_benchmark_follows_json_schemas(tmp_path, run_here):
+    """Every method writes the same text; drafting what the schema forces saves forward passes of the main model."""
+    properties = {"name": {"enum": ["read_file", "write_file"]}, "binary": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "binary"], "additionalProperties": False}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "def read_file(path):", "json_schema": schema}), encoding="utf-8")
+    process = run_here(
+        "scripts/benchmark.py", MAIN, DRAFT, "--prompts", prompts, "--paths", "genai,lookup,engine", "-k", "2",
+        "--max-new-tokens", "40", "--rounds", "1", "--no-starts", "--property", "EXECUTION_MODE_HINT=ACCURACY",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    rows = {row["name"]: row for row in last_line(process)["rows"]}
+    assert all(row["same_text"] == row["texts"] == 1 for row in rows.values())
+    assert rows["ours, main alone"]["block_efficiency"] == 1 < rows["ours, forced tokens"]["block_efficiency"]
+
+
 def test_benchmark_tells_categories_and_iterations(measured):
     process, _ = measured
     result = last_line(process)
