@@ -192,7 +192,7 @@ class Endpoint:
             raise
         answer: ResponseBuilder | ResponsesBuilder
         if original:
-            answer = ResponsesBuilder(original, self.name, jobs)
+            answer = ResponsesBuilder(original, self.name, jobs, self._tool_format)
         else:
             sources = self._sources(asked, jobs)
             answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)

@@ -248,6 +248,15 @@ class OutputMessage(Schema):
     content: list[OutputText]
 
 
+class OutputCall(Schema):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
 class InputTokens(Schema):
     cached_tokens: int = Field(ge=0)
 
@@ -279,14 +288,14 @@ class ResponseObject(Schema):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
     store: Literal[False]
     temperature: float
     text: ResponseText
-    tool_choice: str
-    tools: list
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
@@ -298,7 +307,7 @@ class ResponseEvent(BaseModel):
     type: str
     sequence_number: int = Field(ge=0)
     response: ResponseObject | None = None
-    item: OutputMessage | None = None
+    item: OutputMessage | OutputCall | None = None
     part: OutputText | None = None
 
 

@@ -29,7 +29,7 @@ from pydantic import (
 from speculative.serving.given import LABEL, Given
 from speculative.serving.structured_output import ResponseFormat, Structure, StructuredOutputs
 from speculative.serving.tool_calls import ToolFormat, ToolParser, forced
-from speculative.serving.tools import MOST_TOOLS, NamedTool, Tool, ToolCall, ToolChoice
+from speculative.serving.tools import MOST_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, check_choice, check_names
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters
@@ -371,18 +371,14 @@ class ChatCompletionRequest(BaseRequest):
     @field_validator("tools")
     @classmethod
     def with_names_of_their_own(cls, tools: list[Tool]) -> list[Tool]:
-        if len({tool.function.name for tool in tools}) < len(tools):
-            raise ValueError("two of them have the same name")
+        check_names([tool.function.name for tool in tools])
         return tools
 
     @field_validator("tool_choice")
     @classmethod
     def among_the_tools(cls, choice: ToolChoice, info: ValidationInfo) -> ToolChoice:
         names = [tool.function.name for tool in info.data.get("tools", ())]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(f"names {shown(choice.function.name)!r}, which is not among the tools")
-        if choice == "required" and not names:
-            raise ValueError("is required, but there are no tools")
+        check_choice(choice.function.name if isinstance(choice, NamedTool) else None, choice == "required", names)
         return choice
 
     @property

@@ -5,12 +5,22 @@ The server stores nothing: a request has all earlier messages in `input`, and `s
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from speculative.serving.given import LABEL, Given
 from speculative.serving.protocol import ChatCompletionRequest, described
 from speculative.serving.structured_output import Schema, Structure
 from speculative.serving.tool_calls import ToolFormat
+from speculative.serving.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names, is_object
 
 PART = {
     "type": "object",
@@ -26,7 +36,30 @@ MESSAGE = {
     },
     "required": ["role", "content"],
 }
-INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": MESSAGE, "minItems": 1}]}
+CALL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function_call"},
+        **{name: {"type": "string"} for name in ("call_id", "name", "arguments")},
+    },
+    "required": ["type", "call_id", "name", "arguments"],
+}
+CALL_OUTPUT = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function_call_output"},
+        "call_id": {"type": "string"},
+        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
+    },
+    "required": ["type", "call_id", "output"],
+}
+ITEMS = {"type": "array", "items": {"anyOf": [MESSAGE, CALL, CALL_OUTPUT]}, "minItems": 1}
+INPUT = {"anyOf": [{"type": "string"}, ITEMS]}
+NAMED = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
 
 
 class Part(Given):
@@ -36,25 +69,64 @@ class Part(Given):
     text: str
 
 
-class InputMessage(Given):
+def joined(content: Any) -> str:
+    """Validate a text or a list of text parts, and return it as a text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("should be a string or a list of text parts")
+    return "".join(checked(Part, part, f"part {i}").text for i, part in enumerate(content))
+
+
+Content = Annotated[str, BeforeValidator(joined)]
+
+
+class Item(Given):
     off: ClassVar[dict[str, tuple]] = {"id": LABEL, "status": LABEL, "phase": LABEL}
 
+
+class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Any
+    content: Content
 
-    @field_validator("content")
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        """Add the item to messages of chat completions."""
+        messages.append({"role": self.role, "content": self.content})
+
+
+class InputCall(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
     @classmethod
-    def joined(cls, content: Any) -> str:
-        if isinstance(content, str):
-            return content
-        if not isinstance(content, list):
-            raise ValueError("should be a string or a list of text parts")
-        return "".join(checked(Part, part, f"part {i}").text for i, part in enumerate(content))
+    def are_an_object(cls, arguments: str) -> str:
+        return is_object(arguments)
 
-    def plain(self) -> dict[str, Any]:
-        """Return the message as one of chat completions."""
-        return {"role": self.role, "content": self.content}
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        """Add the call to the assistant's message before it, or to a new one."""
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": self.name, "arguments": self.arguments}
+        messages[-1].setdefault("tool_calls", []).append({"id": self.call_id, "type": "function", "function": function})
+
+
+class InputCallOutput(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    def add_to(self, messages: list[dict[str, Any]]) -> None:
+        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": self.output})
+
+
+KINDS: dict[Any, type[InputMessage | InputCall | InputCallOutput]] = {
+    "function_call": InputCall,
+    "function_call_output": InputCallOutput,
+}
 
 
 def checked(kind: type, data: Any, name: str) -> Any:
@@ -67,14 +139,45 @@ def checked(kind: type, data: Any, name: str) -> Any:
 
 
 def messages(given: Any) -> list[dict[str, Any]]:
-    """Validate the input, a text or a list of messages, and return it as messages of chat completions."""
+    """Validate the input, a text or a list of items, and return it as messages of chat completions."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise ValueError("should be a string or a list of messages")
+        raise ValueError("should be a string or a list of items")
     if not given:
         raise ValueError("the list is empty: send a message")
-    return [checked(InputMessage, one, f"item {i}").plain() for i, one in enumerate(given)]
+    found: list[dict[str, Any]] = []
+    for i, one in enumerate(given):
+        kind = one.get("type") if isinstance(one, dict) else None
+        checked(KINDS.get(kind if isinstance(kind, str) else None, InputMessage), one, f"item {i}").add_to(found)
+    return found
+
+
+class ResponsesTool(Given):
+    type: Literal["function"]
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None  # forced calls follow their schemas in any case, others in none
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The tool in the notation of chat completions."""
+        return {"type": "function", "function": {name: getattr(self, name) for name in Function.model_fields}}
+
+
+class NamedFunction(Given):
+    type: Literal["function"]
+    name: str
+
+
+def chosen(choice: Any) -> Any:
+    """Validate a choice of tools; return the word or the `NamedFunction`."""
+    if isinstance(choice, str) and choice in CHOICES:
+        return choice
+    if not isinstance(choice, dict):
+        raise ValueError('should be "none", "auto", "required", or an object that names a function')
+    return NamedFunction.model_validate(choice)
 
 
 class TextFormat(Given):
@@ -116,22 +219,19 @@ class ResponsesChat(ChatCompletionRequest):
 
     def structure(self, form: ToolFormat | None) -> Structure | None:
         found = super().structure(form)
-        return found and found._replace(parameter="text.format")
+        return found if found is None or found.parameter == "tools" else found._replace(parameter="text.format")
 
 
 class ResponsesRequest(Given):
     off: ClassVar[dict[str, tuple]] = {
         "background": (False,),
         "include": ([],),
-        "max_tool_calls": LABEL,  # without tools it has no effect
+        "max_tool_calls": LABEL,  # of OpenAI's own tools, which are not served
         "metadata": LABEL,
-        "parallel_tool_calls": LABEL,
         "prompt_cache_retention": LABEL,
         "reasoning": ({},),
         "safety_identifier": LABEL,
         "service_tier": LABEL,
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
         "user": LABEL,
@@ -144,6 +244,11 @@ class ResponsesRequest(Given):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
+    tools: Annotated[list[ResponsesTool], FailFast()] = Field([], max_length=MOST_TOOLS)
+    tool_choice: Annotated[
+        str | NamedFunction, BeforeValidator(chosen), WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED]})
+    ] = "auto"
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     store: bool | None = None
@@ -165,6 +270,19 @@ class ResponsesRequest(Given):
     def nothing_was_stored(cls, response_id: str) -> str:
         raise ValueError("this server stores no responses: send the earlier messages in input")
 
+    @field_validator("tools")
+    @classmethod
+    def with_names_of_their_own(cls, tools: list[ResponsesTool]) -> list[ResponsesTool]:
+        check_names([tool.name for tool in tools])
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def among_the_tools(cls, choice: str | NamedFunction, info: ValidationInfo) -> str | NamedFunction:
+        names = [tool.name for tool in info.data.get("tools", ())]
+        check_choice(choice.name if isinstance(choice, NamedFunction) else None, choice == "required", names)
+        return choice
+
     @property
     def text_format(self) -> TextFormat | None:
         return self.text.format if self.text else None
@@ -172,12 +290,17 @@ class ResponsesRequest(Given):
     @property
     def chat(self) -> ResponsesChat:
         first = [] if self.instructions is None else [{"role": "developer", "content": self.instructions}]
-        same = ("model", "temperature", "top_p", "stream", "prompt_cache_key", "seed", "top_k")
+        same = ("model", "temperature", "top_p", "stream", "prompt_cache_key", "seed", "top_k", "parallel_tool_calls")
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}  # type: ignore[assignment]
         return ResponsesChat.model_validate(
             {
                 **{name: getattr(self, name) for name in same},
                 "messages": [*first, *self.input],
                 "max_completion_tokens": self.max_output_tokens,
                 "response_format": self.text_format.response_format if self.text_format else None,
+                "tools": [tool.plain for tool in self.tools],
+                "tool_choice": choice,
             }
         )

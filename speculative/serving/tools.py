@@ -83,6 +83,20 @@ def chosen(choice: Any) -> Any:
     return NamedTool.model_validate(choice)
 
 
+def check_names(names: list[str]) -> None:
+    """Raise ValueError if two tools have the same name."""
+    if len(set(names)) < len(names):
+        raise ValueError("two of them have the same name")
+
+
+def check_choice(named: str | None, is_required: bool, names: list[str]) -> None:
+    """Raise ValueError if no tool has the name that a choice of tools `named`, or `is_required` but there are none."""
+    if named is not None and named not in names:
+        raise ValueError(f"names {named[:64]!r}, which is not among the tools")
+    if is_required and not names:
+        raise ValueError("is required, but there are no tools")
+
+
 FUNCTION = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 NAMED_TOOL = {
     "type": "object",

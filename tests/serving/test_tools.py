@@ -15,7 +15,9 @@ from pydantic import BaseModel
 
 from speculative import batch_decoder
 from speculative.serving.protocol import ChatCompletionRequest
+from speculative.serving.response_events import ResponsesBuilder
 from speculative.serving.responses import ChatChoiceBuilder
+from speculative.serving.responses_api import ResponsesRequest
 from speculative.serving.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, SMOLLM3, ToolParser
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
@@ -91,6 +93,65 @@ def checked(calls):
     for call in calls:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     return [call.function.name for call in calls]
+
+
+# ---- /v1/responses --------------------------------------------------------------------------------------------------
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_responses_run_a_loop_of_tools(client):
+    """The model calls, the client answers, the model goes on, as in chat completions."""
+    asked = {"model": "embedded", "tools": FLAT, "temperature": 0, "max_output_tokens": 120}
+    history = [{"role": "user", "content": HI["content"]}]
+    first = client.responses.create(input=history, tool_choice={"type": "function", "name": "weather"}, **asked)
+    (call,) = first.output
+    assert (call.type, call.name, call.status, first.status) == ("function_call", "weather", "completed", "completed")
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}]
+    second = client.responses.create(input=history, tool_choice="none", **asked)
+    chat_call = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    messages = [HI, {"role": "assistant", "tool_calls": [chat_call]}, {**RESULT, "tool_call_id": call.call_id}]
+    same = client.chat.completions.create(**asked_for(messages=messages, tool_choice="none"))
+    assert second.output_text == same.choices[0].message.content
+    assert second.usage.input_tokens == same.usage.prompt_tokens
+
+
+def test_responses_stream_calls(client):
+    asked = {"model": "embedded", "input": "Hi", "tools": FLAT, "temperature": 0, "max_output_tokens": 60}
+    events = list(client.responses.create(stream=True, tool_choice="required", parallel_tool_calls=False, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added"),
+        *["function_call_arguments.delta"] * len(deltas),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    (item,) = events[-1].response.output
+    assert events[2].item.arguments == "" and events[2].item.id == deltas[0].item_id == item.id
+    assert "".join(event.delta for event in deltas) == events[-3].arguments == item.arguments
+    jsonschema.validate(json.loads(item.arguments), SCHEMAS[item.name])
+    with client.responses.stream(tool_choice="required", parallel_tool_calls=False, **asked) as stream:
+        assert stream.get_final_response().output[0].arguments == item.arguments
+
+
+def test_a_text_and_a_call_are_items_of_their_own():
+    """Also where the call is cut off, and without the calls that `parallel_tool_calls` excludes."""
+    calls = ["function_call"] * 2
+    first, second = '{"name": "time", "arguments": {}}', '{"name": "weather", "arguments": {"ci'
+    text = f"Well. <tool_call>{first}</tool_call> <tool_call>{second}"
+    for several, kinds in ((True, ["message", *calls]), (False, ["message", *calls[:1]])):
+        asked = ResponsesRequest(model="x", input="Hi", tools=FLAT, parallel_tool_calls=several)
+        builder = ResponsesBuilder(asked, "x", [], HERMES)
+        for piece in (text[:20], text[20:45], text[45:]):
+            builder.piece(0, piece)
+        builder.end_choice(0, "length")
+        items = builder._items
+        assert [item["type"] for item in items] == kinds
+        assert items[0]["content"][0]["text"].strip() == "Well."
+        assert items[1]["arguments"] == "{}"
+        assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + ["incomplete"]
 
 
 # ---- forced calls ---------------------------------------------------------------------------------------------------
