@@ -100,7 +100,7 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         usage = event.get("usage")
         if usage:
-            answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+            answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens") or 0
             answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             details = usage.get("completion_tokens_details") or {}
             answer.accepted = details.get("accepted_prediction_tokens")
