@@ -138,12 +138,14 @@ def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decode
 
 def test_drafts_are_the_iterations_with_draft_tokens():
     """As in vLLM: the adaptive length often drafts nothing. A prompt's forward pass is no iteration."""
-    counts = SimpleNamespace(generated=0, decoded=0, iterations=0, drafts=0, proposed=0, accepted=0)
+    names = ("prompt_tokens", "cached_tokens", "generated", "decoded", "iterations", "drafts", "proposed", "accepted")
+    counts = SimpleNamespace(**dict.fromkeys(names, 0))
     steps = [([5], 0, 0), ([6], 0, 0), ([7, 8, 9], 2, 4), ([10], 0, 3), ([], 0, 2)]
     for number, step in enumerate(steps):
         result = SimpleNamespace(gained=[len(tokens) for tokens, _, _ in steps[1 : number + 1]])
-        Engine._count(counts, SimpleNamespace(step=step, request=SimpleNamespace(result=result)))
-    assert vars(counts) == dict(generated=6, decoded=5, iterations=3, drafts=2, proposed=7, accepted=2)
+        request = SimpleNamespace(result=result, sequence=SimpleNamespace(num_prompt_tokens=8), cached_tokens=3)
+        Engine._count(counts, SimpleNamespace(step=step, request=request))
+    assert tuple(vars(counts).values()) == (8, 3, 6, 5, 3, 2, 7, 2)
 
 
 def test_the_thread_ends_with_the_engine(decoder):
