@@ -5,6 +5,7 @@ import time
 
 import httpx
 import pytest
+from openvino_genai import ChatHistory
 
 from speculative import batch_decoder
 from speculative.models.spec import ModelSpec
@@ -100,8 +101,8 @@ def test_a_chat_goes_on_until_it_is_cleared(api, show, monkeypatch):
     encode = api.engine.decoder.encode
 
     def listening(prompt, config=None):
-        if isinstance(prompt, list):  # messages, not the tokens that follow from them
-            seen.append(prompt)
+        if isinstance(prompt, ChatHistory):  # not the tokens that follow from it
+            seen.append(prompt.get_messages())
         return encode(prompt, config)
 
     monkeypatch.setattr(api.engine.decoder, "encode", listening)
