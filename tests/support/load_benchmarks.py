@@ -11,7 +11,7 @@ from speculative.bench.result import BatchingResult, ServingResult
 from tests.support.paths import MAIN, ROOT
 from tests.support.typed import problems
 
-QUICK = ["--max-concurrency", "1,3", "--seconds", "0.5", "--rounds", "1"]
+QUICK = ["--max-concurrency", "1,3", "--seconds", "1.5", "--rounds", "1"]
 QUICK += ["--max-new-tokens", "12", "--max-prompts", "4", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 QUICK += ["--property", "INFERENCE_NUM_THREADS=1"]  # several mostly wait for each other
 
