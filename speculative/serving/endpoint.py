@@ -191,8 +191,8 @@ class Endpoint:
             self.asking -= 1
             raise
         answer: ResponseBuilder | ResponsesBuilder
-        if original:
-            answer = ResponsesBuilder(original, self.name, jobs, self._tool_format)
+        if original and isinstance(asked, ChatCompletionRequest):
+            answer = ResponsesBuilder(original, self.name, jobs, asked.parser(self._tool_format))
         else:
             sources = self._sources(asked, jobs)
             answer = ResponseBuilder(asked, self.name, jobs, self._token_texts, echoes, sources, self._tool_format)

@@ -13,18 +13,18 @@ from speculative.serving.engine_thread import GenerationHandle
 from speculative.serving.protocol import ApiError
 from speculative.serving.responses import as_json, usage
 from speculative.serving.responses_api import NamedFunction, ResponsesRequest
-from speculative.serving.tool_calls import Arguments, Call, Event, Text, ToolFormat, ToolParser
+from speculative.serving.tool_calls import Arguments, Call, Event, Text, ToolParser
 
 
 class ResponsesBuilder:
     """Builds the response to `asked`, whose text the only one of `jobs` generates, in `ResponseBuilder`'s interface.
-    `form` is that of the model's tool calls."""
+    `parser` finds the tool calls in it."""
 
     def __init__(
-        self, asked: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], form: ToolFormat | None = None
+        self, asked: ResponsesRequest, model: str, jobs: Sequence[GenerationHandle], parser: ToolParser | None = None
     ):
         self._jobs = jobs
-        self._parser: ToolParser | None = asked.chat.parser(form)
+        self._parser = parser
         self._several = asked.parallel_tool_calls is not False
         self._items: list[dict[str, Any]] = []  # all but the last are complete
         self._finish_reason: str | None = None

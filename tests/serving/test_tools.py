@@ -142,7 +142,7 @@ def test_a_text_and_a_call_are_items_of_their_own():
     text = f"Well. <tool_call>{first}</tool_call> <tool_call>{second}"
     for several, kinds in ((True, ["message", *calls]), (False, ["message", *calls[:1]])):
         asked = ResponsesRequest(model="x", input="Hi", tools=FLAT, parallel_tool_calls=several)
-        builder = ResponsesBuilder(asked, "x", [], HERMES)
+        builder = ResponsesBuilder(asked, "x", [], asked.chat.parser(HERMES))
         for piece in (text[:20], text[20:45], text[45:]):
             builder.piece(0, piece)
         builder.end_choice(0, "length")
