@@ -32,7 +32,8 @@ def refuse_without(*modules):
 
 def main():
     refuse_without("ray", "fastapi")
-    from speculative.serving import arguments, ray_runtime
+    from speculative.serving import arguments
+    from speculative.serving.ray_serve import ray_runtime
 
     settings = arguments.parse(__doc__)
     for port, name in ((settings.port, "--port"), (settings.metrics_port, "--metrics-port")):
@@ -51,10 +52,7 @@ def main():
 
 def serve(settings):
     """Serve on the connected Ray until Ctrl-C."""
-    from speculative.serving import (
-        application,  # imports Ray, which takes seconds
-        ray_runtime,
-    )
+    from speculative.serving.ray_serve import application, ray_runtime  # they import Ray, which takes seconds
 
     if lacking := ray_runtime.lacking(settings.replicas, settings.resources_per_replica):
         console.fail(f"the replicas need {lacking}: request less, or give Ray more.", status=1)
@@ -71,7 +69,7 @@ def serve(settings):
 
 def run(settings, application):
     """Start the application; when stopped, let running answers finish."""
-    from speculative.serving import ray_runtime
+    from speculative.serving.ray_serve import ray_runtime
 
     try:
         handle = application.start(settings)

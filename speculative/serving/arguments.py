@@ -23,8 +23,9 @@ from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import native_limit
 from speculative.pair.engines import NATIVE
 from speculative.pair.recommendation import ALONE, SUFFIX
-from speculative.serving import resources, tracing
-from speculative.serving.middleware import digest
+from speculative.serving import resources
+from speculative.serving.http import tracing
+from speculative.serving.http.middleware import digest
 from speculative.serving.settings import API_KEY_VARIABLE, LARGEST, Limits, Pair, Settings
 
 FORMER = {"--max-num-seqs": ["--max-running"], "--max-queue": ["--max-waiting"]}

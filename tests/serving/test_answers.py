@@ -13,8 +13,8 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
-from speculative.serving.engine_thread import QueueFull
-from speculative.serving.logprobs import AlignedTokens, TokenTexts, of_completion
+from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion
+from speculative.serving.engine.engine_thread import QueueFull
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until

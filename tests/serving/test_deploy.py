@@ -19,7 +19,7 @@ from tests.support.paths import DRAFT, ROOT
 from tests.support.serving import PLAIN, ray_cluster
 from tests.support.waiting import PATIENCE, wait_until
 
-application, schema = Later("speculative.serving.application"), Later("ray.serve.schema")
+application, schema = Later("speculative.serving.ray_serve.application"), Later("ray.serve.schema")
 DEPLOY = ROOT / "deploy"
 KEY = "a key that only tests know"
 

@@ -15,7 +15,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving.engine_thread import Engine, EngineFailed
+from speculative.serving.engine.engine_thread import Engine, EngineFailed
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
 

@@ -7,7 +7,7 @@ import pytest
 
 from speculative import batch_decoder
 from speculative.serving import arguments
-from speculative.serving.middleware import digest
+from speculative.serving.http.middleware import digest
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from speculative import batch_decoder
-from speculative.serving import request_body
-from speculative.serving.middleware import digest
+from speculative.serving.http import request_body
+from speculative.serving.http.middleware import digest
 from tests.support.later import schemathesis
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api

@@ -9,7 +9,7 @@ from openvino_genai import ChatHistory
 
 from speculative import batch_decoder
 from speculative.models.spec import ModelSpec
-from speculative.serving.middleware import digest
+from speculative.serving.http.middleware import digest
 from tests.support.page_checks import BEYOND, CONTRAST
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from speculative.bench.load.clients import Target
-from speculative.serving import body_hashes
-from speculative.serving.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
+from speculative.serving.ray_serve import body_hashes
+from speculative.serving.ray_serve.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
 from tests.support.later import Later
 from tests.support.serving import small_server
 from tests.support.waiting import wait_until
 
 CHATS, TURNS = 6, 3
-benchmark_routing, prefix_routing = Later("scripts.benchmark_routing"), Later("speculative.serving.prefix_routing")
+benchmark_routing = Later("scripts.benchmark_routing")
+prefix_routing = Later("speculative.serving.ray_serve.prefix_routing")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_hashes_are_equal_as_long_as_bodies_and_keys_are():
 
 
 def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
-    monkeypatch.setattr("speculative.serving.prefix_routing.MOST_HASHES", 3)
+    monkeypatch.setattr("speculative.serving.ray_serve.prefix_routing.MOST_HASHES", 3)
     table = prefix_routing.HashTable()
     table.add(["a", "b"], "first")
     table.add(["a"], "second")

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from speculative import batch_decoder
 from speculative.models.spec import ModelSpec
 from speculative.sequence.output import OutputProcessor
-from speculative.serving.middleware import digest
+from speculative.serving.http.middleware import digest
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 

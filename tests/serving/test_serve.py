@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculative.serving import connections
+from speculative.serving.ray_serve import connections
 from tests.support.dashboard import expressions, metrics_in
 from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT

@@ -25,18 +25,21 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving import arguments, connections, health, request_body
-from speculative.serving.engine_thread import EngineFailed
-from speculative.serving.middleware import digest
-from speculative.serving.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message
-from speculative.serving.responses import ResponseBuilder
+from speculative.serving import arguments
+from speculative.serving.api.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message
+from speculative.serving.api.responses import ResponseBuilder
+from speculative.serving.engine import health
+from speculative.serving.engine.engine_thread import EngineFailed
+from speculative.serving.http import request_body
+from speculative.serving.http.middleware import digest
+from speculative.serving.ray_serve import connections
 from speculative.serving.settings import API_KEY_VARIABLE, Limits
 from tests.support.later import Later
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
 
-application = Later("speculative.serving.application")  # with Ray Serve
+application = Later("speculative.serving.ray_serve.application")  # with Ray Serve
 ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1, "temperature": 0}
 HI = {"role": "user", "content": "Hi"}
 LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4

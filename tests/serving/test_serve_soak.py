@@ -27,7 +27,7 @@ from openvino_genai import GenerationConfig
 from speculative import batch_decoder
 from speculative.bench.load.clients import Target, ask
 from speculative.bench.load.metrics import outcomes
-from speculative.serving.engine_thread import Engine
+from speculative.serving.engine.engine_thread import Engine
 from tests.support.paths import DRAFT
 from tests.support.serving import Server
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ import pytest
 from speculative import batch_decoder
 from speculative.models.spec import ModelSpec
 from speculative.sequence.result import GenerationResult
-from speculative.serving.token_sources import TokenSources, draft_source
+from speculative.serving.api.token_sources import TokenSources, draft_source
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from speculative import batch_decoder
-from speculative.serving.middleware import digest
+from speculative.serving.http.middleware import digest
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
 

@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculative.serving import tool_calls
-from speculative.serving.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, Arguments, Call, Text, ToolParser, format_of
+from speculative.serving.api import tool_calls
+from speculative.serving.api.tool_calls import (
+    GENERIC,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Arguments,
+    Call,
+    Text,
+    ToolParser,
+    format_of,
+)
 
 NAMES = {"weather", "add"}
 PARIS, ADD = ("weather", {"city": "Paris", "days": [1, {"a": "}"}]}), ("add", {"a": 1, "b": 2})

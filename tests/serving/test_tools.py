@@ -13,11 +13,11 @@ import pytest
 from pydantic import BaseModel
 
 from speculative import batch_decoder
-from speculative.serving.protocol import ChatCompletionRequest
-from speculative.serving.response_events import ResponsesBuilder
-from speculative.serving.responses import ChatChoiceBuilder
-from speculative.serving.responses_api import ResponsesRequest
-from speculative.serving.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, SMOLLM3, ToolParser
+from speculative.serving.api.protocol import ChatCompletionRequest
+from speculative.serving.api.response_events import ResponsesBuilder
+from speculative.serving.api.responses import ChatChoiceBuilder
+from speculative.serving.api.responses_api import ResponsesRequest
+from speculative.serving.api.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, SMOLLM3, ToolParser
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
 

@@ -10,8 +10,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from speculative import batch_decoder
-from speculative.serving import tracing
-from speculative.serving.tracing import Traces
+from speculative.serving.http import tracing
+from speculative.serving.http.tracing import Traces
 from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_sent_is_one_sentence(environment, monkeypatch):
 
 def test_the_exporter_is_imported_only_for_traces():
     """FastAPI imports OpenTelemetry's API if it is there."""
-    program = "import speculative.serving.tracing, sys; print(*sys.modules)"
+    program = "import speculative.serving.http.tracing, sys; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert tracing.__name__ in found
     assert not [name for name in found if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]

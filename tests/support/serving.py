@@ -27,8 +27,8 @@ import uvicorn
 
 from speculative.bench.load.server import free_port
 from speculative.cli.processes import interrupt_group, own_group
-from speculative.serving.endpoint import Endpoint
-from speculative.serving.engine_thread import Engine
+from speculative.serving.engine.engine_thread import Engine
+from speculative.serving.http.endpoint import Endpoint
 from speculative.serving.settings import Limits
 from tests.support.later import openai
 from tests.support.paths import DRAFT, MAIN, ROOT

@@ -10,11 +10,19 @@ from collections.abc import Iterable, Sequence
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.result import GenerationResult
-from speculative.serving.engine_thread import GenerationHandle
-from speculative.serving.logprobs import AlignedTokens, TokenEntry, TokenTexts, mean, of_chat, of_completion, of_prompt
-from speculative.serving.protocol import ApiError, BaseRequest, ChatCompletionRequest
-from speculative.serving.token_sources import TokenSources, draft_source
-from speculative.serving.tool_calls import Call, Event, Text, ToolFormat, ToolParser
+from speculative.serving.api.logprobs import (
+    AlignedTokens,
+    TokenEntry,
+    TokenTexts,
+    mean,
+    of_chat,
+    of_completion,
+    of_prompt,
+)
+from speculative.serving.api.protocol import ApiError, BaseRequest, ChatCompletionRequest
+from speculative.serving.api.token_sources import TokenSources, draft_source
+from speculative.serving.api.tool_calls import Call, Event, Text, ToolFormat, ToolParser
+from speculative.serving.engine.engine_thread import GenerationHandle
 
 LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # for clients that split lines as Unicode does
 

@@ -26,10 +26,10 @@ from pydantic import (
     model_validator,
 )
 
-from speculative.serving.given import LABEL, Given
-from speculative.serving.structured_output import ResponseFormat, Structure, StructuredOutputs
-from speculative.serving.tool_calls import ToolFormat, ToolParser, forced
-from speculative.serving.tools import MOST_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, check_choice, check_names
+from speculative.serving.api.given import LABEL, Given
+from speculative.serving.api.structured_output import ResponseFormat, Structure, StructuredOutputs
+from speculative.serving.api.tool_calls import ToolFormat, ToolParser, forced
+from speculative.serving.api.tools import MOST_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, check_choice, check_names
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
 SHOWN = 100  # maximum length of client input in an error message, in characters

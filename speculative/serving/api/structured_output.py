@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from openvino_genai import StructuredOutputConfig
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from speculative.serving.given import Given
+from speculative.serving.api.given import Given
 
 MOST_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
 # Between the parts of JSON: nothing, a space, or one or two line ends and indentation, as in llama.cpp. Small models

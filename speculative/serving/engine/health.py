@@ -8,7 +8,7 @@ import time
 
 from speculative.batch_decoder import PREFILL_CHUNK
 from speculative.drafting.policy import LONGEST
-from speculative.serving.engine_thread import Engine
+from speculative.serving.engine.engine_thread import Engine
 
 LEAST = 120.0  # seconds always allowed for an iteration
 TIMES = 10.0  # multiple of the expected time of the most expensive iteration

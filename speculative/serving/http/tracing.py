@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from speculative.serving.engine_thread import GenerationHandle
-from speculative.serving.protocol import BaseRequest, ChatCompletionRequest
+from speculative.serving.api.protocol import BaseRequest, ChatCompletionRequest
+from speculative.serving.engine.engine_thread import GenerationHandle
 
 EXPORTER, PACKAGE = "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"
 SERVICE = "openvino-speculative"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES says otherwise

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from speculative.batch_decoder import BatchDecoder
 from speculative.models.eagle3_batch import BatchHead
 from speculative.sequence.detokenizer import IncrementalDetokenizer
-from speculative.serving.engine_thread import GenerationHandle
+from speculative.serving.engine.engine_thread import GenerationHandle
 
 
 def draft_source(decoder: BatchDecoder) -> str | None:

@@ -9,8 +9,8 @@ import asyncio
 from starlette.middleware import Middleware
 from uvicorn.protocols.http import auto
 
-from speculative.serving.body_hashes import BeginningReader
-from speculative.serving.request_id import RequestId
+from speculative.serving.http.request_id import RequestId
+from speculative.serving.ray_serve.body_hashes import BeginningReader
 
 MOST = 1_000  # connections
 IDLE = 30.0  # seconds without a request

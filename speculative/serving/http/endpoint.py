@@ -23,29 +23,31 @@ from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.sampling.grammar import Grammar
-from speculative.serving import health, openapi, request_body, tokenization
-from speculative.serving.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
-from speculative.serving.logprobs import TokenTexts
-from speculative.serving.metrics import Metrics
-from speculative.serving.middleware import Guard, salt
-from speculative.serving.page import page
-from speculative.serving.protocol import (
+from speculative.serving.api import tokenization
+from speculative.serving.api.logprobs import TokenTexts
+from speculative.serving.api.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
     described,
     shown,
 )
-from speculative.serving.request_id import HEADER, RequestId
-from speculative.serving.response_events import ResponsesBuilder
-from speculative.serving.responses import ResponseBuilder, model_card
-from speculative.serving.responses_api import ResponsesRequest
+from speculative.serving.api.response_events import ResponsesBuilder
+from speculative.serving.api.responses import ResponseBuilder, model_card
+from speculative.serving.api.responses_api import ResponsesRequest
+from speculative.serving.api.structured_output import Structure
+from speculative.serving.api.token_sources import TokenSources
+from speculative.serving.api.tokenization import DetokenizeRequest, TokenizeRequest
+from speculative.serving.api.tool_calls import format_of
+from speculative.serving.engine import health
+from speculative.serving.engine.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
+from speculative.serving.engine.metrics import Metrics
+from speculative.serving.http import openapi, request_body
+from speculative.serving.http.middleware import Guard, salt
+from speculative.serving.http.page import page
+from speculative.serving.http.request_id import HEADER, RequestId
+from speculative.serving.http.tracing import Traces
 from speculative.serving.settings import Limits
-from speculative.serving.structured_output import Structure
-from speculative.serving.token_sources import TokenSources
-from speculative.serving.tokenization import DetokenizeRequest, TokenizeRequest
-from speculative.serving.tool_calls import format_of
-from speculative.serving.tracing import Traces
 
 RETRY = 10  # seconds in which Ray Serve usually replaces a broken replica
 T = TypeVar("T")

@@ -12,14 +12,15 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
-from speculative.serving import arguments, tracing
+from speculative.serving import arguments
 from speculative.serving.arguments import in_url
-from speculative.serving.deployment import Replica
-from speculative.serving.prefix_routing import PrefixRouter
+from speculative.serving.http import tracing
+from speculative.serving.ray_serve.deployment import Replica
+from speculative.serving.ray_serve.prefix_routing import PrefixRouter
 from speculative.serving.settings import Settings
 
 NAME = "speculative"
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = str(Path(__file__).resolve().parents[3])
 ATTEMPTS = 3  # to load the models
 CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport

@@ -7,12 +7,12 @@ from ray import serve
 
 from speculative import batch_decoder
 from speculative.drafting.suffix import LONGEST_MATCH
-from speculative.serving import tracing
-from speculative.serving.endpoint import Endpoint
-from speculative.serving.engine_thread import Engine
-from speculative.serving.metrics import Metrics
+from speculative.serving.engine.engine_thread import Engine
+from speculative.serving.engine.metrics import Metrics
+from speculative.serving.http import tracing
+from speculative.serving.http.endpoint import Endpoint
+from speculative.serving.http.tracing import Traces
 from speculative.serving.settings import Limits, Pair
-from speculative.serving.tracing import Traces
 
 
 @serve.deployment

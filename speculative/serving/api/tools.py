@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from speculative.serving.given import LABEL, Given
-from speculative.serving.structured_output import Schema, with_whitespace
+from speculative.serving.api.given import LABEL, Given
+from speculative.serving.api.structured_output import Schema, with_whitespace
 
 MOST_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"

@@ -32,10 +32,10 @@ ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves the machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # OpenVINO manages the devices
 }
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = str(Path(__file__).resolve().parents[3])
 PROXIES = {  # what Ray's proxies import and call, by `Settings.routing`
-    "balanced": "speculative.serving.connections.bound",
-    "prefix": "speculative.serving.connections.bound_for_prefix_routing",
+    "balanced": "speculative.serving.ray_serve.connections.bound",
+    "prefix": "speculative.serving.ray_serve.connections.bound_for_prefix_routing",
 }
 OWN = {
     "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")])),

@@ -7,8 +7,8 @@ from openvino_genai import Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.serving.given import Given
-from speculative.serving.protocol import ApiError, Message
+from speculative.serving.api.given import Given
+from speculative.serving.api.protocol import ApiError, Message
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from speculative.serving.engine_thread import GenerationHandle
-from speculative.serving.protocol import ApiError
-from speculative.serving.responses import as_json, usage
-from speculative.serving.responses_api import NamedFunction, ResponsesRequest
-from speculative.serving.tool_calls import Arguments, Call, Event, Text, ToolParser
+from speculative.serving.api.protocol import ApiError
+from speculative.serving.api.responses import as_json, usage
+from speculative.serving.api.responses_api import NamedFunction, ResponsesRequest
+from speculative.serving.api.tool_calls import Arguments, Call, Event, Text, ToolParser
+from speculative.serving.engine.engine_thread import GenerationHandle
 
 
 class ResponsesBuilder:

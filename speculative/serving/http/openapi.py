@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from speculative.serving.middleware import OPEN
+from speculative.serving.http.middleware import OPEN
 
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from speculative.serving.engine_thread import Engine, GenerationHandle
+from speculative.serving.engine.engine_thread import Engine, GenerationHandle
 
 EVERY = 1.0  # seconds between updates, instead of one per token
 COUNTERS = {  # name: attribute of `Engine`, description
