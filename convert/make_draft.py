@@ -1,4 +1,4 @@
-"""Make a draft for a main model, from nothing but that model.
+"""Make a draft for a main model, from that model alone.
 
     python convert/make_draft.py MAIN OUT
     python convert/make_draft.py models/embedded/main drafts/embedded --minutes 20
@@ -11,16 +11,16 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
 
 1. texts      the main model writes prompts (its chat template up to the user's turn) and answers, or answers to
               --prompts; a part is held out
-2. states     what the main model computes for these texts, from the very IR that will be served: the probabilities of
-              next tokens, and for a head hidden states of three layers
-3. training   in torch: a head of the published architecture, by training-time test; or a distillation of what is left
+2. states     next-token probabilities of these texts, and for a head the hidden states of three layers, computed with
+              the served IR
+3. training   in torch: a head of the published architecture, by training-time test; or distillation of the model
               without the layers that change the hidden states least
-4. verdict    acceptance on held-out prompts, also by category, and the speed beside prompt lookup, the main model alone
-              and other drafts (--compare)
+4. verdict    acceptance on held-out prompts, also by category, and speed compared with prompt lookup, the main model
+              alone and other drafts (--compare)
 
 OUT gets IR, checkpoint/ (the published format, or Hugging Face's), README.md and draft.json. OUT/work keeps texts,
 states and the training state; it may be removed afterwards. Run an interrupted command again to resume it; a larger
---minutes trains on.
+--minutes continues the training.
 """
 
 from speculative.cli.ctrl_c import raise_keyboard_interrupt
@@ -56,15 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("main", metavar="MAIN", help="folder of the main model, OpenVINO IR")
     add("out", metavar="OUT", type=Path, help="folder of the draft, new or of an earlier run")
-    add("--kind", choices=["eagle3", "pruned"], default="eagle3", help="of draft (eagle3)")
+    add("--kind", choices=["eagle3", "pruned"], default="eagle3", help="kind of draft (eagle3)")
     add("--minutes", type=float, default=20, help="time for all stages together (20)")
     add("--prompts", type=Path, metavar="FILE", help="JSONL file of user turns, with or without category")
-    add("--tokens", type=int, default=500_000, help="most tokens of text: bounds the disk space (500000)")
-    add("--length", type=int, default=256, help="most tokens of a text, prompt included (256)")
-    add("--draft-vocabulary", type=int, metavar="N", help="tokens that the draft knows (those of 99.5 %% of the texts)")
+    add("--tokens", type=int, default=500_000, help="maximum tokens of all texts, which limits the disk space (500000)")
+    add("--length", type=int, default=256, help="maximum tokens of a text, including the prompt (256)")
+    add("--draft-vocabulary", type=int, metavar="N", help="vocabulary size of the draft (covers 99.5 %% of the texts)")
     add("--layers", type=int, nargs=3, metavar="N", help="layers whose hidden states the draft reads (1, N/2-1, N-4)")
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (a quarter)")
-    add("--compare", action="append", default=[], metavar="DRAFT", help="other draft to measure, too; may be repeated")
+    add("--compare", action="append", default=[], metavar="DRAFT", help="also measure this draft; may be repeated")
     add("--device", default="cpu", help="torch's device for the training: cpu, cuda or xpu (cpu)")
     add("--threads", type=int, help="CPU threads (all)")
     add("--debug", action="store_true", help="show stack traces")

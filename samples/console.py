@@ -1,4 +1,4 @@
-"""Console and arguments shared by the samples. They are in the library, speculative/cli, as the server needs them too.
+"""Console and arguments of the samples, from speculative/cli, because the server needs them too.
 
 The pipeline, the draft model and the generation config are in the samples themselves.
 """

@@ -2,7 +2,7 @@
 
     python samples/speculative_greedy_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-The output is the main model's own, in fewer of its forward passes. Low precision may flip near-ties; with
+The output is the main model's own, with fewer forward passes. Low precision may flip near-ties; with
 --property EXECUTION_MODE_HINT=ACCURACY the outputs are identical (and slower).
 The text streams to standard output; a summary follows on standard error.
 """

@@ -1,11 +1,11 @@
-"""Speculative sampling: sampled instead of greedy text, at the speed of speculative decoding, and lossless.
+"""Speculative sampling: lossless sampling with a draft model.
 
     python samples/speculative_sampling_lm.py models/embedded/main models/embedded/draft "def fib(n):" --temperature 0.8
 
 The output has exactly the main model's distribution (Leviathan et al. 2023, Chen et al. 2023). GenAI's own pipeline
 samples from a wrong distribution with a draft model, so this sample uses `speculative/decoder.py`.
 The same --seed gives the same text. Without -k the draft length is adaptive, and the summary explains it. With
---suffix-decoding, draft tokens are also copied from the text so far, where that is worth more.
+--suffix-decoding, draft tokens are also copied from the text so far, where that gains more.
 The text streams to standard output; a summary follows on standard error.
 """
 

@@ -2,9 +2,9 @@
 
     python samples/structured_output_lm.py models/embedded/main models/embedded/draft "def f():" --json-schema FILE
 
-The tokens that the schema allows are part of the distribution, of main model and draft alike, so the draft does not
-change what is written (lossless). Text that the schema makes certain is drafted without a draft step. Without a draft
-model, tokens are copied from the text so far (suffix decoding).
+The schema masks the distributions of main model and draft alike, so the draft does not change the output (lossless).
+Text that the schema forces is drafted without a draft step. Without a draft model, draft tokens are copied from the
+text so far (suffix decoding).
 The text streams to standard output; a summary follows on standard error.
 """
 

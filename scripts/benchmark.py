@@ -12,21 +12,20 @@ GenAI's own sampled mode with a draft is not lossless (scripts/verify_lossless.p
 in their own process, each with its own copy of the main model: choose fewer paths if memory is short. As the memory a
 model is loaded into changes its speed by 5 to 10 %, `--starts 3` starts the processes three times.
 
-With an EAGLE-3 draft, the `draft` path is left out, as it cannot decode alone, and our engine decodes without a draft
-in a process of its own, whose main model computes no hidden states for the draft. `--tree-depth` adds GenAI's trees to
+With an EAGLE-3 draft, the `draft` path is skipped, because a head cannot decode alone. Our engine without a draft then
+runs in a separate process, in which the main model computes no hidden states. `--tree-depth` adds GenAI's trees to
 the `genai` path; their acceptance rate counts all tokens of a tree.
 
 All methods get the same token ids and generate the same number of new tokens (`ignore_eos`), except for prompts with a
-"json_schema" in the file: their answers follow it and end with it, and there is one more method, which drafts only the
-tokens that the schema forces, as all our methods with a draft do. In every round, each
-prompt runs with every method, one after another and in varying order, so that background load affects all of them
-equally. No prompt is served from a cache (except with `--context`). Throughput is decode only (prompt excluded).
-Speedup is over the main model alone in GenAI (sampled: in our engine) in the same round; the table shows the median and
-range over the rounds. Engines are compared on the prompts for which both gave the same text, with a bootstrap over them
-(speculative/bench/ratios.py). `forwards`: new tokens / main-model forward passes. `outside`: share of the decoding time
-spent outside the models. `repetition`: share of repeated 4-grams, which inflate acceptance. Standard output is a table
-followed by one JSON object on the last line. Ctrl-C keeps the complete rounds. For the effect of K, see
-scripts/sweep_draft_length.py.
+"json_schema" in the file. Their answers follow the schema and end with it. One more method drafts only the tokens that
+the schema forces; all our drafting methods draft these, too. In every round, each prompt runs with every method, one
+after another and in varying order, so that background load affects all of them equally. No prompt is served from a
+cache (except with `--context`). Throughput is decode only (prompt excluded). Speedup is over the main model alone in
+GenAI (sampled: in our engine) in the same round; the table shows the median and range over the rounds. Engines are
+compared on the prompts for which both gave the same text, with a bootstrap over them (speculative/bench/ratios.py).
+`forwards`: new tokens / main-model forward passes. `outside`: share of the decoding time spent outside the models.
+`repetition`: share of repeated 4-grams, which inflate acceptance. Standard output is a table followed by one JSON
+object on the last line. Ctrl-C keeps the complete rounds. For the effect of K, see scripts/sweep_draft_length.py.
 """
 
 from speculative.cli.program import exit_on, prepare_output
@@ -88,13 +87,22 @@ def parse_arguments() -> argparse.Namespace:
     add_pair_arguments(parser, without_draft="the path lookup is measured")
     add_run_arguments(parser, max_prompts=20)
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=lengths, default="2,4,8", metavar="K", help="1-8 or 2,4 (default: 2,4,8)"
+        "-k",
+        "--num-assistant-tokens",
+        type=lengths,
+        default="2,4,8",
+        metavar="K",
+        help="draft lengths, 1-8 or 2,4 (default: 2,4,8)",
     )
     parser.add_argument(
         "--tree-depth", type=whole, metavar="D", help="also GenAI's trees of this depth with K tokens (EAGLE-3 drafts)"
     )
     parser.add_argument(
-        "--branching-factor", type=whole, default=4, metavar="B", help="of GenAI's trees (default: %(default)s)"
+        "--branching-factor",
+        type=whole,
+        default=4,
+        metavar="B",
+        help="branching factor of GenAI's trees (default: %(default)s)",
     )
     add_paths_argument(parser, PATHS)
     parser.add_argument(

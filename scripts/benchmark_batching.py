@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--suffix-decoding",
         action="store_true",
-        help="also measure our engine with suffix decoding, and beside a draft",
+        help="also measure our engine with suffix decoding, without and with the draft",
     )
     parser.add_argument(
         "--cache-tokens",

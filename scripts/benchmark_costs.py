@@ -65,10 +65,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
     parser.add_argument(
-        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="for the bandwidth limit"
+        "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length for the bandwidth limit"
     )
     parser.add_argument(
-        "--max-new-tokens", type=whole, default=200, metavar="N", help="for the bandwidth limit (default: 200)"
+        "--max-new-tokens",
+        type=whole,
+        default=200,
+        metavar="N",
+        help="new tokens for the bandwidth limit (default: 200)",
     )
     parser.add_argument(
         "--repeat", type=whole, default=9, metavar="N", help="repetitions of each measurement (default: 9)"

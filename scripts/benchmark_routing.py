@@ -1,11 +1,11 @@
-"""Compare routings of a server with several replicas by chats that return: prefix-cache hits and TTFT.
+"""Compare routing policies of a server with several replicas on multi-turn chats: prefix-cache hits and TTFT.
 
     python scripts/benchmark_routing.py models/embedded/main models/embedded/draft
 
 starts samples/serve/serve_pair.py twice, with --routing balanced and with --routing prefix, and stops both. In each
-round both get new chats, one server after the other: all chats take their first turn, then all take their second, and
-so on; a turn repeats the chat so far and adds `--added` lines. `--clients` are answered at a time. All turns but the
-first are counted. Hits: prompt tokens that came from the prefix cache, of all. TTFT: median and 95th percentile.
+round both get new chats, one server after the other. All chats send their first turn, then all send their second, and
+so on. A turn repeats the chat so far and adds `--added` lines. `--clients` requests run at a time. All turns but the
+first are counted. Hits: share of the prompt tokens that came from the prefix cache. TTFT: median and 95th percentile.
 Output: a table, then one JSON object on the last line.
 """
 

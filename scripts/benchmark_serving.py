@@ -3,8 +3,8 @@
     python scripts/benchmark_serving.py models/embedded/main models/embedded/draft --html load.html
 
 starts samples/serve/serve_pair.py twice, with the pair and with the main model alone, and stops both.
-`--suffix-decoding` copies draft tokens from the text, without a draft or beside it. For running servers, of any make
-with the OpenAI API:
+`--suffix-decoding` copies draft tokens from the text, with or without a draft. To measure running servers with the
+OpenAI API:
 
     python scripts/benchmark_serving.py --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 
@@ -45,13 +45,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to start servers")
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument(
-        "--suffix-decoding", action="store_true", help="copy draft tokens from the text, without a draft or beside it"
+        "--suffix-decoding", action="store_true", help="copy draft tokens from the text, with or without a draft"
     )
     parser.add_argument(
         "--past-answers",
         type=whole,
         metavar="TOKENS",
-        help="with --suffix-decoding: also from the latest answers, of which so many tokens are kept (default: none)",
+        help="with --suffix-decoding: also copy from past answers, of which TOKENS tokens are kept (default: none)",
     )
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")

@@ -9,8 +9,7 @@
 Each result is the output of a command (the table FIGURES), saved as docs/figures/NAME.json with machine, versions,
 commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md,
 docs/benchmarks.md and docs/structured-output.md; figures:gains, figures:sources, figures:structured and figures:summary
-are tables of one or several results. Large pairs are
-generated in build/ first. The machine must be idle.
+are tables of one or several results. Large pairs are generated in build/ first. The machine must be idle.
 """
 
 import argparse

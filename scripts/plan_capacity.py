@@ -1,19 +1,18 @@
-"""Plan a cluster by simulation: how many replicas meet goals for TTFT and TPOT, with and without a draft, and the load
-from which on drafting no longer helps.
+"""Plan a cluster by simulation: the number of replicas that meets goals for TTFT and TPOT, with and without a draft,
+and the load at which drafting stops helping.
 
     python scripts/plan_capacity.py models/embedded/main models/embedded/draft --rate 5,20 --ttft-goal 0.5
 
-first measures what forward passes and iterations take on this machine, and which draft tokens the main model accepts
-on the --prompts. `--save-costs` keeps this, and `--costs` plans with it on any machine, without models. The scheduler
-of the server (continuous batching, prompts in chunks, queue, draft lengths by its own policy) is simulated with these
-costs.
+first measures the times of forward passes and iterations on this machine, and the acceptance on the --prompts.
+`--save-costs` saves these costs; `--costs` plans with them on any machine, without models. The simulation runs the
+scheduler of the server: continuous batching, chunked prompts, the queue, and the server's own draft-length policy.
 
 Requests arrive at random (Poisson) with lengths from a distribution: 512, uniform:LOW:HIGH, exponential:MEAN or
 lognormal:MEDIAN:SIGMA; by default those of the prompts. `--trace` takes arrivals and lengths from JSON lines with
 "arrival" (seconds), "prompt_tokens" and "output_tokens", or from the CSV of Azure's LLM inference traces or BurstGPT.
-A goal holds if that percentile of the requests meets it; refused ones (status 429) do not. For each rate and setting,
-numbers of replicas are simulated until the smallest one that meets both goals is found; more than 8 as 8 with their
-share of the requests. Not simulated: the network, proxies, and whatever else uses the processors.
+A goal is met if that percentile of the requests meets it; requests rejected with status 429 do not. For each rate and
+setting, the smallest number of replicas that meets both goals is searched. More than 8 replicas are simulated as 8 with
+their share of the requests. Not simulated: the network, proxies, and other load on the processors.
 
 `--against` compares a result of benchmark_batching.py or benchmark_serving.py with simulations of the same clients.
 Output: tables, then one JSON object on the last line.
@@ -64,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     _add_costs_arguments(parser.add_argument_group("costs"))
     _add_workload_arguments(parser.add_argument_group("workload"))
     _add_goals_arguments(parser.add_argument_group("goals and settings"))
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
     parser.add_argument(
         "--against", type=load_result, metavar="FILE", help="compare with this result of a load benchmark (JSON)"
     )
@@ -91,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to measure costs here")
     group.add_argument("draft", type=Path, nargs="?", help="draft: a model or an EAGLE-3 head (IR folder)")
-    group.add_argument("--costs", type=Path, metavar="FILE", help="costs that --save-costs wrote, instead of models")
+    group.add_argument("--costs", type=Path, metavar="FILE", help="costs written by --save-costs, instead of models")
     group.add_argument("--save-costs", type=output_file, metavar="FILE", help="write the costs to FILE")
     group.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     group.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
@@ -128,35 +127,39 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         type=share,
         default=0.0,
         metavar="S",
-        help="share of a prompt that an earlier request had, too, from 0 to 1 (default: 0)",
+        help="share of a prompt that repeats an earlier request, from 0 to 1 (default: 0)",
     )
     group.add_argument(
         "--turns",
         type=whole,
         metavar="N",
-        help="requests of a chat, each of which begins as the one before (default: all requests begin alike)",
+        help="turns of a chat; each prompt begins with the previous one (default: all prompts have the same beginning)",
     )
     group.add_argument(
-        "--think", type=above_zero, default=30.0, metavar="S", help="seconds between those requests (default: 30)"
+        "--think", type=above_zero, default=30.0, metavar="S", help="seconds between turns (default: 30)"
     )
     group.add_argument(
         "--requests",
         type=whole,
         default=300,
         metavar="N",
-        help="simulated for each number of replicas, at least 50 for each (default: 300)",
+        help="simulated requests per number of replicas, at least 50 per replica (default: 300)",
     )
 
 
 def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ttft-goal", type=above_zero, default=1.0, metavar="S", help="seconds to the first token (default: 1)"
+        "--ttft-goal", type=above_zero, default=1.0, metavar="S", help="goal for TTFT, in seconds (default: 1)"
     )
     group.add_argument(
-        "--tpot-goal", type=above_zero, default=0.1, metavar="S", help="seconds per token after it (default: 0.1)"
+        "--tpot-goal", type=above_zero, default=0.1, metavar="S", help="goal for TPOT, in seconds (default: 0.1)"
     )
     group.add_argument(
-        "--percentile", type=percentile, default=95.0, metavar="P", help="of the requests, for both (default: 95)"
+        "--percentile",
+        type=percentile,
+        default=95.0,
+        metavar="P",
+        help="percentile of the requests for both goals (default: 95)",
     )
     group.add_argument(
         "--max-num-seqs",
@@ -166,23 +169,27 @@ def _add_goals_arguments(group: argparse._ArgumentGroup) -> None:
         help="maximum batch sizes to compare, 8,16,32 (default: %(default)s)",
     )
     group.add_argument(
-        "--max-queue", type=whole, default=Limits.max_queue, metavar="N", help="of each replica (default: %(default)s)"
+        "--max-queue",
+        type=whole,
+        default=Limits.max_queue,
+        metavar="N",
+        help="maximum queue length per replica (default: %(default)s)",
     )
     group.add_argument(
         "--cache-tokens",
         type=whole,
         default=Pair.cache_tokens,
         metavar="N",
-        help="KV-cache size of each replica in tokens (default: %(default)s)",
+        help="KV-cache size per replica, in tokens (default: %(default)s)",
     )
     group.add_argument(
         "--routing",
         choices=ROUTINGS,
         default=ROUTINGS[0],
-        help="the less loaded of two random replicas, or the one that has the beginning (default: balanced)",
+        help="the less loaded of two random replicas, or the one with the longest cached prefix (default: balanced)",
     )
     group.add_argument(
-        "--replicas", type=whole, default=1, metavar="N", help="of the server compared --against (default: 1)"
+        "--replicas", type=whole, default=1, metavar="N", help="replicas of the server in --against (default: 1)"
     )
 
 

@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         type=temperatures,
         default="0",
         metavar="T",
-        help="one or more, like 0,0.7,1; 0 is greedy (default: 0)",
+        help="sampling temperatures, like 0,0.7,1; 0 is greedy (default: 0)",
     )
     parser.add_argument(
         "--engine",

@@ -6,7 +6,7 @@
 Prints one recommendation for greedy decoding, with the measured reason: a command and the equivalent Python, or "do not
 use this draft". It is saved as recommended.json next to the model folders; samples load it with --recommended.
 
-Without a draft, suffix decoding takes its place: it is recommended by the same rule, or the main model alone.
+Without a draft, suffix decoding or the main model alone is recommended, by the same rule.
 
 The search is successive halving within a time budget. Devices and plugin properties come first, ranked by the time of
 one iteration (K draft steps and one verification), with K estimated from costs and a trial of each draft. For the
@@ -34,7 +34,7 @@ measures the main model alone interleaved with its share of the candidates; fina
 round on one of them. If a machine is lost, its share is retried on another.
 
 --exhaustive MINUTES validates the choice afterwards: it decodes with every combination of properties, engine and draft
-length and reports how close the choice is to the fastest. It is not needed for tuning; it shows how good tuning is.
+length and reports how close the choice is to the fastest. Tuning does not need it; it measures the quality of tuning.
 """
 
 from speculative.cli.program import exit_on, prepare_output

@@ -7,10 +7,10 @@ and, from another terminal, with any OpenAI client:
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
       -d '{"model": "embedded", "messages": [{"role": "user", "content": "Write a stack."}], "temperature": 0}'
 
-Without DRAFT the main model is served alone. --suffix-decoding copies draft tokens from the text, without a draft or
-beside it. Greedy or sampled, the output is what the main model alone would produce; draft tokens only make it faster,
-and the draft length adapts to the load. By default Ray starts on this machine; with --address the application joins a
-cluster, whose machines need this checkout and the models at the same paths.
+Without DRAFT the main model is served alone. --suffix-decoding copies draft tokens from the text, with or without a
+draft. Greedy and sampled output has the main model's distribution, and the draft length adapts to the load. By default
+Ray starts on this machine; with --address the application joins a cluster, whose machines need this checkout and the
+models at the same paths.
 Ctrl-C finishes running answers and then stops; a second Ctrl-C stops at once.
 """
 

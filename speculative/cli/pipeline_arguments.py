@@ -202,7 +202,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "--regex": {"metavar": "REGEX", "help": "write text that this regular expression matches as a whole"},
     "--suffix-decoding": {
         "action": argparse.BooleanOptionalAction,
-        "help": "also copy draft tokens from the text so far: with the adaptive draft length, where that is worth more "
+        "help": "also copy draft tokens from the text so far: with the adaptive draft length, where that gains more "
         "than the draft model's tokens, otherwise after matches of three tokens or more",
     },
     "--tree-depth": {

@@ -1,4 +1,4 @@
-"""Acceptance of draft tokens: the probability that the main model accepts one, learned from those it judged."""
+"""Acceptance of draft tokens: the probability that the main model accepts one, learned from verified tokens."""
 
 import numpy as np
 

@@ -2,8 +2,8 @@
 
 Requests share the cost of drafting: a drafting round, which adds one token to each participating request, is one
 forward pass of the draft model, and the main model's forward pass costs by its total number of tokens. With one
-request, decoding is memory-bound and further tokens are nearly free; with many, every token costs, so drafting shrinks
-to nothing by itself, and resumes as requests leave.
+request, decoding is memory-bound and further tokens are nearly free. With many, every token takes time, so drafting
+decreases to zero, and resumes as requests leave.
 """
 
 from collections.abc import Sequence

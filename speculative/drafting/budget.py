@@ -1,4 +1,4 @@
-"""Draft budget: a token bucket that bounds how much slower than plain decoding drafting can get."""
+"""Draft budget: a token bucket that limits the loss of drafting against plain decoding."""
 
 import numpy as np
 

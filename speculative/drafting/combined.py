@@ -1,8 +1,8 @@
 """Two sources of draft tokens at once: suffix decoding and a draft model, each of which continues the other's draft.
 
 A token copied from a match costs nothing to draft, but there is not always a match, and short ones are often wrong. So
-every draft token comes from the source that is worth more, by learned acceptance and measured costs. That choice is
-made before the draft model samples, from the tokens so far; it depends on the past only, and the output stays lossless.
+each draft token comes from the source with the higher gain, by learned acceptance and measured costs. The source is
+chosen before the draft model samples, from past tokens only, so the output stays lossless.
 """
 
 from typing import TypeAlias

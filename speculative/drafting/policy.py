@@ -1,8 +1,8 @@
 """Draft-length policies: how many tokens to draft before the main model verifies them.
 
-A policy is asked before each draft token whether to draft another. It may use the tokens drafted so far, and every
-draft token is verified. Stopping then depends on the past only, which keeps the output lossless. A proposal that is not
-random depends on the past only, too: `LookupDraftLength` and `CombinedDraftLength` see it before they decide.
+Before each draft token, a policy decides whether to draft another one. It may use the tokens drafted so far, and every
+draft token is verified. So the decision depends on past tokens only, which keeps the output lossless. A deterministic
+proposal also depends on past tokens only: `LookupDraftLength` and `CombinedDraftLength` use it for their decision.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The text of the main model's tokens in the tokens of a draft with another tokenizer."""
+"""Retokenization: converts the main model's tokens to those of a draft with another tokenizer."""
 
 import codecs
 

@@ -1,11 +1,11 @@
 """Suffix decoding: draft tokens copied from earlier matches with the end of the text, without a draft model.
 
-Oliaro et al. 2025, "SuffixDecoding" (arXiv 2411.04975), which generalises prompt lookup (Saxena 2023): the longest
-match decides, and of the tokens that followed such matches, the most frequent one is drafted. Matches are searched in
-the text itself (prompt and output so far) and, if there are any, in past answers.
+Oliaro et al. 2025, "SuffixDecoding" (arXiv 2411.04975), which generalises prompt lookup (Saxena 2023): it finds
+the longest matches and drafts the token that followed them most often. It searches the text itself (prompt and output
+so far) and past answers, if there are any.
 
-The search is a handful of numpy comparisons of the whole text, which takes less time than keeping a suffix tree in
-Python, and leaves no state that rejected draft tokens or an edited chat could invalidate.
+The search is a few numpy comparisons of the whole text. This is faster than a suffix tree in Python, and has no state
+that rejected draft tokens or an edited chat could invalidate.
 """
 
 from collections import Counter, deque

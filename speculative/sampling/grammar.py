@@ -1,16 +1,15 @@
-"""Grammars: which tokens may come next in a text that follows a JSON schema, a regular expression or an EBNF grammar.
+"""Grammars: masks of the tokens allowed next by a JSON schema, a regular expression or an EBNF grammar.
 
     grammar = Grammars(tokens, vocab_size).compile(StructuredOutputConfig(regex="[0-9]+"))
     state = grammar.state(stop_token_ids, stop_token_ids)
     state.mask(generated)  # the tokens that may follow
 
-A `GrammarState` is asked about a text, not told about tokens: it goes back to where the text it saw last differs, so
-rejected draft tokens need no care. The tokens are checked as bytes, by llguidance, which is imported with the first
+`GrammarState.mask` gets the whole generated text and rolls back to the first difference from the previous call, so
+callers need not handle rejected draft tokens. llguidance checks the tokens as bytes; it is imported with the first
 grammar.
 
-Grammars come from clients, so time and memory are bounded: by what is refused before a grammar is compiled, and by
-llguidance's limits while it is compiled and while masks are computed. A text that comes to one of them ends with an
-error.
+Grammars come from clients, so time and memory are bounded: by checks before a grammar is compiled, and by llguidance's
+limits during compilation and the computation of masks. A text that reaches one of these limits ends with an error.
 """
 
 import json

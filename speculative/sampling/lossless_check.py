@@ -1,7 +1,7 @@
 """Statistical test of losslessness: sampled sequences compared with the exact joint distribution of the main model.
 
-The first token is always distributed correctly, because the main model samples it without a draft. A wrong sampler
-shows in the tokens after it and in their dependence. So whole sequences are counted and compared with
+The first token is always distributed correctly, because the main model samples it without a draft. The errors of a
+wrong sampler are in the later tokens and in their dependence. So whole sequences are counted and compared with
 
     P(x1, x2, x3) = p(x1) p(x2 | x1) p(x3 | x1, x2),
 

@@ -1,7 +1,7 @@
 """Sampling parameters: the settings of one request, resolved once from its `GenerationConfig` and its model's defaults.
 
-A GenerationConfig leaves questions open: which stop tokens apply, how many tokens fit, which seed counts. The decoders
-answer them with `SamplingParams.resolve` when a request arrives; the code below them sees the answers only.
+A GenerationConfig does not determine the stop tokens, the number of tokens that fit, and the seed. The decoders resolve
+these with `SamplingParams.resolve` when a request arrives; all lower layers use the result only.
 """
 
 from collections.abc import Mapping

@@ -82,12 +82,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("draft", **draft)  # optional: without it, the main model alone
     parser.add_argument(
         "--suffix-decoding", action=argparse.BooleanOptionalAction,
-        help="copy draft tokens from the prompt and the answer so far; beside a draft, where that is worth more",
+        help="copy draft tokens from the prompt and the answer so far; with a draft, where that gains more",
     )  # fmt: skip
     parser.add_argument(
         "--past-answers", type=whole_number(1, LARGEST), default=Pair.past_answers, metavar="TOKENS",
-        help="with --suffix-decoding: copy also from the latest answers to the same API key and prompt_cache_key, of "
-        "which so many tokens are kept (default: none)",
+        help="with --suffix-decoding: also copy from past answers to requests with the same API key and "
+        "prompt_cache_key; TOKENS of them are kept (default: none)",
     )  # fmt: skip
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_limits(parser.add_argument_group("limits per replica"))

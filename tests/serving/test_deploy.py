@@ -91,7 +91,7 @@ def test_the_builder_takes_the_options_of_serve_pair(monkeypatch):
     ("options", "problem"),
     [
         ([DRAFT], "anyone who can reach 0.0.0.0 can use this server"),
-        ([DRAFT, "--port", 80], "--port is for serve_pair.py"),
+        ([DRAFT, "--port", 80], "--port is an option of serve_pair.py"),
         ([DRAFT, "--max-num-seqs=0"], "argument --max-num-seqs"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Costs of a replica: seconds of its forward passes and of the work around them, and what becomes of its draft tokens.
+"""Costs of a replica: times of its forward passes and of its other work, and the acceptance of its draft tokens.
 
 costs = measuring.measure(decoder, prompts)
 costs.save(Path("costs.json"), environment)

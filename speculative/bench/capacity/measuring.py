@@ -1,12 +1,12 @@
-"""Measures the costs of a replica on this machine, with the batch decoder that a server runs.
+"""Measurement of a replica's costs on this machine, with the server's batch decoder.
 
     costs = measure(decoder, prompts, max_new_tokens=64)
 
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, and over a long context. Those of the draft were timed when the decoder was loaded. Then the decoder
-answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length: what an iteration takes
-beyond its forward passes is distributed over iteration, requests, drafting rounds and draft tokens by least squares,
-and what becomes of each draft token is kept.
+answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The rest of an iteration's
+time is distributed over iteration, requests, drafting rounds and draft tokens by least squares. For each draft token,
+the confidence and the acceptance are recorded.
 """
 
 import itertools

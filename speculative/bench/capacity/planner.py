@@ -1,5 +1,5 @@
-"""Plan of a cluster: the smallest number of replicas that meets goals for TTFT and TPOT, and the load from which on
-drafting no longer helps.
+"""Plan of a cluster: the smallest number of replicas that meets goals for TTFT and TPOT, and the load at which drafting
+stops helping.
 
     planner = Planner(costs, workload, Goals(ttft=1.0, tpot=0.1))
     plan = planner.plan(rate=10.0, settings=Settings(with_draft=True))

@@ -1,5 +1,5 @@
-"""PNG plot of a plan, with matplotlib: TTFT and TPOT by number of replicas, throughput by number of clients, as
-simulated and, if compared, as measured."""
+"""PNG plot of a plan, with matplotlib: TTFT and TPOT by number of replicas, simulated and measured throughput by number
+of clients."""
 
 import io
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def png(result: CapacityResult) -> bytes:
     if result["checks"]:
         drawn.append(lambda panel: _checks(panel, result))
     if not drawn:
-        raise ValueError("no plan was made that could be drawn: give a --rate")
+        raise ValueError("there is no plan to plot: give a --rate")
     figure = Figure(figsize=(SIZE[0] * len(drawn), SIZE[1]), dpi=DOTS)
     for panel, draw in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         draw(panel)

@@ -5,8 +5,8 @@
     done = replica.submit(SimulatedRequest(prompt=512, output=128))
     environment.run(done)
 
-How many tokens are drafted for each request is decided by the engine's own policy, `BatchDraftLength`, which learns
-from the simulated times and draft tokens as it learns from real ones.
+The engine's own policy, `BatchDraftLength`, chooses the draft length of each request. It learns from simulated times
+and draft tokens as from real ones.
 """
 
 from collections import OrderedDict, deque
@@ -45,7 +45,7 @@ class SimulatedRequest:
     output: int
     chat: int = 0
     shared: int = 0
-    judged: Sequence[Judged] = ()  # what becomes of a draft token at each position of the answer
+    judged: Sequence[Judged] = ()  # whether a draft token is accepted, at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
     end: float = 0.0

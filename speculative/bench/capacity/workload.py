@@ -1,4 +1,4 @@
-"""Requests to simulate: their arrivals, lengths, common beginnings, and what becomes of their draft tokens.
+"""Simulated workload: arrivals, lengths and common prefixes of requests, and the acceptance of their draft tokens.
 
     workload = Workload(lengths("lognormal:500:1.0"), lengths("128"), acceptance=0.7)
     arrivals = workload.arrivals(rate=3.0, count=300, random=np.random.default_rng(0))

@@ -1,6 +1,6 @@
-"""Responses of the OpenAI API: one object, or a stream of server-sent events; the token counts and the model's card.
+"""Responses of the OpenAI API: one object or a stream of server-sent events, token counts, and the model object.
 
-A `ChoiceBuilder` builds one choice of a response, a `ResponseBuilder` what surrounds the choices.
+A `ChoiceBuilder` builds one choice of a response, a `ResponseBuilder` the fields around the choices.
 """
 
 import json

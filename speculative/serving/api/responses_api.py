@@ -1,4 +1,4 @@
-"""Requests of /v1/responses, OpenAI's Responses API, as chat completions: `ResponsesRequest.chat` is what is decoded.
+"""Requests of /v1/responses, OpenAI's Responses API; `ResponsesRequest.chat` is the equivalent chat completion.
 
 The server stores nothing: a request has all earlier messages in `input`, and `store` is reported as false.
 """

@@ -1,8 +1,8 @@
-"""Where the tokens of a stream came from: `speculation` in its chunks, if `stream_options.include_draft_tokens` asks.
+"""Sources of the tokens of a stream: `speculation` in its chunks, with `stream_options.include_draft_tokens`.
 
-Its `tokens` are those whose text has become complete since the chunk before, each with its text and whether it is an
-accepted draft token; `iterations` and `draft_tokens` count the main model's forward passes after the prompt and all
-draft tokens since then. The `content` of a chunk may hold less text: it holds back what may begin a stop string.
+`tokens` lists the tokens whose text is complete since the previous chunk, each with its text and whether it is an
+accepted draft token. `iterations` and `draft_tokens` count the main model's forward passes after the prompt and all
+draft tokens since then. The `content` of a chunk may be shorter, because it withholds a possible stop string.
 """
 
 from collections.abc import Callable

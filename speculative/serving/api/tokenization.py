@@ -1,4 +1,4 @@
-"""Request types of /tokenize and /detokenize, as in vLLM, and what answers them."""
+"""Request types of /tokenize and /detokenize, as in vLLM, and their responses."""
 
 import functools
 from typing import Annotated, Any, ClassVar

@@ -1,13 +1,13 @@
-"""Tool calls in the text of a model: which format its chat template asks for, the structural tag of forced calls, and a
-parser that finds calls in a text while it is generated.
+"""Tool calls in generated text: the format of a chat template, the structural tag of forced calls, and an incremental
+parser.
 
     parser = ToolParser(format_of(chat_template), names={"add"})
     for piece in pieces:
         parser.feed(piece)  # Text, Call and Arguments
     parser.end()
 
-The formats are those of vLLM's tool parsers (hermes, llama3_json, mistral) and the generic one of minja, with which
-GenAI describes tools to models whose own chat template knows none.
+The formats are those of vLLM's tool parsers (hermes, llama3_json, mistral) and the generic one of minja, which
+GenAI uses for chat templates without tool support.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tools in requests: the functions that a model may call, which of them it must, and the calls of earlier answers."""
+"""Tools in requests: function definitions, `tool_choice`, and the calls of earlier answers."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal

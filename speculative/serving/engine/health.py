@@ -1,7 +1,7 @@
 """Health check of a replica: a broken engine, or a forward pass that hangs.
 
-How long a forward pass may take depends on the model: a large one on a slow processor takes minutes where a small one
-takes milliseconds. The limit is therefore derived from the costs measured on this machine.
+A forward pass takes milliseconds with a small model, and minutes with a large one on a slow processor. The limit is
+therefore derived from the costs measured on this machine.
 """
 
 import time

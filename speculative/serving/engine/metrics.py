@@ -1,10 +1,10 @@
 """Prometheus metrics of a replica, through Ray's metrics API: one port per machine exports those of all its replicas.
 
-Names, labels and meanings are vLLM's (https://docs.vllm.ai/en/stable/usage/metrics/) where it has the metric. Ray has
-no colon in a name and adds a prefix of its own: `vllm:num_requests_running` is `ray_vllm_num_requests_running` here, as
-for vLLM on Ray. What vLLM does not have begins with `speculative_`. Rates are computed from the counters, as usual in
-Prometheus: the acceptance rate is accepted over draft tokens; the mean acceptance length is 1 + accepted tokens over
-drafts; the block efficiency, which includes iterations without a draft, is decoded tokens over iterations. Definitions:
+Metrics that vLLM has too have its names, labels and meanings (https://docs.vllm.ai/en/stable/usage/metrics/). Ray
+replaces the colon and adds a prefix: `vllm:num_requests_running` is `ray_vllm_num_requests_running`, as for vLLM on
+Ray. All other names begin with `speculative_`. Rates are computed from the counters, as usual in Prometheus: the
+acceptance rate is accepted over draft tokens; the mean acceptance length is 1 + accepted tokens over drafts; the block
+efficiency, which includes iterations without a draft, is decoded tokens over iterations. Definitions:
 speculative/sequence/metrics.py. Sums of histograms are estimates: Ray counts each value as the middle of its bucket.
 """
 

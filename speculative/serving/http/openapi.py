@@ -1,6 +1,6 @@
 """The OpenAPI document at /openapi.json: the responses and errors of each path.
 
-The responses are built in responses.py; tests compare them with the schemas here.
+responses.py builds the responses; tests compare them with these schemas.
 """
 
 from typing import Any, Literal

@@ -1,6 +1,6 @@
-"""The page at `/`: chat with a model in a browser. One static file (page.html), which loads nothing from elsewhere.
+"""The page at `/`: chat with a model in a browser. One static file (page.html), which loads nothing from other hosts.
 
-A request of the page asks for `speculation` (token_sources.py), to mark the tokens that came from the draft.
+The page requests `speculation` (token_sources.py), to mark the tokens that came from the draft.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""ASGI middleware that gives each response the header x-request-id: the one of the request, else a new one.
+"""ASGI middleware that adds the header x-request-id to each response: the request's own, or a new one.
 
 It is the outermost one of the application, and also of Ray's proxy, which answers some requests itself.
 """

@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: a span per request, sent to the collector that the environment names, by OTLP over HTTP.
+"""OpenTelemetry traces: a span per request, sent by OTLP over HTTP to the collector set in the environment.
 
-Its exporter is imported only if the environment has OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
+The exporter is imported only if the environment has OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
 OTEL_TRACES_EXPORTER=otlp; its other variables apply, too. Attributes are those of the semantic conventions for
 generative AI (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), and `speculative.*` for draft tokens.
-Prompts and answers are in no span.
+Spans contain no prompts and answers.
 """
 
 import os

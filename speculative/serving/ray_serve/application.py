@@ -58,7 +58,7 @@ def build(args: dict[str, list[str]]) -> Application:
     `CLUSTERS`. Raises ValueError."""
     given = list(map(str, args.get("options", [])))
     if wrong := [option for option in CLUSTERS if any(word.partition("=")[0] == option for word in given)]:
-        raise ValueError(f"{wrong[0]} is for serve_pair.py: the config file and Ray itself say this here")
+        raise ValueError(f"{wrong[0]} is an option of serve_pair.py: use the config file and Ray's own settings here")
     said = io.StringIO()
     try:
         with redirect_stderr(said):  # the host is the config file's: as on any network, a key is needed

@@ -1,7 +1,7 @@
-"""Hashes of the beginning of a body, for Ray's router, which chooses a replica before it sees any of the body.
+"""Hashes of the beginning of a request body, for Ray's router, which chooses a replica without reading the body.
 
-`BeginningReader` runs in Ray's proxies (connections.py). It reads the beginning of a body first, and adds a header with
-a hash of each `CHUNK` bytes and all before them.
+`BeginningReader` runs in Ray's proxies (connections.py). It reads the beginning of a body and adds a header with
+hashes: one for each `CHUNK` bytes, together with all bytes before them.
 """
 
 import asyncio

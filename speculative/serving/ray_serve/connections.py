@@ -1,7 +1,7 @@
-"""Limits on a proxy's connections, in number and idle time: uvicorn, the HTTP server of Ray Serve, waits forever for
-the request of a client that connects and sends nothing. And the middleware of a proxy.
+"""Limits on the number and idle time of a proxy's connections, and the proxy's middleware.
 
-Ray calls `bound` or `bound_for_prefix_routing` in each of its proxies, as `ray_runtime.joined` configures it.
+uvicorn, the HTTP server of Ray Serve, waits forever for the request of a client that connects and sends nothing. Ray
+calls `bound` or `bound_for_prefix_routing` in each of its proxies, as configured by `ray_runtime.joined`.
 """
 
 import asyncio

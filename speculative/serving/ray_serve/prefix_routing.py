@@ -1,8 +1,8 @@
-"""Prefix-aware routing: requests that begin alike go to the replica that has their beginning in its prefix cache.
+"""Prefix-aware routing: sends requests with a common prefix to the replica that has it in its prefix cache.
 
-`PrefixRouter` remembers which replicas had requests with which hashes (body_hashes.py). A chat that returns repeats its
-former body up to the end of the messages. Ray's own PrefixCacheAffinityRouter (ray.serve.llm) needs the prompt as an
-argument of a deployment, so an ingress deployment between proxy and replicas, and waits for an actor while it chooses.
+`PrefixRouter` stores the replicas that had requests with a hash (body_hashes.py). The next turn of a chat repeats the
+previous body up to the end of the messages. Ray's own PrefixCacheAffinityRouter (ray.serve.llm) needs the prompt as an
+argument of a deployment, so it needs an ingress deployment between proxy and replicas, and it waits for an actor.
 """
 
 from collections import Counter, OrderedDict
