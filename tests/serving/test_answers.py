@@ -8,14 +8,13 @@ import httpx
 import numpy as np
 import pytest
 
-from speculative import batch_decoder
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion
 from speculative.serving.engine.engine_thread import QueueFull
-from tests.support.paths import DRAFT, MAIN
+from tests.support.paths import MAIN
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -23,17 +22,6 @@ EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}
 ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 12, "temperature": 0}
 CHAT = {"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
 LONG = {**ONE, "max_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return batch_decoder.load(ModelSpec(MAIN, properties=EXACT), ModelSpec(DRAFT, properties=EXACT))
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        yield api
 
 
 def post(api, body):
@@ -231,15 +219,22 @@ def ids_of(decoder, text):
     return decoder.tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].astype(np.int64)
 
 
-def reference(prompt, tokens):
-    """The log-softmax of the main model's logits for each of `tokens` after `prompt`: float64 [n, V]."""
+@pytest.fixture(scope="module")
+def reference():
+    """A function: the log-softmax of the main model's logits for each of `tokens` after `prompt`: float64 [n, V]."""
     model = cached_model.load(ModelSpec(MAIN, properties=EXACT), capacity=1024)
-    logits = model.logits(np.concatenate([prompt, tokens]).astype(np.int64), last=len(tokens) + 1)[:-1].astype(float)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    def reference(prompt, tokens):
+        model.reset()
+        text = np.concatenate([prompt, tokens]).astype(np.int64)
+        logits = model.logits(text, last=len(tokens) + 1)[:-1].astype(float)
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    return reference
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, top):
+def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, reference, top):
     body = {**ONE, "prompt": "def café(", "logprobs": top, "temperature": 0.7, "seed": 3, "max_tokens": 30}
     (choice,) = answered(api, body)["choices"]
     found = choice["logprobs"]
@@ -308,7 +303,7 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
-def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder):
+def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference):
     prompt = "def read_file(path):\n"
     asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}
     for choice in answered(api, {**asked, "echo": True})["choices"]:

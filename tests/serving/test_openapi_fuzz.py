@@ -10,11 +10,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from speculative import batch_decoder
 from speculative.serving.http import request_body
 from speculative.serving.http.middleware import digest
 from tests.support.later import schemathesis
-from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 
 RULES = settings(
@@ -41,8 +39,7 @@ KINDS = ["generated", "served", "answered", "streamed", "of another model"]
 
 
 @pytest.fixture(scope="module")
-def api():
-    decoder = batch_decoder.load(MAIN, draft=DRAFT)
+def api(decoder):
     with Api(decoder, max_output_tokens=10) as api:  # schemathesis reads 20 events of a stream
         yield api
 

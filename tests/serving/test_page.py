@@ -7,11 +7,8 @@ import httpx
 import pytest
 from openvino_genai import ChatHistory
 
-from speculative import batch_decoder
-from speculative.models.spec import ModelSpec
 from speculative.serving.http.middleware import digest
 from tests.support.page_checks import BEYOND, CONTRAST
-from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import wait_until
 
@@ -20,16 +17,9 @@ ASKED = "Write a class for a stack."
 SENT = {"model": "embedded", "stream": True, "temperature": 0, "max_tokens": 60}
 
 
-@pytest.fixture(scope="module")
-def decoder():
-    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
-        yield api
+@pytest.fixture(scope="module", autouse=True)
+def drafting(api):
+    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
 
 
 @pytest.fixture(scope="module")

@@ -6,33 +6,17 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from speculative import batch_decoder
-from speculative.models.spec import ModelSpec
 from speculative.sequence.output import OutputProcessor
 from speculative.serving.http.middleware import digest
-from tests.support.paths import DRAFT, MAIN
 from tests.support.serving import PLAIN, Api
 
 ASKED = {"model": "embedded", "temperature": 0, "max_output_tokens": 40}
 QUESTION = "Write a class for a stack."
 
 
-@pytest.fixture(scope="module")
-def decoder():
-    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(api):
-    with api.client() as client:
-        yield client
+@pytest.fixture(scope="module", autouse=True)
+def drafting(api):
+    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
 
 
 def post(api, body, **headers):

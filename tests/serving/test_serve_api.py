@@ -19,12 +19,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from speculative import batch_decoder
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
-from speculative.models.spec import ModelSpec
 from speculative.serving import arguments
 from speculative.serving.api.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message
 from speculative.serving.api.responses import ResponseBuilder
@@ -43,23 +41,6 @@ application = Later("speculative.serving.ray_serve.application")  # with Ray Ser
 ONE = {"model": "embedded", "prompt": "def f(", "max_tokens": 1, "temperature": 0}
 HI = {"role": "user", "content": "Hi"}
 LONG_PROMPT = "def is_prime(n):\n    for i in range(2, n):\n" * 4
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(api):
-    with api.client() as client:
-        yield client
 
 
 def post(api, body, path="/completions", **headers):

@@ -13,10 +13,8 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from speculative import batch_decoder
 from speculative.sampling.grammar import Grammars
-from tests.support.paths import DRAFT, MAIN
-from tests.support.serving import PLAIN, Api
+from tests.support.serving import PLAIN
 
 HI = {"role": "user", "content": "Write code to count the words of a text."}
 SCHEMA = {
@@ -35,23 +33,6 @@ class Answer(BaseModel):
     kind: Literal["yes", "no"]
     number: Literal[1, 20, 300]
     why: Literal["because", ""]
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return batch_decoder.load(MAIN, DRAFT)
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(api):
-    with api.client() as client:
-        yield client
 
 
 def ask(api, path="/chat/completions", **asked):

@@ -8,11 +8,10 @@ import openvino_genai
 import pytest
 
 from speculative import batch_decoder
-from speculative.models.spec import ModelSpec
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.token_sources import TokenSources, draft_source
 from tests.support.paths import DRAFT, MAIN
-from tests.support.serving import PLAIN, Api
+from tests.support.serving import PLAIN
 
 ASKED = {"model": "embedded", "temperature": 0, "max_tokens": 60, "stream": True}
 PATHS = {
@@ -21,12 +20,9 @@ PATHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def api():
-    decoder = batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
-    with Api(decoder) as api:
-        api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
-        yield api
+@pytest.fixture(scope="module", autouse=True)
+def drafting(api):
+    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
 
 
 def chunks(api, path, options, **asked):

@@ -8,7 +8,6 @@ from typing import Literal
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -18,8 +17,9 @@ from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ChatChoiceBuilder
 from speculative.serving.api.responses_api import ResponsesRequest
 from speculative.serving.api.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, SMOLLM3, ToolParser
+from tests.support.later import openai
 from tests.support.paths import DRAFT
-from tests.support.serving import PLAIN, Api
+from tests.support.serving import PLAIN
 
 # Qwen's, shortened
 TEMPLATE = """{%- if tools %}{{ '<|system|>\\n<tools>' }}
@@ -65,18 +65,6 @@ def decoder(tmp_path_factory):
         (folder / name).unlink()
         (folder / name).write_text(text, encoding="utf-8")
     return batch_decoder.load(folder)
-
-
-@pytest.fixture(scope="module")
-def api(decoder):
-    with Api(decoder) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(api):
-    with api.client() as client:
-        yield client
 
 
 def asked_for(**asked):
