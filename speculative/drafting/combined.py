@@ -193,7 +193,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
     @property
     def estimate(self) -> CombinedEstimate:
-        """What is known about the acceptance of both sources."""
+        """The acceptance estimate of both sources."""
         return self._acceptance
 
     def begin(self) -> None:

@@ -37,7 +37,7 @@ class DraftLengthPolicy(Protocol):
         """Reset. With `repeatable`, decisions no longer depend on timings."""
 
     def describe(self) -> str:
-        """What the policy does now, in one line."""
+        """The current decision of the policy, in one line."""
 
 
 @dataclass

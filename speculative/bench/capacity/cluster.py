@@ -53,7 +53,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Served:
-    """What became of the requests that are counted."""
+    """The outcomes of the counted requests."""
 
     requests: list[SimulatedRequest]
     utilisation: float  # share of the time that a replica runs iterations, from 0 to 1
@@ -61,7 +61,7 @@ class Served:
     seconds: float  # until the last answer
 
     def ttft(self) -> list[float]:
-        """Seconds to the first token of each request; of a refused one infinitely many."""
+        """Seconds to the first token of each request; infinite for a refused one."""
         return [one.first - one.sent if not one.refused else float("inf") for one in self.requests]
 
     def tpot(self) -> list[float]:
@@ -122,7 +122,7 @@ def _fill_caches(
 
 
 class ClosedLoop:
-    """Clients that each send their next request when they have an answer, as the load benchmarks have them; the
+    """Clients that each send the next request when they have an answer, as in the load benchmarks; the
     replicas keep what they have learned from one run to the next."""
 
     def __init__(

@@ -74,7 +74,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that a plan needs to know of a main model, a draft and a machine."""
+    """The costs of a main model, a draft and a machine that a plan needs."""
 
     main: ModelCosts
     draft: ModelCosts | None = None
@@ -84,7 +84,7 @@ class Costs:
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
 
     def policy(self) -> BatchDraftLength:
-        """The engine's policy of draft lengths, as it starts with these costs."""
+        """The engine's draft-length policy, initialized with these costs."""
         draft = self.draft or ModelCosts({1: 0.0})
         curves = self.main.passes, draft.passes, draft.further or draft.passes
         return BatchDraftLength(*(LatencyCurve(dict(by_tokens)) for by_tokens in curves))

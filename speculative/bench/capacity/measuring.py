@@ -124,7 +124,7 @@ class Iteration(NamedTuple):
 
 
 class JudgedEstimate(AcceptanceEstimate):
-    """Also keeps what became of the draft tokens, up to the first wrong one of each iteration."""
+    """Also records whether draft tokens were accepted, up to the first rejected one of each iteration."""
 
     def __init__(self, judged: list[Judged]):
         super().__init__()
@@ -214,7 +214,7 @@ class Recorder(BatchDraftLength):
 
 
 def outside_of(recorders: Sequence[Recorder]) -> Outside:
-    """What the iterations took beyond their forward passes, by least squares without outliers and negative costs."""
+    """The time of iterations outside forward passes, by least squares without outliers and negative costs."""
     iterations = [one for recorder in recorders for one in recorder.iterations]
     arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
     if not iterations:

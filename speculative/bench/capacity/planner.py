@@ -120,7 +120,7 @@ class Planner:
         }
 
     def _why_not(self, settings: Settings) -> str:
-        """Why even a replica with a single request does not meet the goals; "" if it does."""
+        """The reason why a replica with a single request misses the goals; "" if it meets them."""
         span = self._lone(settings)
         if not span:
             return f"the requests do not fit in a KV cache of {settings.cache_tokens:,} tokens"
@@ -134,7 +134,7 @@ class Planner:
         return ""
 
     def _lone(self, settings: Settings) -> list[RequestRecord]:
-        """The answered ones of some requests that are sent one at a time."""
+        """The answered requests of some that are sent one at a time."""
         loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
         spans = [loop.run(1, A_MOMENT, i) for i in range(LONE)]
         return [one for span in spans for one in span.answers if one.outcome == "answered"]
@@ -220,7 +220,7 @@ class Planner:
 
 
 def breaking_even(rows: Sequence[LoadRow], output: float) -> tuple[int, float] | None:
-    """The number of clients, and requests per second, from which on a draft does not help; None if it does up to the
+    """The number of clients and requests per second at which a draft stops helping; None if it helps up to the
     last one. `output` is the mean number of tokens of an answer."""
     drafted = [one for one in rows if one["speedup"] is not None]
     alone = {one["clients"]: one["throughput"] for one in rows if one["speedup"] is None}

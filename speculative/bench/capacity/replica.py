@@ -28,7 +28,7 @@ BLOCK = 32  # tokens in a block of the KV cache
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a replica, as samples/serve/serve_pair.py has them."""
+    """Settings of a replica, as in samples/serve/serve_pair.py."""
 
     with_draft: bool = True
     max_num_seqs: int = 16
@@ -100,7 +100,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of requests, waiting ones included."""
+        """Number of requests, including waiting ones."""
         return len(self.waiting) + len(self.running)
 
     def remember(self, chat: int, tokens: int) -> None:

@@ -221,8 +221,10 @@ class _Chats:
 
 
 def judge(acceptance: float | Sequence[Sequence[Judged]], output: int, random: np.random.Generator) -> list[Judged]:
-    """What becomes of a draft token at each position of an answer of `output` tokens: with a number, independently;
-    otherwise as in measured texts, one after another."""
+    """Whether a draft token is accepted, at each position of an answer of `output` tokens.
+
+    With a number, independently; otherwise as in measured texts, one after another.
+    """
     if isinstance(acceptance, float):
         return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
     judged: list[Judged] = []

@@ -24,15 +24,15 @@ class TokenTexts:
         self._special = vocabulary.special(tokenizer, known)
 
     def spelled(self, token: int) -> bytes:
-        """The token's UTF-8 bytes; of a special token, those of its name."""
+        """The token's UTF-8 bytes; for a special token, the bytes of its name."""
         return self._bytes.get(token, b"")
 
     def added(self, token: int) -> bytes:
-        """What the token adds to a text."""
+        """The bytes that the token adds to a text."""
         return b"" if token in self._special else self.spelled(token)
 
     def text(self, token: int) -> str:
-        """The token as text, or `bytes:` and its bytes if these are no whole characters."""
+        """The token as text, or `bytes:` and its bytes if they are incomplete characters."""
         try:
             return self.spelled(token).decode()
         except UnicodeDecodeError:
@@ -40,7 +40,7 @@ class TokenTexts:
 
 
 class TokenEntry(NamedTuple):
-    """A token of a choice: where its text begins, and its log-probability (None: it is the first of a prompt)."""
+    """A token of a choice: the offset of its text and its log-probability (None for the first token of a prompt)."""
 
     token: int
     offset: int
@@ -62,7 +62,7 @@ class AlignedTokens:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
-        """The entries of a prompt that the choice begins with."""
+        """The entries of an echoed prompt."""
         self._begin(tokens[0], text)
         entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
         self._sent = self._chars = len(text)
@@ -96,7 +96,7 @@ class AlignedTokens:
 
 
 def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
-    """The `logprobs` of a text completion, with the most probable tokens at each place, and the token itself."""
+    """The `logprobs` of a text completion, with the most probable tokens at each position and the token itself."""
     texts, top = tokens.texts, tokens.top
     found: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, offset, one in entries:
@@ -113,7 +113,7 @@ def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
 
 
 def of_chat(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
-    """The `logprobs` of a chat completion, with the most probable tokens at each place."""
+    """The `logprobs` of a chat completion, with the most probable tokens at each position."""
     texts = tokens.texts
 
     def of_token(token: int, value: float) -> dict:

@@ -140,7 +140,7 @@ class Message(Given):
     @model_validator(mode="before")
     @classmethod
     def as_its_role_allows(cls, data: Any) -> Any:
-        """An answer may be empty, and only it has calls; only the result of a call has its id."""
+        """Only an answer may be empty and have calls; only the result of a call has its id."""
         if not isinstance(data, dict):
             return data
         role = data.get("role")  # other calls would add to the time of a message
@@ -179,7 +179,7 @@ def few_and_not_empty(stop: Any) -> Any:
 
 
 def biases(given: Any) -> Any:
-    """Validate a bias for each of some token ids, and return it by integer."""
+    """Validate biases by token id, and return them with integer keys."""
     if not isinstance(given, dict):
         raise ValueError("should be an object with a bias from -100 to 100 for each token id")
     if len(given) > MOST_BIASES:
@@ -260,7 +260,7 @@ class BaseRequest(Given):
         return self.max_tokens
 
     def structure(self, form: ToolFormat | None) -> Structure | None:
-        """What the text must follow. `form` is that of the model's tool calls."""
+        """The constraint on the output. `form` is the format of the model's tool calls."""
         return self.structured_outputs.structure if self.structured_outputs else None
 
     def config(self, max_new_tokens: int) -> GenerationConfig:
@@ -288,7 +288,7 @@ class BaseRequest(Given):
         return config
 
     def prompts(self, form: ToolFormat | None) -> list:
-        """What the texts go on from, as a decoder's `encode` takes it. `form` is that of the model's tool calls."""
+        """The prompts, as input of a decoder's `encode`. `form` is the format of the model's tool calls."""
         raise NotImplementedError
 
     @property
@@ -297,7 +297,7 @@ class BaseRequest(Given):
 
     @property
     def repeated(self) -> list:
-        """The prompts that the choices begin with."""
+        """The prompts to echo in the choices."""
         return []
 
     @property
@@ -316,7 +316,7 @@ class BaseRequest(Given):
 
     @property
     def top(self) -> int | None:
-        """The number of most probable tokens wanted at each place of the text; None without log-probabilities."""
+        """The requested number of most probable tokens per position; None without log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -402,12 +402,12 @@ class ChatCompletionRequest(BaseRequest):
         return (self.response_format and self.response_format.structure) or super().structure(form)
 
     def parser(self, form: ToolFormat | None) -> ToolParser | None:
-        """What finds the tool calls in a text."""
+        """A parser of the tool calls in a text."""
         names = {tool.function.name for tool in self.offered}
         return ToolParser(form, names) if form and names else None
 
     def history(self, form: ToolFormat | None) -> ChatHistory:
-        """The messages and tools, as a chat template wants them."""
+        """The messages and tools, as input of a chat template."""
         history = ChatHistory([message.plain() for message in self.messages])
         if form and self.offered:
             tools = [tool.model_dump(exclude_none=True) for tool in self.offered]

@@ -107,7 +107,7 @@ class ResponsesBuilder:
         }
 
     def _events(self, found: Iterable[Event]) -> bytes:
-        """The events of what was found in the text."""
+        """The events of the text and calls that were found."""
         events = b""
         for one in found:
             if isinstance(one, Text):
@@ -126,7 +126,7 @@ class ResponsesBuilder:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the last item is, and if it is a message, its only part."""
+        """The indices of the last item and, for a message, of its only part."""
         item = self._items[-1]
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
         return place | ({"content_index": 0} if item["type"] == "message" else {})

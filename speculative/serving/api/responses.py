@@ -45,16 +45,16 @@ class ChoiceBuilder:
         return self._choice(generation.finish_reason, text=self.echo + generation.text)
 
     def begin(self) -> list[dict]:
-        """Return what comes before the text."""
+        """Return the fields before the text."""
         return []
 
     def piece(self, text: str) -> list[dict]:
-        """Return what a piece of the text makes: nothing if it is held back."""
+        """Return the fields of a piece of the text: none if it is withheld."""
         text, self.echo = self.echo + text, ""
         return [self._choice(None, text=text)]
 
     def end(self, finish_reason: str) -> list[dict]:
-        """Return what comes after the text."""
+        """Return the fields after the text."""
         return [self._choice(finish_reason, text=self.echo)]
 
     def _choice(self, finish_reason: str | None, **content: object) -> dict:

@@ -18,7 +18,7 @@ JSON_OBJECT = {"type": "object"}
 
 
 class Structure(NamedTuple):
-    """What a text must follow, and the parameter that says so."""
+    """A constraint on the output, and the request parameter that sets it."""
 
     parameter: str
     config: StructuredOutputConfig

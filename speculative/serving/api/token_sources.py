@@ -14,7 +14,7 @@ from speculative.serving.engine.engine_thread import GenerationHandle
 
 
 def draft_source(decoder: BatchDecoder) -> str | None:
-    """What proposes draft tokens; None if nothing does."""
+    """The source of draft tokens; None without one."""
     sources = []
     if decoder.draft:
         sources.append("eagle3" if isinstance(decoder.draft, BatchHead) else "draft_model")
@@ -33,7 +33,7 @@ class TokenSources:
         self._incomplete: list[dict] = []  # tokens with a part of a character
 
     def take(self, last: bool) -> dict:
-        """What is new since the call before; with `last`, also incomplete characters."""
+        """The new tokens since the previous call; with `last`, also incomplete characters."""
         result = self._job.result
         until = len(result.from_draft)  # the decoding thread adds to it after adding the tokens
         found = self._incomplete

@@ -29,7 +29,7 @@ NO_MATCH = -1
 
 
 class Text(NamedTuple):
-    """Text that is no call."""
+    """Text outside calls."""
 
     text: str
 
@@ -43,14 +43,14 @@ class Call(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """More of the arguments, JSON, of call `number`."""
+    """A piece of the arguments (JSON) of call `number`."""
 
     number: int
     text: str
 
 
 class ToolFormat(NamedTuple):
-    """How a family of models writes its calls."""
+    """The format of tool calls of a family of models."""
 
     marker: str = ""  # begins calls
     end: str = ""  # ends them
@@ -72,7 +72,7 @@ GENERIC = ToolFormat(opening=("{", '"tool_calls"', ":", "["), frame=('{"tool_cal
 
 
 def format_of(chat_template: str) -> ToolFormat | None:
-    """The format that a chat template asks for; None if it is not known here."""
+    """The format of calls in a chat template; None if it is not supported."""
     if "<tool_call>" in chat_template:
         other = ("<function=", "<arg_key>")  # Qwen3-Coder's, GLM's
         if any(mark in chat_template for mark in other):
@@ -124,7 +124,7 @@ class ToolParser:
         self._scan, self._scanned = _Scan(), 0
 
     def feed(self, piece: str) -> list[Event]:
-        """What is certain after another piece of the text."""
+        """The events that another piece of the text completes."""
         self._rest += piece
         events: list[Event] = []
         while True:
@@ -134,7 +134,7 @@ class ToolParser:
                 return events
 
     def end(self) -> list[Event]:
-        """What is left after the last piece."""
+        """The events after the last piece."""
         over = self._read_on in (self._arguments, self._after_arguments, self._other_keys)
         over |= self._read_on == self._between and self.calls > self._first
         rest = "" if over or (self.calls and not self._rest.strip(SPACE)) else self._rest
@@ -166,7 +166,7 @@ class ToolParser:
             yield Text(text)
 
     def _between(self) -> Iterable[Event]:
-        """Before a call, or behind all of them."""
+        """Before a call, or after all of them."""
         rest, end = self._rest, self._form.end
         while self._at < len(rest) and rest[self._at] in BETWEEN:
             self._at += 1
@@ -258,7 +258,7 @@ class _Scan:
         self._in_string = self._escaped = False
 
     def end(self, text: str, begin: int = 0) -> int | None:
-        """Where it ends in this piece, from `begin` on; None if it does not."""
+        """The end of the JSON in this piece, from `begin` on; None if it does not end here."""
         for i, character in enumerate(text[begin:], begin):
             if self._escaped:
                 self._escaped = False

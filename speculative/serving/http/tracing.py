@@ -20,7 +20,7 @@ SERVICE = "openvino-speculative"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_AT
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for traces."""
+    """Whether the environment enables traces."""
     exporter = _variable("OTEL_TRACES_EXPORTER")
     if _variable("OTEL_SDK_DISABLED").lower() == "true" or exporter == "none":
         return False
@@ -28,7 +28,7 @@ def is_wanted() -> bool:
 
 
 def problem() -> str | None:
-    """Why the traces that the environment asks for cannot be sent, or None."""
+    """The reason why the enabled traces cannot be sent, or None."""
     if not is_wanted():
         return None
     exporter = _variable("OTEL_TRACES_EXPORTER") or "otlp"

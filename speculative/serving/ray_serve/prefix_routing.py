@@ -34,7 +34,7 @@ class HashTable:
             self._replicas.popitem(last=False)
 
     def longest(self, found: list[str], among: set[ReplicaID]) -> set[ReplicaID]:
-        """Those `among` the replicas that have most of the beginning; none if no replica has any of it."""
+        """The replicas `among` the given ones with the longest common prefix; none if no replica has any."""
         for one in reversed(found):
             if having := self._replicas.get(one, set()) & among:
                 return having
