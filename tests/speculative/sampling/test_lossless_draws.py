@@ -43,6 +43,7 @@ from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
 from tests.support import pooled_draws
+from tests.support.computed_once import ComputedOnce
 from tests.support.letters import shared_letters
 from tests.support.pooled_draws import distance, pooled, times_found
 from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
@@ -199,30 +200,10 @@ def exact_logits(folders):
     return lambda tokens: exact_logits(*tokens.tolist())
 
 
-class ComputedOnce:
-    """A model that keeps the logits after each text. It records the sizes of forward passes, but does not pad them."""
-
-    def __init__(self, model):
-        self._model, self._known, self.pass_width = model, {}, None
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def logits(self, tokens, last=1):
-        if self.pass_width and len(tokens) <= len(PROMPT):
-            self.pass_width.reset()
-        elif self.pass_width:
-            self.pass_width.of(last)
-        text = tokens.tobytes(), last
-        if text not in self._known:
-            self._known[text] = self._model.logits(tokens, last).copy()
-        return self._known[text]
-
-
 @pytest.fixture(scope="module")
 def load(folders):
     """A function of a draft and a backend: a decoder of the tiny main model with it."""
-    models = {}
+    models, known = {}, {}
 
     def model(name, backend):
         if (name, backend) not in models:
@@ -243,14 +224,18 @@ def load(folders):
         if draft == f"{TWO_SOURCES}, eagle3":
             decoder = decoder_with_head()
             return Decoder(decoder.main, CombinedProposer(SuffixProposer(VOCABULARY), decoder.draft))
-        keep = ComputedOnce if once else lambda model: model
-        main, source = keep(model("main", backend)), SuffixProposer(VOCABULARY)
+
+        def kept(name):
+            one = model(name, backend)
+            return ComputedOnce(one, len(PROMPT), known.setdefault(name, {})) if once else one
+
+        main, source = kept("main"), SuffixProposer(VOCABULARY)
         if draft == "other tokenizer":
-            source = DraftModelProposer(keep(model("useless", backend)), VOCABULARY, Retokenizer(shared_letters()))
+            source = DraftModelProposer(kept("useless"), VOCABULARY, Retokenizer(shared_letters()))
         elif draft == TWO_SOURCES:
-            source = CombinedProposer(source, DraftModelProposer(keep(model("good", backend)), VOCABULARY))
+            source = CombinedProposer(source, DraftModelProposer(kept("good"), VOCABULARY))
         elif draft != "lookup":
-            source = DraftModelProposer(keep(model(draft, backend)), VOCABULARY)
+            source = DraftModelProposer(kept(draft), VOCABULARY)
         return Decoder(main, source)
 
     return load
