@@ -157,6 +157,19 @@ def own_core():
     return CORES
 
 
+@pytest.fixture(scope="session", autouse=True)
+def costs_measured_briefly():
+    """No test depends on a speed: in the tests' own processes, models are timed less often and at fewer sizes than in
+    use, which takes seconds for each pair that is loaded, and up to five times as many on a busy machine."""
+    from speculative.drafting import cost_model
+
+    brief = {"TRIES": 2, "LEAST_SECONDS": 0.0, "ENOUGH_SECONDS": 0.0, "MEASURED_BATCHED": (1, 8, 64)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in brief.items():
+            patch.setattr(cost_model, name, value)
+        yield
+
+
 @pytest.fixture
 def run():
     """Run `python PROGRAM ARGS...` from the checkout and return the finished process, its output decoded as UTF-8."""

@@ -9,7 +9,6 @@ import pytest
 from openvino_genai import GenerationConfig
 
 from speculative import batch_decoder, decoder
-from speculative.drafting import cost_model
 from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import alone_limit, genai_limit, native_limit, tokenizer_limit
 from tests.support.paths import DRAFT, MAIN
@@ -18,12 +17,6 @@ from tests.support.steps import finish
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 LONG = "def add(a, b):\n    return a + b\n\n\n" * 60  # of which the draft encodes only the end again
 PROMPTS = ["def read_file(path):", "naïve = '你好", f"{LONG}def add(a, b):", f"{LONG}def mul(a, b):"]
-
-
-@pytest.fixture(autouse=True)
-def few_costs(monkeypatch):
-    """Draft lengths are given here, so batches need no exact costs, whose measurement takes seconds at every start."""
-    monkeypatch.setattr(cost_model, "MEASURED_BATCHED", (1, 8))
 
 
 @pytest.fixture(scope="module")
