@@ -707,8 +707,12 @@ BUGS = {  # and whether the distribution of a few hundred draws shows them
 @pytest.mark.parametrize("bug", [bug for bug, shows in BUGS.items() if shows])
 def test_draws_show_a_planted_bug(bug, tiny, cells, monkeypatch):
     bug(monkeypatch)
-    drawn = texts_drawn(tiny, {"num_assistant_tokens": 2}, draws=150)
-    assert drawn is None or min(p_values(drawn, cells)) < FALSE_ALARM
+
+    def shows(draws):
+        drawn = texts_drawn(tiny, {"num_assistant_tokens": 2}, draws)
+        return drawn is None or min(p_values(drawn, cells)) < FALSE_ALARM
+
+    assert any(map(shows, (50, 150)))  # most show at once
 
 
 @pytest.mark.parametrize("bug", BUGS)
