@@ -1,4 +1,4 @@
-"""benchmark_batching.py as users run it, on the embedded pair; what it counts and says: test_benchmark_serving.py."""
+"""benchmark_batching.py as users run it; what it counts and says: test_benchmark_serving.py."""
 
 import json
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    return load_benchmarks.measure(PROGRAM, folder, DRAFT, "--suffix-decoding")
+    return load_benchmarks.measure(PROGRAM, folder, "--suffix-decoding", "--seconds", 0.5)
 
 
 def test_every_method_is_measured_with_every_number_of_texts(result, folder):

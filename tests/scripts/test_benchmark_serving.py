@@ -1,4 +1,4 @@
-"""benchmark_serving.py as users run it, on the embedded pair; what the load benchmarks count and say."""
+"""benchmark_serving.py as users run it; what the load benchmarks count and say."""
 
 import signal
 import socket
@@ -20,7 +20,7 @@ SERVING = "scripts/benchmark_serving.py"
 
 
 def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
-    result = load_benchmarks.measure(SERVING, tmp_path, DRAFT, env={"PYTHONPATH": AS_SERVED})
+    result = load_benchmarks.measure(SERVING, tmp_path, "--seconds", 1, env={"PYTHONPATH": AS_SERVED})
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
 
 

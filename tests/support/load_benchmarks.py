@@ -1,4 +1,5 @@
-"""The load benchmarks run as users run them, on the embedded pair; what both write."""
+"""The load benchmarks run as users run them; what both write. The embedded draft serves as both models, because it is
+fast."""
 
 import csv
 import itertools
@@ -8,18 +9,18 @@ import subprocess
 import sys
 
 from speculative.bench.result import BatchingResult, ServingResult
-from tests.support.paths import MAIN, ROOT
+from tests.support.paths import DRAFT, ROOT
 from tests.support.typed import problems
 
-QUICK = ["--max-concurrency", "1,3", "--seconds", "1.5", "--rounds", "1"]
+QUICK = ["--max-concurrency", "1,3", "--rounds", "1"]
 QUICK += ["--max-new-tokens", "12", "--max-prompts", "4", "--property", "EXECUTION_MODE_HINT=ACCURACY"]
 QUICK += ["--property", "INFERENCE_NUM_THREADS=1"]  # several mostly wait for each other
 
 
-def measure(program, folder, *draft, env=None):
-    """The result of one run in exact arithmetic, with these arguments for the draft, whose files are in `folder`."""
+def measure(program, folder, *options, env=None):
+    """The result of one run in exact arithmetic, with these options, whose files are in `folder`."""
     files = [part for kind in ("json", "csv", "html", "png") for part in (f"--{kind}", str(folder / f"load.{kind}"))]
-    command = [sys.executable, program, str(MAIN), *map(str, draft), *QUICK, *files]
+    command = [sys.executable, program, str(DRAFT), str(DRAFT), *QUICK, *map(str, options), *files]
     environment = {**os.environ, **(env or {})}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=500)
     assert process.returncode == 0, process.stderr
