@@ -11,12 +11,19 @@ from openvino_genai import GenerationConfig
 from speculative import batch_decoder, decoder
 from speculative.models.spec import ModelSpec
 from speculative.pair.draft_limits import alone_limit, genai_limit, native_limit, tokenizer_limit
+from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN
 from tests.support.steps import finish
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_NUM_THREADS": "1", "ENABLE_CPU_PINNING": "NO"}
 LONG = "def add(a, b):\n    return a + b\n\n\n" * 60  # of which the draft encodes only the end again
 PROMPTS = ["def read_file(path):", "naïve = '你好", f"{LONG}def add(a, b):", f"{LONG}def mul(a, b):"]
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory):
+    """A main model as fast as the embedded draft, which is right about as often as for its own."""
+    return ModelSpec(save_noisy_draft(tmp_path_factory.mktemp("main")), "CPU", EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +35,8 @@ def config(k=3, **sampling):
     return GenerationConfig(max_new_tokens=24, num_assistant_tokens=k, **sampling)
 
 
-def test_one_request_at_a_time(drafts):
-    same, other = (decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft) for draft in drafts)
+def test_one_request_at_a_time(main, drafts):
+    same, other = (decoder.load(main, draft) for draft in drafts)
     for prompt in PROMPTS:
         expected, found = (one.generate(prompt, config()) for one in (same, other))
         assert (found.tokens, found.accepted) == (expected.tokens, expected.accepted)
@@ -38,12 +45,12 @@ def test_one_request_at_a_time(drafts):
     assert sampled[0] == sampled[1] != other.generate(PROMPTS[0], config(do_sample=True), seed=2).tokens
 
 
-def test_many_requests_in_a_batch(drafts):
+def test_many_requests_in_a_batch(main, drafts):
     """The long prompts have a common beginning, which the second takes from the prefix cache. How much of it the draft
     has to read, and so the first tokens that it proposes, depends on the tokenizer."""
     results, accepted, cached = [], [], []
     for draft in drafts:
-        batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), draft, cache_tokens=4096)
+        batch = batch_decoder.load(main, draft, cache_tokens=4096)
         requests = []
         for prompts in (PROMPTS[:3], PROMPTS[3:]):
             requests += [batch.add_request(prompt, config(k)) for prompt in prompts for k in (2, 3)]
@@ -55,8 +62,8 @@ def test_many_requests_in_a_batch(drafts):
     assert results[0] == results[1] and accepted[0] == accepted[1] and cached[0] == cached[1] > 500
 
 
-def test_room_for_texts_that_the_draft_splits_into_more_tokens(drafts):
-    batch = batch_decoder.load(ModelSpec(MAIN, "CPU", EXACT), drafts[1], cache_tokens=640)
+def test_room_for_texts_that_the_draft_splits_into_more_tokens(main, drafts):
+    batch = batch_decoder.load(main, drafts[1], cache_tokens=640)
     assert batch.draft.context == 800 and batch.main.context == 640
     batch.add_request([5] * 300, GenerationConfig(max_new_tokens=200))  # 500 tokens, or 625 of the draft
     assert batch.has_room(120) and not batch.has_room(160)
