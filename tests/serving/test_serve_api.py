@@ -24,7 +24,10 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.block_pool import OutOfBlocks
 from speculative.serving import arguments
-from speculative.serving.api.protocol import ApiError, ChatCompletionRequest, CompletionRequest, Message
+from speculative.serving.api.chat_completions import ChatCompletionRequest
+from speculative.serving.api.completions import CompletionRequest
+from speculative.serving.api.errors import ApiError
+from speculative.serving.api.messages import Message
 from speculative.serving.api.responses import ResponseBuilder
 from speculative.serving.engine import health
 from speculative.serving.engine.engine_thread import EngineFailed
@@ -786,7 +789,7 @@ EXACT_MODE = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 
 def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeypatch):
     given = ("--suffix-decoding", "--past-answers", 300, *EXACT_MODE)
-    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair)) as api:
+    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair), draft_length=4) as api:
 
         def answered(key):
             body = {**ONE, "prompt": LONG_PROMPT, "max_tokens": 48, "ignore_eos": True, "prompt_cache_key": key}

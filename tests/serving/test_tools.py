@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from speculative import batch_decoder
-from speculative.serving.api.protocol import ChatCompletionRequest
+from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ChatChoiceBuilder
 from speculative.serving.api.responses_api import ResponsesRequest

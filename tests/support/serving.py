@@ -173,15 +173,15 @@ class Counts:
 
 class Api:
     """The application of `decoder` at a port of its own: what a replica is, without Ray. `limits` as `Limits` has them,
-    `traces` as `Endpoint` has them; `http` is uvicorn's protocol.
+    `draft_length` and `traces` as `Endpoint` has them; `http` is uvicorn's protocol.
     """
 
     model = "embedded"
 
-    def __init__(self, decoder, keys=None, http="auto", cors_origins=(), traces=None, **limits):
+    def __init__(self, decoder, keys=None, http="auto", cors_origins=(), draft_length=0, traces=None, **limits):
         defaults = {"max_prompt_tokens": 10**6, "max_output_tokens": 400, "max_num_seqs": 4, "max_queue": 4}
         self.limits = Limits(**{**defaults, "timeout": 60, **limits})
-        self.counts, self._traces = Counts(), traces
+        self.counts, self._draft_length, self._traces = Counts(), draft_length, traces
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self._ready = threading.Event()
@@ -190,7 +190,7 @@ class Api:
     async def _serve(self, decoder, keys, http, cors_origins) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = Engine(decoder, self.limits.max_num_seqs, self.limits.max_queue)
-        self.endpoint = Endpoint(self.model, self.engine, self.limits, self.counts, traces=self._traces)
+        self.endpoint = Endpoint(self.model, self.engine, self.limits, self.counts, self._draft_length, self._traces)
         app = self.endpoint.application(keys, cors_origins)
         config = uvicorn.Config(app, port=self.port, http=http, lifespan="off", log_config=None)
         self.uvicorn = uvicorn.Server(config)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from speculative.serving.api.protocol import ApiError
+from speculative.serving.api.errors import ApiError
 from speculative.serving.api.responses import as_json, usage
 from speculative.serving.api.responses_api import NamedFunction, ResponsesRequest
 from speculative.serving.api.tool_calls import Arguments, Call, Event, Text, ToolParser

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.sequence.result import GenerationResult
+from speculative.serving.api.base_request import BaseRequest
+from speculative.serving.api.chat_completions import ChatCompletionRequest
+from speculative.serving.api.errors import ApiError
 from speculative.serving.api.logprobs import (
     AlignedTokens,
     TokenEntry,
@@ -19,7 +22,6 @@ from speculative.serving.api.logprobs import (
     of_completion,
     of_prompt,
 )
-from speculative.serving.api.protocol import ApiError, BaseRequest, ChatCompletionRequest
 from speculative.serving.api.token_sources import TokenSources, draft_source
 from speculative.serving.api.tool_calls import Call, Event, Text, ToolFormat, ToolParser
 from speculative.serving.engine.engine_thread import GenerationHandle

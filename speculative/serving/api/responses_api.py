@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from speculative.serving.api.chat_completions import ChatCompletionRequest
+from speculative.serving.api.errors import described
 from speculative.serving.api.given import LABEL, Given
-from speculative.serving.api.protocol import ChatCompletionRequest, described
 from speculative.serving.api.structured_output import Schema, Structure
 from speculative.serving.api.tool_calls import ToolFormat
 from speculative.serving.api.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names, is_object

@@ -7,8 +7,9 @@ from openvino_genai import Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
+from speculative.serving.api.errors import ApiError
 from speculative.serving.api.given import Given
-from speculative.serving.api.protocol import ApiError, Message
+from speculative.serving.api.messages import Message
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,21 +17,18 @@ from fastapi.responses import JSONResponse, Response
 from openvino_genai import GenerationConfig
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.sampling.grammar import Grammar
 from speculative.serving.api import tokenization
+from speculative.serving.api.base_request import BaseRequest
+from speculative.serving.api.chat_completions import ChatCompletionRequest
+from speculative.serving.api.completions import CompletionRequest
+from speculative.serving.api.errors import ApiError, described, shown
 from speculative.serving.api.logprobs import TokenTexts
-from speculative.serving.api.protocol import (
-    ApiError,
-    ChatCompletionRequest,
-    CompletionRequest,
-    described,
-    shown,
-)
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ResponseBuilder, model_card
 from speculative.serving.api.responses_api import ResponsesRequest
@@ -42,7 +39,8 @@ from speculative.serving.api.tool_calls import format_of
 from speculative.serving.engine import health
 from speculative.serving.engine.engine_thread import Engine, EngineFailed, Expired, GenerationHandle, QueueFull, pieces
 from speculative.serving.engine.metrics import Metrics
-from speculative.serving.http import openapi, request_body
+from speculative.serving.http import openapi, request_body, request_limits
+from speculative.serving.http.event_stream import AlreadySent, EventStream
 from speculative.serving.http.middleware import Guard, salt
 from speculative.serving.http.page import page
 from speculative.serving.http.request_id import HEADER, RequestId
@@ -76,7 +74,7 @@ class Endpoint:
         self._traces = traces
         self.draining = self.stopped = False
         self.asking = 0  # requests without a complete response
-        self.longest_prompt = min(limits.max_prompt_tokens, engine.decoder.main.context - 1)
+        self.longest_prompt = request_limits.longest_prompt(limits, engine.decoder.main.context)
         tokenizer = engine.decoder.tokenizer
         self._tool_format = format_of(tokenizer.chat_template) if tokenizer and tokenizer.chat_template else None
         self._created = int(time.time())
@@ -173,7 +171,7 @@ class Endpoint:
 
     async def _answer(
         self,
-        asked: ChatCompletionRequest | CompletionRequest,
+        asked: BaseRequest,
         request: Request,
         original: ResponsesRequest | None = None,
     ) -> Response:
@@ -182,9 +180,9 @@ class Endpoint:
         self._check_model(asked.model)
         if self.engine.error:
             raise self._as_answer(self.engine.error)
-        self._check_number(asked)
-        self._check_tokens(asked)
-        self._check_tools(asked)
+        request_limits.check_number(asked, self.limits)
+        request_limits.check_tokens(asked, self.engine.decoder.main.vocab_size)
+        request_limits.check_tools(asked, self._tool_format, self.name)
         self.asking += 1
         try:
             echoes = await self._in_encoding_thread(self._echoes, asked) if asked.repeated else []
@@ -207,15 +205,13 @@ class Endpoint:
                 return JSONResponse(answer.whole())
             return await self._in_encoding_thread(lambda: JSONResponse(answer.whole()))
 
-    def _sources(
-        self, asked: ChatCompletionRequest | CompletionRequest, jobs: list[GenerationHandle]
-    ) -> list[TokenSources]:
+    def _sources(self, asked: BaseRequest, jobs: list[GenerationHandle]) -> list[TokenSources]:
         tokenizer = self.engine.decoder.tokenizer
         if not (tokenizer and asked.stream_options and asked.stream_options.include_draft_tokens):
             return []
         return [TokenSources(job, tokenizer.decode) for job in jobs]
 
-    async def _submit(self, asked: ChatCompletionRequest | CompletionRequest, salt: bytes) -> list[GenerationHandle]:
+    async def _submit(self, asked: BaseRequest, salt: bytes) -> list[GenerationHandle]:
         """Encode the prompts and submit a job for each text. A full queue rejects the request before that."""
         jobs: list[GenerationHandle] = []
         try:
@@ -225,7 +221,9 @@ class Endpoint:
             prompts = await self._encoded(asked)
             if self.stopped:
                 raise Stopped
-            configs = [asked.config(self._room(asked, len(prompt))) for prompt in prompts]
+            context = self.engine.decoder.main.context
+            rooms = [request_limits.room(asked, len(prompt), self.limits, context) for prompt in prompts]
+            configs = [asked.config(room) for room in rooms]
             if (least := asked.min_tokens or 0) > (most := min(config.max_new_tokens for config in configs)):
                 message = f"min_tokens: is {least}, but at most {most} tokens are generated."
                 raise ApiError(400, message, "invalid_request", "min_tokens")
@@ -260,7 +258,7 @@ class Endpoint:
             message = f"{structure.parameter}: is invalid or not supported: {problem}."
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
-    def _echoes(self, asked: ChatCompletionRequest | CompletionRequest) -> list[str]:
+    def _echoes(self, asked: BaseRequest) -> list[str]:
         """The prompts that the choices repeat. The engine refuses one with a token that the model does not have."""
         tokenizer, size = self.engine.decoder.tokenizer, self.engine.decoder.main.vocab_size
         assert tokenizer  # a server has one
@@ -269,7 +267,7 @@ class Endpoint:
             for one in asked.repeated
         ]
 
-    async def _encoded(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
+    async def _encoded(self, asked: BaseRequest) -> list[np.ndarray]:
         self._coming += asked.all_texts
         try:
             return await self._in_encoding_thread(self._encode, asked)
@@ -307,12 +305,10 @@ class Endpoint:
             yield answer.end()
         except Exception as error:
             yield answer.broken(self._as_answer(error))
-            raise _AlreadySent from error
+            raise AlreadySent from error
 
     @contextmanager
-    def _until_over(
-        self, jobs: list[GenerationHandle], asked: ChatCompletionRequest | CompletionRequest, request: Request
-    ) -> Iterator[None]:
+    def _until_over(self, jobs: list[GenerationHandle], asked: BaseRequest, request: Request) -> Iterator[None]:
         """Context manager of a running request. Its end frees the slots in the batch and counts the outcomes."""
         self._jobs.update(jobs)
         outcome = "disconnected"
@@ -320,9 +316,9 @@ class Endpoint:
             yield
             outcome = ""  # each job has its own
         except Exception as error:
-            answer = self._as_answer(error.__cause__ if isinstance(error, _AlreadySent) else error)
+            answer = self._as_answer(error.__cause__ if isinstance(error, AlreadySent) else error)
             outcome = answer.body["error"]["code"] or "decoding_failed"
-            if not isinstance(error, _AlreadySent):
+            if not isinstance(error, AlreadySent):
                 raise answer from error
         finally:
             self.asking -= 1
@@ -367,60 +363,14 @@ class Endpoint:
             message = f"The model {shown(repr(name))} does not exist: use {self.name!r}."
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _check_number(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
-        """Raise ApiError if `asked` are more texts than a request may ask for."""
-        together, most = self.limits.max_num_seqs, self.limits.max_num_seqs + self.limits.max_queue
-        name = "best_of" if asked.texts > asked.choices_of_prompt else "n"
-        if asked.texts > together:
-            message = f"{name}: is {asked.texts}, but at most {together} are allowed."
-            raise ApiError(400, message, "invalid_request", name)
-        if asked.all_texts > most:
-            texts = f"{asked.number_of_prompts} prompts with {name}={asked.texts} are {asked.all_texts} texts"
-            raise ApiError(400, f"prompt: {texts}, but at most {most} are allowed.", "invalid_request", "prompt")
-
-    def _check_tools(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
-        if isinstance(asked, ChatCompletionRequest) and asked.offered and not self._tool_format:
-            message = f"tools: the format of tool calls of {self.name}'s chat template is not supported."
-            raise ApiError(400, message, "invalid_request", "tools")
-
-    def _check_tokens(self, asked: ChatCompletionRequest | CompletionRequest) -> None:
-        """Raise ApiError if `asked` names token ids that the model does not have."""
-        last = self.engine.decoder.main.vocab_size - 1
-        for name, tokens in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
-            if (highest := max(tokens, default=0)) > last:
-                message = f"{name}: has token {highest}, but the model's token ids are 0 to {last}."
-                raise ApiError(400, message, "invalid_request", name)
-
-    def _encode(self, asked: ChatCompletionRequest | CompletionRequest) -> list[np.ndarray]:
+    def _encode(self, asked: BaseRequest) -> list[np.ndarray]:
         tokenizer = self.engine.decoder.tokenizer
         if not self._token_texts and (asked.top is not None or asked.top_of_prompt is not None):
             assert tokenizer  # a server has one
             self._token_texts = TokenTexts(tokenizer)
         return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
 
-    def _room(self, asked: ChatCompletionRequest | CompletionRequest, prompt: int) -> int:
-        """Return the maximum number of new tokens after a prompt of `prompt` tokens: the requested number, or what the
-        limits allow if the request has none. Raises ApiError if prompt or number exceed a limit."""
-        limits, context = self.limits, self.engine.decoder.main.context
-        where, limit = asked.prompt_name, asked.limit_name
-        if prompt > self.longest_prompt:
-            message = f"The prompt has {prompt} tokens, but at most {self.longest_prompt} are allowed."
-            raise ApiError(400, message, "context_length_exceeded", where)
-        wanted = asked.wanted_tokens
-        if wanted is None:
-            return min(limits.max_output_tokens, context - prompt)
-        if wanted > limits.max_output_tokens:
-            message = f"{limit} is {wanted}, but at most {limits.max_output_tokens} are allowed."
-            raise ApiError(400, message, "max_tokens_exceeded", limit)
-        if prompt + wanted > context:
-            message = (
-                f"The prompt has {prompt} tokens and {limit} is {wanted}, but the context is only {context} tokens: "
-                f"shorten the prompt, or set {limit} to {context - prompt}."
-            )
-            raise ApiError(400, message, "context_length_exceeded", where)
-        return wanted
-
-    def _set_stop_tokens(self, asked: ChatCompletionRequest | CompletionRequest, config: GenerationConfig) -> None:
+    def _set_stop_tokens(self, asked: BaseRequest, config: GenerationConfig) -> None:
         """With `stop_token_ids`, the model's own stop tokens still apply, unless `ignore_eos` is set."""
         if asked.stop_token_ids:
             own = frozenset() if asked.ignore_eos else self.engine.decoder.stop_token_ids
@@ -471,25 +421,3 @@ class Application(FastAPI):
                 expose_headers=[HEADER, "retry-after"],
             )  # fmt: skip
         return RequestId(app)
-
-
-class _AlreadySent(Exception):
-    """The stream has already sent the error, which is `__cause__`, to the client."""
-
-
-class EventStream(Response):
-    """A response of server-sent events. It leaves `context` after the last event or when the client disconnects."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, context: AbstractContextManager, events: Callable[[], AsyncIterator[bytes]]):
-        super().__init__(headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._context, self._events = context, events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._context:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events():
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculative.serving.api.protocol import ApiError
+from speculative.serving.api.errors import ApiError
 from speculative.serving.settings import Limits
 
 OPEN = ("/health", "/")  # probed by machines without a key; the page, which has a field for it

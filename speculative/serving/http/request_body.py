@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from speculative.serving.api.protocol import ApiError
+from speculative.serving.api.errors import ApiError
 
 BYTES_PER_TOKEN = 32  # of a prompt: plain text has about 4, escaped text up to 6 times as many
 BYTES_BESIDE = 65_536  # of a body without its prompt

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from speculative.serving.api.protocol import BaseRequest, ChatCompletionRequest
+from speculative.serving.api.base_request import BaseRequest
+from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 EXPORTER, PACKAGE = "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"

@@ -1,0 +1,77 @@
+"""Requests of /v1/completions."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from speculative.serving.api.base_request import MOST_LOGPROBS, MOST_TEXTS, BaseRequest
+from speculative.serving.api.tool_calls import ToolFormat
+
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the API
+TEXT_OR_IDS = [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}]
+PROMPTS = {
+    "anyOf": [
+        *TEXT_OR_IDS,
+        *({"type": "array", "items": kind, "minItems": 1, "maxItems": MOST_TEXTS} for kind in TEXT_OR_IDS),
+    ]
+}
+
+
+def all_prompts(prompt: Any) -> list[str | list[int]]:
+    """Validate prompts, which are a text, token ids, or a list of texts or of token ids; return them as a list."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MOST_TEXTS:
+        raise ValueError(f"at most {MOST_TEXTS} prompts per request are allowed, not {len(prompts)}")
+    for i, one in enumerate(prompts):
+        place = f"prompt {i} " if several else ""
+        if not isinstance(one, str) and not (isinstance(one, list) and set(map(type, one)) <= {int}):
+            raise ValueError(f"{place}should be a string or a list of token ids")
+        if not one:
+            raise ValueError(f"{place or 'the prompt '}is empty: send some text to continue")
+    return prompts
+
+
+class CompletionRequest(BaseRequest):
+    off: ClassVar[dict[str, tuple]] = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
+
+    prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MOST_TEXTS)
+
+    @model_validator(mode="after")
+    def best_of_several(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.choices_of_prompt:
+            raise ValueError(f"best_of should be at least n, which is {self.choices_of_prompt}")
+        if self.stream and self.texts > self.choices_of_prompt:
+            raise ValueError("best_of above n requires stream=false")
+        return self
+
+    @property
+    def repeated(self) -> list:
+        return [prompt for prompt in self.prompt for _ in range(self.choices_of_prompt)] if self.echo else []
+
+    @property
+    def texts(self) -> int:
+        return self.best_of or self.choices_of_prompt
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((top for top in wanted if top is not None), default=None)
+
+    def prompts(self, form: ToolFormat | None) -> list:
+        return self.prompt
+
+    @property
+    def number_of_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens or COMPLETION_TOKENS

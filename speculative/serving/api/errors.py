@@ -1,0 +1,60 @@
+"""Errors of the OpenAI API, and problems of a request in its notation."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+
+SHOWN = 100  # maximum length of client input in an error message, in characters
+
+
+class ApiError(HTTPException):
+    """An error response: an HTTP status and the API's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(status, message, None if retry_after is None else {"retry-after": str(retry_after)})
+        self.body = {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def _type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )
+
+
+def shown(text: str) -> str:
+    """Shorten client input for an error message."""
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def described(error: Mapping[str, Any], off: dict[str, tuple]) -> tuple[str, str]:
+    """Return the parameter of a pydantic error in the API's notation (`messages[0].content`), and the problem."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    place = shown("".join(parts).removeprefix("."))
+    if error["type"] == "missing":
+        return place, "is required"
+    if error["type"] == "extra_forbidden":
+        return place, _not_served(str(error["loc"][-1]), off)
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return place, "should be an object"
+    return place, error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+
+
+def _not_served(name: str, off: dict[str, tuple]) -> str:
+    if name not in off:
+        return "unknown parameter: omit it"
+    return f"only {' or '.join(json.dumps(value) for value in off[name])} is supported: omit it"

@@ -1,0 +1,78 @@
+"""Messages of a chat: roles, content in one text or in parts, tool calls and their results."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast, ValidationError, WithJsonSchema, model_validator
+
+from speculative.serving.api.errors import described
+from speculative.serving.api.given import LABEL, Given
+from speculative.serving.api.tools import ToolCall
+
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
+
+
+class TextPart(Given):
+    off: ClassVar[dict[str, tuple]] = {"cache_control": LABEL}
+
+    type: Literal["text"]
+    text: str
+
+
+def joined(content: Any) -> Any:
+    """Concatenate the texts of a list of content parts. Raises ValueError if a part is not a text part."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        try:
+            texts.append(TextPart.model_validate(part).text)
+        except ValidationError as error:
+            place, problem = described(error.errors(include_url=False)[0], TextPart.off)
+            raise ValueError(f"part {i} is not a text part: {place}{': ' if place else ''}{problem}") from None
+    return "".join(texts)
+
+
+class Message(Given):
+    off: ClassVar[dict[str, tuple]] = {
+        "refusal": ("",),
+        "function_call": ({},),
+        "audio": ({},),
+        "reasoning_content": ("",),
+        "annotations": LABEL,  # sources of an earlier response
+        "provider_specific_fields": LABEL,  # LiteLLM's
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(joined), WithJsonSchema(TEXT_OR_PARTS)]
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def as_its_role_allows(cls, data: Any) -> Any:
+        """Only an answer may be empty and have calls; only the result of a call has its id."""
+        if not isinstance(data, dict):
+            return data
+        role = data.get("role")  # other calls would add to the time of a message
+        if role != "assistant" and "tool_calls" in data and data["tool_calls"]:
+            raise ValueError("only messages of the role assistant have tool_calls")
+        if ("tool_call_id" in data and data["tool_call_id"] is not None) != (role == "tool"):
+            raise ValueError("messages of the role tool, and no others, need a tool_call_id")
+        if role == "assistant" and ("content" not in data or data["content"] is None):
+            return {**data, "content": ""}
+        return data
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the format of chat templates."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            message |= {"tool_call_id": self.tool_call_id} | ({"name": self.name} if self.name else {})
+        return message
