@@ -60,7 +60,8 @@ IMPORTING_TORCH = [  # the first exports the pairs that files of other processes
 ]
 LONGEST = [
     *(*IN_RAYS_PROCESS, *IMPORTING_TORCH, "test_lossless_draws", "test_lint", "test_smoke_and_benchmark", "test_tune"),
-    *("test_cached_model", "test_samples", "test_device_swap", "test_make_benchmark_pair"),
+    *("test_structured_output", "test_batch_decoder", "test_make_benchmark_pair", "test_serve_api", "test_samples"),
+    *("test_device_swap", "test_cached_model"),
     *("test_verify_lossless", "test_prefix_cache"),
 ]
 EXPORTING = [
@@ -68,8 +69,8 @@ EXPORTING = [
     *("test_export_head", "test_export_model_server", "test_gguf"),
 ]
 SLOW = [  # 10 s of processor time or more
-    *(*LONGEST, "test_batch_decoder", "test_notebook", "test_soak", "test_sweep_draft_length"),
-    *("test_comparisons", "test_figures", "test_benchmark_batching", "test_eagle3_drafts", "test_serve_api"),
+    *(*LONGEST, "test_answers", "test_notebook", "test_soak", "test_sweep_draft_length"),
+    *("test_comparisons", "test_figures", "test_benchmark_batching", "test_eagle3_drafts"),
     *("test_eagle3_head", "test_engine_facts", "test_sampling_samples", "test_chat", "test_sample_errors"),
     *("test_report", "test_check_pair", "test_real_model", "test_embedded_pair", "test_openapi_fuzz"),
     *("test_engine_stateful", "test_batch_draft_length", "test_pair_check", "test_pass_width"),
