@@ -3,32 +3,35 @@
     python scripts/device_swap.py models/embedded/main models/embedded/draft
     python scripts/device_swap.py models/embedded/main models/embedded/draft --devices CPU,AUTO:CPU,NPU --emulate-npu
 
-Each cell of the matrix runs in a separate process with a time limit, so that a driver crash costs one cell. Within a
-cell, the main model alone and with the draft are interleaved on the same prompts: the speedup is over the same main
-model alone on the same device; values are medians over the rounds. Throughput is decode only. With several K, the best
-is shown. As cells are measured minutes apart, the throughput shown is the speedup times the median throughput of the
-main model alone over all cells of its device.
+Each cell of the matrix runs in a separate process with a time limit: a driver crash costs one cell. Within a cell, the
+main model alone and with the draft are interleaved on the same prompts. The speedup is over the same main model alone
+on the same device; values are medians over the rounds. Throughput is decode only. With several K, the best is shown.
+Cells are measured minutes apart. The throughput shown is therefore the speedup times the median throughput of the main
+model alone over all cells of its device.
 
 Each cell's tokens are compared with those of the first cell, the main model alone on the CPU. Near-ties can resolve
-differently in low precision: at a text's first difference, the main model in f32 (on the CPU) gives the margin by which
+differently in low precision. At a text's first difference, the main model in f32 (on the CPU) gives the margin by which
 it prefers its own token. Within 0.5 nats it is a near-tie (~), beyond that a real difference (!), as in
 speculative/bench/quality.py.
 
 Finished cells are appended to a results file; rerun the command to resume. A cell is measured again only if the pair,
-devices, properties, prompts, K, engine or versions changed. `--emulate-npu` runs the NPU code path on the CPU: it shows
-whether the pair works there, not how fast an NPU is.
+devices, properties, prompts, K, engine or versions changed. `--emulate-npu` runs the NPU code path on the CPU. It shows
+whether the pair works there, not the speed of an NPU.
 
     python scripts/device_swap.py MAIN DRAFT --address HOST:PORT
 
-measures on the machines of a Ray cluster, one cell at a time per machine, on machines with the required devices: those
-OpenVINO detects, or those given when starting the node (--resources='{"intel_gpu": 1, "intel_npu": 1}'). The models
-must be at the same path on each machine; this project's code is shipped with the job. Identical machines share the
-cells; different ones measure only cells whose devices the others lack, as tokens/s are not comparable between them. The
-cells of a lost machine are retried on another.
+measures on the machines of a Ray cluster, one cell at a time per machine. A machine needs the cell's devices: OpenVINO
+detects them, or they are given when starting the node (--resources='{"intel_gpu": 1, "intel_npu": 1}'). The models must
+be at the same path on each machine; this project's code is shipped with the job. Identical machines share the cells.
+Different ones measure only cells whose devices the others lack, as tokens/s are not comparable between them. The cells
+of a lost machine are retried on another.
 
-Output: a table, then one JSON object on the last line. Exit status: 0 if a cell was measured; 1 if none was, a file
-could not be written, or a machine was lost and no other could take its cells; 2 for bad usage; 130 for Ctrl-C (the
-table then shows the finished cells).
+Output: a table, then one JSON object on the last line. Exit status:
+
+    0    a cell was measured
+    1    no cell was measured, a file could not be written, or no machine could take the cells of a lost one
+    2    bad usage
+    130  Ctrl-C; the table shows the finished cells
 """
 
 from speculative.cli.program import exit_on, prepare_output

@@ -3,14 +3,20 @@
     python scripts/sweep_draft_length.py models/embedded/main models/embedded/draft -k 1-10 --temperature 0,0.7,1
 
 Measured, for each K: the speedup over the main model alone in the same engine and the same round, and new tokens per
-main-model forward pass. Predicted (Leviathan et al. 2023, theorem 3.8, with the cost of verification): tau / (v(K) + K
-c). The cost ratio c (draft step / main-model step) and the verify ratio v(K) (main-model pass over K + 1 tokens / over
-one) are measured between the rounds, and tau, the tokens per iteration, during them. A second prediction uses only
-alpha, the probability that a draft token is accepted, the same for all K. If measured and predicted speedup differ by
-more than 10 % on average, the summary says which part of an iteration takes longer than its cost.
+main-model forward pass. Predicted (Leviathan et al. 2023, theorem 3.8, with the cost of verification):
 
-All runs generate the same number of new tokens and are interleaved; GenAI's two pipelines run in separate processes.
-Values are medians and ranges over the rounds; no prompt is served from a cache. Standard output is a table followed by
+    tau / (v(K) + K c)
+
+    tau   tokens per iteration, measured during the rounds
+    c     cost ratio: draft step / main-model step, measured between the rounds
+    v(K)  verify ratio: main-model pass over K + 1 tokens / over one, measured between the rounds
+
+A second prediction uses only alpha, the probability that a draft token is accepted, the same for all K. If measured and
+predicted speedup differ by more than 10 % on average, the summary names the part of an iteration that takes longer than
+its cost.
+
+All runs generate the same number of new tokens and are interleaved. GenAI's two pipelines run in separate processes.
+Values are medians and ranges over the rounds. No prompt is served from a cache. Standard output is a table followed by
 one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures above 0 require our engine: GenAI's
 sampled mode with a draft samples from another distribution (scripts/verify_lossless.py).
 """

@@ -4,37 +4,40 @@
     python scripts/tune.py models/embedded/main --prompts scripts/prompts/repeats.jsonl  # does suffix decoding help?
 
 Prints one recommendation for greedy decoding, with the measured reason: a command and the equivalent Python, or "do not
-use this draft". It is saved as recommended.json next to the model folders; samples load it with --recommended.
+use this draft". It is saved as recommended.json next to the model folders; samples load it with --recommended. With
+several drafts, the best one is chosen. Without a draft, suffix decoding or the main model alone is recommended, by the
+same rule.
 
-Without a draft, suffix decoding or the main model alone is recommended, by the same rule.
+The search is successive halving within a time budget.
 
-The search is successive halving within a time budget. Devices and plugin properties come first, ranked by the time of
-one iteration (K draft steps and one verification), with K estimated from costs and a trial of each draft. For the
-remaining property sets, engine, draft, K, confidence threshold and adaptive length are ranked by decoding. All
-candidates get a short measurement and the better half a longer one, always interleaved with the main model alone with
-its defaults. Finalists decode longer, in several rounds; they include the main model alone with each engine and
-scheduler, and suffix decoding, so that a draft gets no credit for gains available without it, and both together. The
-choice is then measured again in new rounds, whose medians and ranges are reported, because the fastest of many
-candidates is partly the luckiest. A draft is recommended if its median gain in these rounds is at least 5 % and even
-the worst round gains.
+1. Devices and plugin properties are ranked by the time of one iteration (K draft steps and one verification). K is
+   estimated from costs and a trial of each draft.
+2. For the remaining property sets, engine, draft, K, confidence threshold and adaptive length are ranked by decoding.
+   All candidates get a short measurement and the better half a longer one, always interleaved with the main model alone
+   with its defaults.
+3. Finalists decode longer, in several rounds. They include the main model alone with each engine and scheduler, suffix
+   decoding, and suffix decoding with a draft. A draft thus gets no credit for gains available without it.
+4. The choice is measured again in new rounds, because the fastest of many candidates is partly the luckiest. The
+   medians and ranges of these rounds are reported.
 
-The effect on the text is always reported (speculative/bench/quality.py defines the measure and its limit): a property
-set beyond the limit is listed and marked, and recommended only with --allow-quality-loss.
+A draft is recommended if its median gain in the new rounds is at least 5 % and even the worst round gains.
 
-Ctrl-C stops early with the best result so far. If several drafts are given, the best one is chosen. The models run in
-a separate process: if a driver crashes, only the current candidate is listed as failed; the others are reloaded and
-continue with their measurements so far.
+The effect on the text is always reported (speculative/bench/quality.py defines the measure and its limit). A property
+set beyond the limit is listed and marked. It is recommended only with --allow-quality-loss.
+
+Ctrl-C stops early with the best result so far. The models run in a separate process. If a driver crashes, only the
+current candidate is listed as failed; the others are reloaded and keep their measurements.
 
     python scripts/tune.py MAIN DRAFT --address HOST:PORT
 
-distributes the work over the identical machines of a Ray cluster (same processor, cores, devices, versions). Other
-machines are skipped, as results do not transfer between kinds of machine: --machine NAME tunes for that machine and
-those identical to it. The models must be at the same path on each machine. Ratios stay comparable because each machine
-measures the main model alone interleaved with its share of the candidates; finalists are measured on all machines, each
+distributes the work over the identical machines of a Ray cluster (same processor, cores, devices, versions). Results do
+not transfer between kinds of machine, so other machines are skipped: --machine NAME tunes for that machine and those
+identical to it. The models must be at the same path on each machine. Each machine measures the main model alone
+interleaved with its share of the candidates, so ratios stay comparable. Finalists are measured on all machines, each
 round on one of them. If a machine is lost, its share is retried on another.
 
 --exhaustive MINUTES validates the choice afterwards: it decodes with every combination of properties, engine and draft
-length and reports how close the choice is to the fastest. Tuning does not need it; it measures the quality of tuning.
+length, and reports the distance of the choice from the fastest. Tuning does not need it.
 """
 
 from speculative.cli.program import exit_on, prepare_output

@@ -2,25 +2,37 @@
 
     python scripts/verify_lossless.py models/embedded/main models/embedded/draft
 
-The main model alone always runs, in both engines. `--paths` adds: `engine`, this project's engine with the draft;
-`genai`, GenAI's pipeline with the draft; `lookup`, GenAI's prompt lookup and our suffix decoding, which need no DRAFT.
+The main model alone always runs, in both engines. `--paths` adds:
 
-Greedy: every path's tokens are compared with those of the main model alone in GenAI (or, if that fails, in this
-project's engine) for each prompt. The first difference is shown with its logit margin: a near-tie, decided by rounding,
-or a real difference. Without either reference nothing is compared, which counts as a failure.
+    engine  this project's engine with the draft
+    genai   GenAI's pipeline with the draft
+    lookup  GenAI's prompt lookup and our suffix decoding, which need no DRAFT
+
+Greedy: every path's tokens are compared with those of the main model alone in GenAI for each prompt (or, if that fails,
+in this project's engine). The first difference is shown with its logit margin: a near-tie, decided by rounding, or a
+real difference. Without either reference nothing is compared, which counts as a failure.
 
 Sampled: many samples of the first tokens after the first prompt are compared with their exact joint distribution,
-computed from the main model's logits. The table shows the total-variation distance (TV; 0: identical, 1: disjoint), its
-noise (the expected TV of exact samples at this sample size) and p, the p-value of the test. No number of samples proves
-that there is no difference: `finds` is the TV detected with 90 % power at this sample size, however it is spread over
-the cells; a cell is a token sequence, or many rare ones together. More samples (`--draws 20000`) detect smaller
-differences. The defaults are 3,000 for this project's engine and 300 for GenAI, whose defect is large.
+computed from the main model's logits. The table shows:
 
-Crashes of requests are counted. GenAI's pipeline is reloaded after a crash, as it otherwise continues without drafting;
-after 5 crashes the path ends. Everything runs in execution mode ACCURACY unless `--property` is given: in the default
-mode, the rounding of u8 caches and quantized activations depends on the number of tokens in a forward pass. Output:
-tables, then one JSON object on the last line. Exit status: 0 if the engine's paths pass, 1 if one does not (with
-`--strict`: or one of GenAI's), 2 for bad usage.
+    TV     total-variation distance (0: identical, 1: disjoint)
+    noise  expected TV of exact samples at this sample size
+    p      p-value of the test
+    finds  TV detected with 90 % power at this sample size, for any spread over the cells
+
+A cell is a token sequence, or many rare ones together. No number of samples proves that there is no difference. More
+samples (`--draws 20000`) detect smaller differences. The defaults are 3,000 for this project's engine and 300 for
+GenAI, whose defect is large.
+
+Crashes of requests are counted. GenAI's pipeline is reloaded after a crash, as it otherwise continues without drafting.
+After 5 crashes the path ends. Everything runs in execution mode ACCURACY unless `--property` is given. In the default
+mode, the rounding of u8 caches and quantized activations depends on the number of tokens in a forward pass.
+
+Output: tables, then one JSON object on the last line. Exit status:
+
+    0  the engine's paths pass
+    1  one of them does not (with `--strict`: or one of GenAI's)
+    2  bad usage
 """
 
 from speculative.cli.program import exit_on, prepare_output
