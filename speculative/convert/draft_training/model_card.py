@@ -10,8 +10,8 @@ tags: [{kind}, speculative-decoding]
 ---
 # {title} for {main}
 
-Drafts tokens for {main}, which verifies them: the output stays that of the main model. Made from nothing but that
-model by
+Drafts tokens for {main}, which verifies them. The output stays that of the main model.
+Made from the main model alone, by
 
     {command}
 
@@ -36,18 +36,18 @@ EAGLE3 = {
 | hidden states | outputs of the main model's layers {layers} (`hidden_layers_list` in the IR) |""",
     "use": """\
 `openvino_model.xml` is for OpenVINO (this project, OpenVINO GenAI). `checkpoint/` holds the same head in the published
-format, for SGLang, vLLM and EAGLE, which take the embeddings from the main model.""",
+format, for SGLang, vLLM and EAGLE. These take the embeddings from the main model.""",
     "made_of": "trained on its output",
 }
 PRUNED = {
     "title": "Pruned draft",
     "choices": """\
-| layers | {kept_layers} of the main model's 0 to {last_layer}; the others, all in a row, turn hidden states by \
+| layers | {kept_layers} of the main model's 0 to {last_layer}; the others are consecutive and turn hidden states by \
 {angular_distance:.2f} pi on average |""",
     "use": """\
-`openvino_model.xml`, with int8 weights, is an ordinary draft model for OpenVINO (this project, OpenVINO GenAI) on any
-device. `checkpoint/` holds the same model for transformers and what else reads Llama checkpoints.""",
-    "made_of": "made of its weights and trained on its output",
+`openvino_model.xml` is an ordinary draft model for OpenVINO (this project, OpenVINO GenAI) on any device. Its weights
+are int8. `checkpoint/` holds the same model for transformers and other readers of Llama checkpoints.""",
+    "made_of": "made from its weights and trained on its output",
 }
 KINDS = {"eagle3": EAGLE3, "pruned": PRUNED}
 
