@@ -8,6 +8,10 @@ OpenAI API:
 
     python scripts/benchmark_serving.py --url http://127.0.0.1:8000/v1 --baseline-url http://127.0.0.1:8001/v1
 
+Prompts with a "json_schema" in the file (scripts/prompts/structured.jsonl) are measured twice on each server in the
+same run: answered freely, and with the schema as `response_format`, which needs `--chat` and may end before
+`--max-new-tokens`.
+
 Clients run in a closed loop: each requests a streamed answer and sends the next request when it is complete. The
 servers are interleaved at every number of clients (A B A B) and get the same prompts, none twice, so that nothing is
 served from a cache. Answers are `--max-new-tokens` long (with --url: at most). Throughput: new tokens per second of all
@@ -28,7 +32,7 @@ from pathlib import Path
 from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
 from speculative.bench.load.clients import Target, closed_loop, only_model
-from speculative.bench.load.metrics import Load, break_even, counted, losses, row, table, take_turns
+from speculative.bench.load.metrics import EACH, Load, Span, break_even, counted, losses, row, table, take_turns
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
@@ -38,6 +42,7 @@ from speculative.cli.properties import PROPERTY
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 DRAFT, ALONE = "with draft", "main model alone"
+CONSTRAINED = ", JSON schema"  # at the end of a method's name
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,13 +127,24 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
     return {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
 
 
-def load(name: str, server: Target, prompts: list[str], settings: dict) -> Load:
-    return Load(name, lambda clients, seconds, first: closed_loop(server, clients, seconds, prompts, settings, first))
+def loads(name: str, server: Target, prompts: list[Prompt], settings: dict) -> list[Load]:
+    """The methods to measure on a server: any answers, and answers that follow the prompts' JSON schemas."""
+    texts, schemas = [prompt.text for prompt in prompts], [prompt.json_schema for prompt in prompts]
+
+    def free(clients: int, seconds: float, first: int) -> Span:
+        return closed_loop(server, clients, seconds, texts, settings, first)
+
+    def constrained(clients: int, seconds: float, first: int) -> Span:  # other numbers: the server caches prompts
+        return closed_loop(server, clients, seconds, texts, settings, first + EACH // 2, schemas)
+
+    return [Load(name, free), *([Load(name + CONSTRAINED, constrained)] if any(schemas) else [])]
 
 
 def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
     """The result in sentences."""
     lines = break_even([one for one in rows if one["method"] == DRAFT])
+    constrained = break_even([one for one in rows if one["method"] == DRAFT + CONSTRAINED])
+    lines += [f"With JSON schemas: {line[0].lower()}{line[1:]}" for line in constrained]
     for method in dict.fromkeys(one["method"] for one in rows):
         best = max((one for one in rows if one["method"] == method), key=lambda one: one["throughput"])
         lines.append(f"Peak throughput {method}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
@@ -139,7 +155,7 @@ def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -
 
 
 def measure(
-    arguments: argparse.Namespace, texts: list[str]
+    arguments: argparse.Namespace, prompts: list[Prompt]
 ) -> tuple[list[Load], dict[str, Target], BackgroundLoad, bool]:
     """The methods with their rounds, the servers, the background load, and whether all rounds were completed.
 
@@ -150,7 +166,8 @@ def measure(
         settings["ignore_eos"] = True
     with ctrl_c_raises(), ExitStack() as stack:
         servers = endpoints(arguments, stack)
-        methods = [load(name, servers[name], texts, settings) for name in (ALONE, DRAFT) if name in servers]
+        there = [name for name in (ALONE, DRAFT) if name in servers]
+        methods = [method for name in there for method in loads(name, servers[name], prompts, settings)]
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
     return methods, servers, other, complete
@@ -164,8 +181,12 @@ def result_of(
     other: BackgroundLoad,
 ) -> dict:
     """The program's result, as written in JSON."""
-    baseline = methods[0] if len(methods) == 2 else None
-    rows = [row(method, n, baseline) for method in methods for n in arguments.max_concurrency]
+    by_name = {method.name: method for method in methods}
+    rows = [
+        row(method, n, by_name.get(method.name.replace(DRAFT, ALONE)))
+        for method in methods
+        for n in arguments.max_concurrency
+    ]
     if arguments.temperature:
         for one in rows:
             one["same_text"] = None
@@ -188,12 +209,16 @@ def main() -> int:
     arguments = parse_arguments()
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        if not arguments.chat and any(prompt.json_schema for prompt in prompts):
+            raise ValueError(
+                f"{arguments.prompts} has prompts with a json_schema, which /completions does not take: add --chat"
+            )
         if arguments.main:
             refuse_unsound(arguments.main, arguments.draft)
             refuse_in_native(arguments)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
-        methods, servers, other, complete = measure(arguments, [prompt.text for prompt in prompts])
+        methods, servers, other, complete = measure(arguments, prompts)
     result = result_of(arguments, prompts, methods, servers, other)
     written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130

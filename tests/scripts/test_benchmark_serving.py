@@ -1,5 +1,6 @@
 """benchmark_serving.py as users run it; what the load benchmarks count and say."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -8,20 +9,43 @@ import threading
 
 import pytest
 
+from speculative import batch_decoder
 from speculative.bench.load.clients import Target, ask, closed_loop
 from speculative.bench.load.metrics import Load, RequestRecord, Span, break_even, outcomes, row, table, take_turns
 from speculative.bench.result import ServingResult
 from tests.support import load_benchmarks
 from tests.support.paths import DRAFT, MAIN, ROOT
-from tests.support.serving import AS_SERVED
+from tests.support.serving import AS_SERVED, Api
+from tests.support.typed import problems
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVING = "scripts/benchmark_serving.py"
+STRUCTURED = "scripts/prompts/structured.jsonl"
 
 
 def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
     result = load_benchmarks.measure(SERVING, tmp_path, "--seconds", 1, env={"PYTHONPATH": AS_SERVED})
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
+
+
+def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Why?", "json_schema": {"enum": ["yes", "no"]}}), encoding="utf-8")
+    with Api(batch_decoder.load(DRAFT)) as drafting, Api(batch_decoder.load(DRAFT)) as alone:
+        command = [SERVING, "--url", drafting.url, "--baseline-url", alone.url, "--chat", "--prompts", prompts]
+        command += ["--max-concurrency", "2", "--seconds", "0.5", "--rounds", "1", "--max-new-tokens", "12"]
+        command = [sys.executable, *map(str, command)]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, ServingResult) == []
+    methods = ["main model alone", "main model alone, JSON schema", "with draft", "with draft, JSON schema"]
+    assert [row["method"] for row in result["rows"]] == methods
+    assert all(row["answered"] == row["requests"] >= 2 for row in result["rows"])
+    assert [row["speedup"] is None for row in result["rows"]] == [True, True, False, False]
+    assert any(line.startswith("With JSON schemas: throughput with a draft") for line in result["summary"])
+    for api in (drafting, alone):  # what the schema allows is short; other answers are cut off
+        assert {"stop", "length"} <= set(api.counts.outcomes)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +60,7 @@ def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
         ([MAIN, DRAFT, "--max-concurrency", "4,2"], 2, "4,2"),
         ([MAIN, DRAFT, "--seconds", "0"], 2, "0"),
         ([MAIN, DRAFT, "--prompts", "no/such/file.jsonl"], 2, "no/such/file.jsonl"),
+        ([MAIN, DRAFT, "--prompts", STRUCTURED], 2, "add --chat"),
         ([MAIN, DRAFT, "--max-new-tokens", "5000"], 2, "5,0"),
         (["--url", "http://127.0.0.1:1/v1"], 1, "127.0.0.1:1"),
     ],

@@ -124,13 +124,20 @@ def _message(content: dict) -> str:
 
 
 def closed_loop(
-    server: Target, clients: int, seconds: float, prompts: Sequence[str], settings: dict, first: int = 0
+    server: Target,
+    clients: int,
+    seconds: float,
+    prompts: Sequence[str],
+    settings: dict,
+    first: int = 0,
+    schemas: Sequence[str] = (),
 ) -> Span:
     """Run `clients` clients for `seconds`, each sending its next request when it has an answer.
 
     Prompts are numbered from `first` and prefixed with their number on a separate line, so that none repeats and is
-    served from a cache.
+    served from a cache. `schemas` are the JSON schemas of their answers, "" for any answer.
     """
+    formats = [response_format(schema) for schema in schemas or [""] * len(prompts)]
     answers: list[RequestRecord] = []
     numbers = itertools.count(first)
     begin = time.perf_counter()
@@ -139,7 +146,9 @@ def closed_loop(
         connection = server.connect()
         while time.perf_counter() < begin + seconds:
             number = next(numbers)
-            answer = ask(connection, server, number, f"# {number}\n{prompts[number % len(prompts)]}", settings)
+            place = number % len(prompts)
+            asked = {**settings, **formats[place]}
+            answer = ask(connection, server, number, f"# {number}\n{prompts[place]}", asked)
             answers.append(answer)
             if answer.outcome != "answered":
                 time.sleep(min(answer.retry_after or 0.1, MOST_WAIT))
@@ -151,6 +160,14 @@ def closed_loop(
     for thread in threads:
         thread.join()
     return Span(answers, begin, begin + seconds)
+
+
+def response_format(schema: str) -> dict:
+    """The parameter that makes an answer follow a JSON schema, if there is one."""
+    if not schema:
+        return {}
+    named = {"name": "answer", "schema": json.loads(schema)}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
 def only_model(server: Target) -> str:
