@@ -102,6 +102,11 @@ FIGURES = {
     "server-benchmark-pair": Figure(
         f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
     ),
+    "server-structured": Figure(
+        f"scripts/benchmark_serving.py {EMBEDDED} --chat --prompts scripts/prompts/structured.jsonl "
+        "--max-concurrency 1,4,16 --seconds 4 --rounds 2",
+        4,
+    ),
     "batch-embedded": Figure(
         f"scripts/benchmark_batching.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 4 --starts 3 --rounds 1 "
         "--huge-pages",
