@@ -1,8 +1,8 @@
 """Draft-length policy for a batch: how many tokens to draft for each request verified in one forward pass.
 
-Requests share the cost of drafting: a drafting round, which adds one token to each participating request, is one
-forward pass of the draft model, and the main model's forward pass costs by its total number of tokens. With one
-request, decoding is memory-bound and further tokens are nearly free. With many, every token takes time, so drafting
+Requests share the cost of drafting. A drafting round is one forward pass of the draft model and adds one token to each
+participating request. The cost of the main model's forward pass depends on its total number of tokens. With one
+request, decoding is memory-bound and further tokens are nearly free. With many, every token takes time. Drafting then
 decreases to zero, and resumes as requests leave.
 """
 
@@ -26,9 +26,9 @@ class BatchDraftLength:
 
         expected additional tokens  -  rate to beat (tokens per second)  x  additional seconds to draft and verify
 
-    provided it is above 0, looking one or several tokens ahead. The rate to beat is the best of drafting 0, 1, ...
-    tokens for all requests alike, or the recently achieved rate if that is higher. A `DraftBudget` bounds the loss
-    against plain decoding, however wrong the estimates are.
+    if it is above 0, one or several tokens ahead. The rate to beat is the best of drafting 0, 1, ... tokens for all
+    requests alike, or the recent rate if that is higher. A `DraftBudget` bounds the loss against plain decoding,
+    however wrong the estimates are.
     """
 
     FADE = AdaptiveDraftLength.FADE
@@ -36,7 +36,7 @@ class BatchDraftLength:
 
     def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve):
         """Latencies of forward passes: of the main model, of the draft model after the main model, and of the draft
-        model after itself, when its weights are in the CPU caches."""
+        model after itself (its weights are in the CPU caches)."""
         self.main = main
         self.draft = draft
         self.draft_further = draft_further
@@ -62,7 +62,7 @@ class BatchDraftLength:
         self._totals = np.zeros(4)  # requests in all iterations, tokens; both as in `_lately`, of all iterations
 
     def estimate(self, combined: bool = False) -> Estimate:
-        """The estimate for a new request, `combined` for two sources; its prior is that of all requests."""
+        """The estimate for a new request, `combined` for two sources; its prior is pooled over all requests."""
         estimate = AcceptanceEstimate(pool=self._all)
         return CombinedEstimate(estimate, MatchEstimate(pool=self._matches)) if combined else estimate
 
@@ -80,15 +80,15 @@ class BatchDraftLength:
 
     @property
     def step_worth(self) -> float:
-        """What the next forward pass of the draft model takes, in tokens of each request that is in it."""
+        """Cost of the next forward pass of the draft model, in tokens of each request in it."""
         curve = self.draft_further if self._computed else self.draft
         return self._rate * curve(self._texts) / max(self._texts, 1)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
         """The indices of the `estimates` to draft another token for.
 
-        The main model's next forward pass already has `tokens` tokens; `anyway` requests use the draft model in any
-        case. `forced`: some of the requests with their own policy draft, by copying or by the draft model.
+        The main model's next forward pass already has `tokens` tokens. `anyway` requests use the draft model in any
+        case. `forced`: some requests with their own policy draft, by copying or by the draft model.
         """
         self._forced = self._forced or forced or anyway > 0
         if not self._without:
@@ -120,8 +120,7 @@ class BatchDraftLength:
         return chosen
 
     def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
-        """Record a drafting round that computed `tokens` tokens in `seconds`, after looking for matches in `looked_up`
-        seconds."""
+        """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches of `looked_up` seconds."""
         curve = self.draft_further if self._computed else self.draft
         expected = curve(tokens)
         self._alone = None if self._computed or not expected else (tokens, seconds / expected)
@@ -131,7 +130,7 @@ class BatchDraftLength:
         curve.update(tokens, seconds)
 
     def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
-        """Record a main forward pass over `verified` tokens and `prompts` prompt tokens that gave `gained` tokens."""
+        """Record a main forward pass over `verified` and `prompts` prompt tokens that generated `gained` tokens."""
         self._plain = 0 if self._drafted else self._plain + 1
         if self._alone:  # no further round was measured: scale its cost like the first round's
             tokens, ratio = self._alone
@@ -148,7 +147,7 @@ class BatchDraftLength:
         return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
     def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
-        """Record what the iteration lost or saved against plain decoding."""
+        """Record the loss or gain of the iteration against plain decoding."""
         if not self._texts or self._forced:
             return
         if not self._drafted:
@@ -169,7 +168,7 @@ class BatchDraftLength:
         self._budget.update(self._plain_change, taken * self._plain_change, worth)
 
     def _is_to_compare(self) -> bool:
-        """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
+        """Whether to time an iteration without a draft now: only if the gain is not clear."""
         worth, taken = self._lately.tolist()
         if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
             return True
@@ -195,7 +194,7 @@ class BatchDraftLength:
         return order[: texts + 1].tolist() if net.max() > 0 else []
 
     def describe(self) -> str:
-        """What the policy does and has achieved, in one line."""
+        """Acceptance, speedup and measured costs so far, in one line."""
         one, many = self.main(1) * 1000, self.main(16) * 1000
         return (
             f"adaptive draft length for the batch: {self._came_to()}; a first draft token takes "

@@ -6,14 +6,14 @@ import numpy as np
 class DraftBudget:
     """The time that drafting may still lose, in units of a plain forward pass of the main model.
 
-    An iteration with a draft withdraws the time it took beyond plain decoding of the same tokens, or deposits what it
-    saved. A small share of all time is deposited too. While the budget is positive, drafting is not limited. So in the
-    time of T plain forward passes, drafting loses at most start + SHARE x T plus the loss of the last iteration,
-    whatever acceptance and cost of draft tokens are.
+    An iteration with a draft withdraws the time it took beyond plain decoding of the same tokens, or deposits the time
+    it saved. A small share of all time is deposited, too. While the budget is positive, drafting is not limited. In the
+    time of T plain forward passes, drafting thus loses at most start + SHARE x T plus the loss of the last iteration,
+    for any acceptance and cost of draft tokens.
 
-    `start` exceeds the loss of a single iteration: with less, a good draft whose first tokens happen to be rejected
-    would not be used again for hundreds of tokens. Recent tokens and seconds are kept separately: if a plain forward
-    pass turns out to cost more or less than expected, their loss or gain is revalued.
+    `start` exceeds the loss of a single iteration. With less, a good draft whose first tokens happen to be rejected
+    would not be used again for hundreds of tokens. Recent tokens and seconds are kept separately. If a plain forward
+    pass costs more or less than expected, their loss or gain is revalued.
     """
 
     SHARE = 0.003
@@ -46,7 +46,7 @@ class DraftBudget:
 
 
 class FollowedCopies:
-    """Copies that the budget did not allow: the text shows what they would have saved, and that is deposited."""
+    """Copies that the budget did not allow: the text shows the time they would have saved, which is deposited."""
 
     CHANGE_SHARE = 0.25  # of the seconds of a change of the pass's size, for each draft: several share a change
 
@@ -59,9 +59,9 @@ class FollowedCopies:
     def follow(
         self, budget: DraftBudget, wanted: int, was_right: bool, plain: float, verify: np.ndarray, change: float
     ) -> None:
-        """Record an iteration without a draft, in which `wanted` tokens would have been copied, and whether the first
-        one was the next token. `verify` [n] are the seconds of a forward pass over 0, 1, ... tokens, `change` the
-        additional ones if its size changes, `plain` those of a plain one."""
+        """Record an iteration without a draft, in which `wanted` tokens would have been copied. `was_right`: the first
+        one was the next token. Seconds: `verify` [n] of a forward pass over 0, 1, ... tokens, `change` additional ones
+        if its size changes, `plain` of a plain one."""
         self._wanted = self._wanted or wanted
         if not self._wanted:
             return

@@ -35,8 +35,8 @@ DISORDER = 1.2  # a forward pass this many times slower than one over more token
 
 
 class Seconds(NamedTuple):
-    """Seconds of a forward pass by its number of tokens: of the main model, of the draft after the main model, and of
-    the draft after itself, when its weights are in the CPU caches; and of the main model after another number."""
+    """Seconds of a forward pass by its number of tokens: of the main model, of the draft after the main model, of the
+    draft after itself (its weights are in the CPU caches), and of the main model after another number of tokens."""
 
     main: dict[int, float]
     draft: dict[int, float]
@@ -47,7 +47,7 @@ class Seconds(NamedTuple):
 def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
     """Measure the costs for `AdaptiveDraftLength` (about a second for a 1 B model).
 
-    Measures up to `TRIES` times while longer passes seem faster than shorter ones, and keeps the least time of each.
+    Measures up to `TRIES` times while longer passes seem faster than shorter ones. Keeps the least time of each.
     """
     seconds = _clock(main, draft, [(n, 1) for n in MEASURED])
     for _ in range(TRIES - 1):
@@ -78,7 +78,7 @@ def _clock(
 ) -> Seconds:
     """Time both models on each of `counts` (main, draft), interleaved, because a large model evicts a small one from
     the CPU caches. Each pass follows one over as many tokens by the same model: after another number of tokens,
-    OpenVINO prepares the pass again. Two repetitions do after `enough` seconds. Clears both KV caches."""
+    OpenVINO prepares the pass again. After `enough` seconds, two repetitions suffice. Clears both KV caches."""
     models = [main, *([draft] if draft else [])]
     most = max(n for n, _ in counts)
     context = max(1, min(CONTEXT, *(model.capacity - most for model in models)))
@@ -129,7 +129,7 @@ def key(*models: ModelSpec | None) -> str:
 
 
 def folder(properties: dict) -> Path:
-    """Where costs are cached: next to the compiled models if CACHE_DIR is set, else in the user's cache folder."""
+    """The cache folder of costs: that of the compiled models if CACHE_DIR is set, else the user's."""
     if "CACHE_DIR" in properties:
         return Path(properties["CACHE_DIR"])
     base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -139,8 +139,8 @@ def folder(properties: dict) -> Path:
 def load_or_measure(name: str, main: CachedModel, draft: CachedModel | EagleHead | None, folder: Path) -> Costs:
     """Load the costs cached in `folder` under `name`, or measure and cache them.
 
-    Fixed costs make draft lengths, and with a seed the text, reproducible. So they are kept even if they were measured
-    on a busy machine; without a seed, decoding corrects them by its own timings.
+    Fixed costs make draft lengths, and with a seed the text, reproducible. Costs measured on a busy machine are
+    therefore kept, too. Without a seed, decoding corrects them by its own timings.
     """
     file = folder / f"costs-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     if costs := _kept(file):

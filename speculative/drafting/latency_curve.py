@@ -11,33 +11,33 @@ KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 3
 
 
 def excess(seen: float, expected: float) -> float:
-    """By which share the measured time exceeds the expected one; outliers count as at most twice as long."""
+    """Relative excess of the measured time over the expected one; outliers count as at most twice as long."""
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
 def rescaling(nearness: np.ndarray, seen: float, expected: float, weight: float = CLOCK) -> np.ndarray:
-    """The factors by which a measured time changes costs, given their `nearness` to it, from 0 to 1 (its own)."""
+    """Factors by which a measured time changes costs, by their `nearness` to it, from 0 to 1 (its own)."""
     return 1 + np.maximum(weight * nearness, CLOCK_OTHERS) * excess(seen, expected)
 
 
 def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
     """The measured numbers of tokens and their seconds, in ascending order.
 
-    More tokens never cost less: if they seem to, the smaller size was measured under load, and is lowered.
+    More tokens never cost less. If they seem to, the smaller size was measured under load, and is lowered.
     """
     n = sorted(measured)
     return n, np.minimum.accumulate([measured[i] for i in reversed(n)])[::-1]
 
 
 class LatencyTable:
-    """Seconds of 0, 1, ... tokens, for one request: the sizes are few, and each recurs soon.
+    """Seconds of a forward pass over 0, 1, ... tokens, for one request: the sizes are few, and each recurs soon.
 
-    So each size is learned by itself, and a time corrects those of fewer tokens at once. `LatencyCurve` is for batches,
-    where most sizes never recur: it learns by knots, and lets a slowdown that is not seen again fade.
+    Each size is learned by itself, and a time corrects those of fewer tokens at once. `LatencyCurve` is for batches,
+    where most sizes never recur. It learns by knots, and a slowdown that does not recur fades.
     """
 
     def __init__(self, seconds: np.ndarray, spread: float):
-        """`spread` is the weight of a time for the next number of tokens, relative to its own; 1 for all alike."""
+        """`spread`: weight of a time for the next number of tokens, relative to its own; 1: equal weights."""
         self.seconds = seconds
         self._spread = spread
 
@@ -55,7 +55,7 @@ class LatencyCurve:
     FADE = 0.002  # decay of the slowdown of other sizes that this one does not show, so that they are tried again
 
     def __init__(self, measured: Mapping[int, float]):
-        """`measured` maps numbers of tokens, 1 included, to seconds; extrapolated linearly beyond the largest."""
+        """`measured` maps numbers of tokens, including 1, to seconds; extrapolated linearly beyond the largest."""
         n, seconds = monotone(measured)
         self._measured = np.interp(KNOTS, n, seconds)
         if len(n) > 1:
@@ -87,7 +87,7 @@ class LatencyCurve:
             self._of = self._table()
 
     def most(self, seconds: float, beside: int) -> int:
-        """How many more tokens fit into a forward pass of `seconds` that already has `beside` tokens."""
+        """Number of tokens that fit into a forward pass of `seconds` besides `beside` tokens."""
         return int(np.count_nonzero(self._of[beside + 1 :] <= seconds))
 
     def _table(self) -> np.ndarray:

@@ -11,22 +11,22 @@ from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence
 class LookupDraftLength:
     """Chooses the size of the next forward pass, and fills it with tokens of a match.
 
-    Only for proposals that cost nothing and are not random: this policy sees them before it decides. If it declines
-    one, the next token shows whether it was right. Acceptance by length of the match is thus learned from the whole
-    text, and needs no probes. (To decline a random proposal after seeing it would change the output's distribution.)
+    Only for proposals that cost nothing and are not random: this policy sees them before it decides. The next token
+    shows whether a declined proposal was right. Acceptance by length of the match is thus learned from the whole text,
+    without probes. (To decline a random proposal after seeing it would change the output's distribution.)
 
     With p1, p2, ... the acceptance of the next token and of those after it, whose matches are longer, a forward pass
     over n tokens is worth
 
         1 + p1 + p1 p2 + ... + p1 ... p(n-1)  -  recent tokens per second x its seconds
 
-    OpenVINO prepares a forward pass again if its number of tokens differs from the one before, which takes up to half
-    of a plain one's time. So the size is changed where that is worth more than the changes (`PassWidth.plan`), and
-    until then every pass has the same size: tokens of a match that fit into it cost nothing.
+    OpenVINO prepares a forward pass again if its number of tokens differs from the previous one's. This takes up to
+    half of a plain pass's time. The size is changed only where that gains more than it costs (`PassWidth.plan`). Until
+    then every pass has the same size, and tokens of a match that fit into it cost nothing.
 
-    A `DraftBudget` bounds what drafts may lose. While it is spent, decoding is plain, and the drafts that would have
-    been made are followed in the text: once they would have saved time, drafting resumes. So a text that repeats
-    nothing is decoded plainly, almost from its start, however wrong the estimates are.
+    A `DraftBudget` bounds the loss of drafts. While it is spent, decoding is plain, and the omitted drafts are compared
+    with the text. Drafting resumes once they would have saved time. A text without repetition is thus decoded plainly,
+    almost from its start, however wrong the estimates are.
     """
 
     FADE = 0.97  # decay of recent tokens and seconds per iteration
@@ -34,7 +34,7 @@ class LookupDraftLength:
     BUDGET, MOST = 1.0, 8.0  # at first, and at most, in plain forward passes
 
     def __init__(self, costs: Costs):
-        """`costs` gives the main model's seconds; those of a draft are not used."""
+        """Of `costs`, only the main model's seconds are used."""
         self.costs = costs
         self.pass_width = costs.pass_width()  # a decoder replaces it by its main model's
         self.reset()
@@ -56,8 +56,7 @@ class LookupDraftLength:
         self._all_iterations, self._all_seconds = 0, 0.0
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
-        """Whether to draft another token after `drafted` ones; `confidence` is that in the token to draft, or None if
-        there is none."""
+        """Whether to draft another token after `drafted` ones, with this `confidence` in it; None: there is none."""
         if not drafted:
             self._begin(confidence)
         if confidence is None:
@@ -83,8 +82,7 @@ class LookupDraftLength:
             self.pass_width.plan_one()
 
     def learn_declined(self, was_right: bool) -> None:
-        """Record, before `update`, whether the declined proposal was the next token. Not if a draft token before it
-        was rejected."""
+        """Record before `update` whether a declined proposal was the next token, unless a draft token was rejected."""
         self._declined_was_right = was_right
 
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
@@ -101,7 +99,7 @@ class LookupDraftLength:
         self._declined, self._declined_was_right, self._wanted = None, None, 0
 
     def _learn_seconds(self, tokens: int, seconds: float) -> None:
-        """Record the seconds of an iteration that gave `tokens`."""
+        """Record the seconds of an iteration that generated `tokens`."""
         least = self.pass_width.least
         width, is_changed = min(max(self.pass_width.last, least), LONGEST + 1), self.pass_width.is_changed
         inevitable = self._change * (is_changed and self.pass_width.is_first)  # without a draft, too
@@ -127,13 +125,13 @@ class LookupDraftLength:
         self._all_seconds += seconds
 
     def _plain(self) -> float:
-        """Seconds of a forward pass of plain decoding: as timed, if it was timed often."""
+        """Seconds of a forward pass of plain decoding: its own timings, if there are many."""
         if self._seen[self.pass_width.least] > AdaptiveDraftLength.SURE:
             return self._plain_seconds
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _rate(self) -> float:
-        """Tokens per second to beat: the recent ones, but at least those of plain decoding."""
+        """Tokens per second to beat: the recent rate, but at least that of plain decoding."""
         return max(1 / self._plain(), self._tokens / self._seconds if self._seconds else 0.0)
 
     def describe(self) -> str:

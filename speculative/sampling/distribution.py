@@ -1,6 +1,6 @@
-"""Logits processing: the distribution that the next token is sampled from, with the rules of OpenVINO GenAI's sampler.
+"""Logits processing: the distribution of the next token, with the rules of OpenVINO GenAI's sampler.
 
-Settings have the names and the meaning of `openvino_genai.GenerationConfig`; the meaning was verified against samples
+Settings have the names and the meaning of `openvino_genai.GenerationConfig`. The meaning was verified against samples
 of GenAI 2026.4.1 (tests/speculative/sampling/test_distribution.py). They apply in this order:
 
 0. `logit_bias` is added to the logits, as in OpenAI's API; GenAI has no such option.
@@ -40,7 +40,7 @@ class Distribution:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
         `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite, and
-        NothingAllowed if the grammar allows no token that has a logit. Behind the end of the text, all are allowed.
+        NothingAllowed if the grammar allows no token that has a logit. After the end of the text, all are allowed.
         """
         params = self._params
         logits = self._penalised(logits, prompt, generated)
@@ -114,8 +114,8 @@ def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
     """Return a mask bool [V] of the fewest largest `weights` whose sum exceeds `mass`, or all; ties to the lower id.
 
     `weights` are float32, not negative. Holtzman et al. 2020 (arXiv 1904.09751), section 3.1, without sorting the
-    vocabulary: weights below (sum - mass) / V cannot be in the nucleus, and of the others only those within 1 % of its
-    smallest are sorted. These are found by summing weights that agree in exponent and first 7 mantissa bits.
+    vocabulary: weights below (sum - mass) / V cannot be in the nucleus. Of the others, only those within 1 % of its
+    smallest are sorted. Sums of weights with the same exponent and first 7 mantissa bits find these.
     """
     rest = weights.sum() - mass
     if rest <= 0:

@@ -4,12 +4,12 @@
     state = grammar.state(stop_token_ids, stop_token_ids)
     state.mask(generated)  # the tokens that may follow
 
-`GrammarState.mask` gets the whole generated text and rolls back to the first difference from the previous call, so
-callers need not handle rejected draft tokens. llguidance checks the tokens as bytes; it is imported with the first
+`GrammarState.mask` gets the whole generated text and rolls back to the first difference from the previous call.
+Callers thus need not handle rejected draft tokens. llguidance checks the tokens as bytes. It is imported with the first
 grammar.
 
-Grammars come from clients, so time and memory are bounded: by checks before a grammar is compiled, and by llguidance's
-limits during compilation and the computation of masks. A text that reaches one of these limits ends with an error.
+Grammars come from clients, so time and memory are bounded: by checks before compilation, and by llguidance's limits
+during compilation and the computation of masks. A text that reaches one of these limits ends with an error.
 """
 
 import json
@@ -48,11 +48,11 @@ INSTALL = "structured_output_config needs llguidance; install it: pip install ll
 
 
 class NothingAllowed(ValueError):
-    """The model has no token that the grammar allows."""
+    """The grammar allows no token of the model."""
 
 
 class Tokens(NamedTuple):
-    """A tokenizer, as a grammar reads it."""
+    """A tokenizer, as grammars use it."""
 
     pieces: dict[int, bytes]  # what each token adds to a text
     special: frozenset[int]  # tokens that a text leaves out, as "</s>"
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
 
 
 class Grammars:
-    """Compiles the grammars of requests for a model with `vocab_size` logits. `tokens` is called for the first one."""
+    """Compiles the grammars of requests for a model with `vocab_size` logits. The first one calls `tokens`."""
 
     def __init__(self, tokens: Callable[[], Tokens], vocab_size: int):
         self._tokens = tokens
@@ -71,8 +71,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, config: StructuredOutputConfig) -> "Grammar":
-        """The grammar that `config` asks for. One that is still referenced is not compiled again. Raises ValueError if
-        it is invalid, or of a kind that is not supported, and RuntimeError without llguidance."""
+        """The grammar of `config`. One that is still referenced is not compiled again. Raises ValueError if it is
+        invalid or of an unsupported kind, and RuntimeError without llguidance."""
         kind, source = _only_kind(config)
         if (length := len(str(source))) > MOST_SOURCE:
             raise ValueError(
@@ -130,7 +130,7 @@ class Grammar:
             return self._matcher.deep_copy()
 
     def state(self, stop: Iterable[int] = (), special: Iterable[int] = ()) -> "GrammarState":
-        """The state of a text that a token in `stop` ends. No token in `special` is text."""
+        """The state of a text that a token in `stop` ends. Tokens in `special` are not text."""
         return GrammarState(self, frozenset(stop), frozenset(special))
 
 
@@ -153,7 +153,7 @@ class Mask:
 
 
 class GrammarState:
-    """Where a text, from its first generated token on, is in its grammar."""
+    """Position of a text, from its first generated token on, in its grammar."""
 
     def __init__(self, grammar: Grammar, stop: frozenset[int], special: frozenset[int]):
         size = grammar.vocab_size
@@ -168,8 +168,8 @@ class GrammarState:
         self._masks: dict[int, Mask] = {}  # after the first tokens of the text, by their number
 
     def mask(self, generated: np.ndarray) -> Mask | None:
-        """The tokens that may follow `generated` (int64 [m]); none if the vocabulary cannot continue the text. None
-        after the end of the text. Raises ValueError if `generated` is not allowed."""
+        """The mask of tokens that may follow `generated` (int64 [m]), empty if the vocabulary cannot continue the text;
+        None after its end. Raises ValueError if `generated` is not allowed."""
         self._see(generated)
         if len(generated) not in self._masks:
             if not self._go_to(generated) or self._is_over():
@@ -189,12 +189,12 @@ class GrammarState:
         return token not in self._never and self._matcher.validate_tokens([token]) == 1
 
     def is_over(self, generated: np.ndarray) -> bool:
-        """Whether nothing can follow `generated`: the grammar is complete, or the last token ends the text."""
+        """Whether no token can follow `generated`: the grammar is complete, or the last token ends the text."""
         return not self._go_to(generated) or self._is_over()
 
     def forced(self, generated: np.ndarray) -> list[int]:
-        """The tokens that follow `generated` if the next bytes are certain, as the tokenizer would write them. Other
-        tokens may spell the same bytes."""
+        """The tokens that follow `generated` if the next bytes are certain, in the tokenizer's encoding. Other tokens
+        may spell the same bytes."""
         if not self._go_to(generated) or self._is_over():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
@@ -203,14 +203,14 @@ class GrammarState:
         return tokens[: self._matcher.validate_tokens(tokens[:usable])] if usable else []
 
     def forget(self, before: int) -> None:
-        """Free what is known about texts of less than `before` tokens."""
+        """Free the results for texts of less than `before` tokens."""
         self._masks = {length: mask for length, mask in self._masks.items() if length >= before}
 
     def _is_over(self) -> bool:
         return bool(self._matcher.is_stopped() and self._matcher.is_accepting())  # otherwise a dead end
 
     def _see(self, generated: np.ndarray) -> None:
-        """Forget what is known about another text than `generated`, behind their common beginning."""
+        """Drop the results for another text than `generated`, after their common prefix."""
         length = min(len(generated), len(self._text))
         differing = np.flatnonzero(generated[:length] != self._text[:length])
         same = int(differing[0]) if len(differing) else length
@@ -220,13 +220,13 @@ class GrammarState:
             self._go_back(same)
 
     def _go_back(self, length: int) -> None:
-        """Let the matcher forget all but the first `length` tokens."""
+        """Roll the matcher back to the first `length` tokens."""
         if length < self._read:
             is_back = self._matcher.rollback(self._read - length)  # not after a dead end
             self._matcher, self._read = (self._matcher, length) if is_back else (self._grammar.matcher(), 0)
 
     def _go_to(self, generated: np.ndarray) -> bool:
-        """Let the matcher read `generated`. False if the text ended before."""
+        """Advance the matcher to `generated`. False if the text ended before."""
         self._see(generated)
         self._go_back(len(generated))
         rest = generated[self._read :].tolist()
@@ -260,8 +260,8 @@ class GrammarState:
 
 
 class _Encoder:
-    """The tokens of a text within another. As a tokenizer may add a space where a text begins, it
-    is encoded behind a newline."""
+    """Encodes a text as a part of another. A tokenizer may add a space at the beginning of a text: the text is encoded
+    after a newline."""
 
     def __init__(self, encode: Callable[[str], np.ndarray]):
         self._encode = encode
@@ -279,8 +279,8 @@ class _Encoder:
 
 
 class _Tokenizer:
-    """A tokenizer, as llguidance wants it. Its end of text is a token that the model does not have, as which tokens end
-    a text depends on the request."""
+    """A tokenizer for llguidance. Its end of text is a token that the model does not have, as the tokens that end a
+    text depend on the request."""
 
     bos_token_id = None
 
@@ -302,7 +302,7 @@ def _tokenizer(tokens: Tokens, vocab_size: int) -> "LLTokenizer":
 
 
 def _only_kind(config: StructuredOutputConfig) -> tuple[str, Any]:
-    """The kind of grammar that `config` asks for, and the grammar."""
+    """The kind of grammar in `config`, and the grammar."""
     for kind in OTHER_KINDS:
         if getattr(config, kind):
             raise ValueError(f"structured_output_config.{kind} is not supported here: use {', '.join(KINDS)}")
@@ -336,7 +336,7 @@ def _lark(kind: str, source: Any) -> str:
 
 
 def _tag(tag: Any, schemas: list[str]) -> str:
-    """A structural tag in llguidance's language. JSON schemas become rules, and are added to `schemas`."""
+    """A structural tag in llguidance's language. JSON schemas become rules and are added to `schemas`."""
     kinds = StructuredOutputConfig
     if isinstance(tag, kinds.ConstString):
         return _literal(tag.value)
@@ -397,6 +397,6 @@ def _invalid(kind: str, message: str) -> ValueError:
 
 
 def _first_sentence(message: str) -> str:
-    """The message in one line, without the state of the parser and the grammar that llguidance appends."""
+    """The message in one line, without the parser state and grammar that llguidance appends."""
     message = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", message.split("<state>")[0])
     return one_line(ValueError(re.split(r"\n +1 \| ", message)[0]))[:MOST_ERROR]

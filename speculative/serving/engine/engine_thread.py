@@ -6,7 +6,7 @@
     job.result
 
 Jobs wait, first come first served, for a slot in the batch and room in the KV cache. The results of a step reach the
-event loop in one call, however many jobs there are; the text of a job with a slow reader is buffered and delays nobody.
+event loop in one call, for any number of jobs. The text of a job with a slow reader is buffered and delays no others.
 """
 
 import asyncio
@@ -102,11 +102,11 @@ class GenerationHandle:
         self._end.set()
 
     def tell(self, news: asyncio.Event) -> None:
-        """From now on, set `news` when there is something to read."""
+        """From now on, set `news` when text arrives or the job ends."""
         self._news = news
 
     def take(self) -> str:
-        """The text that was not read before."""
+        """Return and clear the unread text."""
         self._told, self._read_at = None, self._loop.time()
         text = "".join(self._text)
         self._text.clear()
@@ -114,8 +114,8 @@ class GenerationHandle:
 
 
 async def pieces(jobs: Sequence[GenerationHandle]) -> AsyncIterator[tuple[int, str | None]]:
-    """The texts of `jobs` as they are generated, each piece with the index of its job; None after a job's last piece.
-    Raises the first error that ends one of them early."""
+    """The texts of `jobs` as they are generated: pairs of job index and piece, with None after a job's last piece.
+    Raises the first error that ends a job early."""
     news = asyncio.Event()
     news.set()
     for job in jobs:
@@ -207,7 +207,7 @@ class Engine:
         return job
 
     def cancel(self, job: GenerationHandle) -> None:
-        """Cancel a job that is no longer wanted. A finished job is not changed."""
+        """Cancel a job. A finished job is not changed."""
         job.expiry.cancel()  # otherwise the loop keeps a reference until then
         with self._changed:
             if job in self._waiting:

@@ -68,7 +68,7 @@ class Endpoint:
         draft_length: int | float = 0,
         traces: Traces | None = None,
     ):
-        """`draft_length` is in draft tokens per iteration; below 1 it is a confidence threshold; 0 is adaptive."""
+        """`draft_length`: draft tokens per iteration; below 1, a confidence threshold; 0, adaptive."""
         self.name, self.engine, self.limits, self.metrics = name, engine, limits, metrics
         self.draft_length = draft_length
         self._traces = traces
@@ -84,7 +84,7 @@ class Endpoint:
         self._jobs: set[GenerationHandle] = set()
 
     async def drain(self, seconds: float) -> int:
-        """Reject new requests, wait up to `seconds` for running ones, cancel the others, and return their number."""
+        """Reject new requests, wait up to `seconds` for running ones, cancel the rest, and return their number."""
         self.draining = True
         until = time.monotonic() + seconds
         while self.asking and time.monotonic() < until:
@@ -140,7 +140,7 @@ class Endpoint:
         return {"status": "ok", "running": self.engine.running, "waiting": self.engine.waiting}
 
     def trouble(self) -> str | None:
-        """Return the reason why Ray Serve has to replace this replica, or None."""
+        """Return the reason for Ray Serve to replace this replica, or None."""
         return health.trouble(self.engine)
 
     async def models(self) -> dict:
@@ -175,7 +175,7 @@ class Endpoint:
         request: Request,
         original: ResponsesRequest | None = None,
     ) -> Response:
-        """Decode `asked`, and build the response that `original` wants if `asked` was made of it."""
+        """Decode `asked` and build the response; in the format of `original`, if `asked` was made from it."""
         self._check_open()
         self._check_model(asked.model)
         if self.engine.error:
@@ -212,7 +212,7 @@ class Endpoint:
         return [TokenSources(job, tokenizer.decode) for job in jobs]
 
     async def _submit(self, asked: BaseRequest, salt: bytes) -> list[GenerationHandle]:
-        """Encode the prompts and submit a job for each text. A full queue rejects the request before that."""
+        """Encode the prompts and submit a job for each text. A full queue rejects the request before encoding."""
         jobs: list[GenerationHandle] = []
         try:
             self.engine.check_queue(self._coming + asked.all_texts)
@@ -248,7 +248,7 @@ class Endpoint:
         return jobs
 
     async def _compiled(self, structure: Structure) -> Grammar:
-        """The grammar of a request. The decoder finds it compiled as long as it is referenced."""
+        """The grammar of a request. It stays compiled for the decoder as long as it is referenced."""
         assert self.engine.decoder.grammars  # as there is a tokenizer
         try:
             compile = self.engine.decoder.grammars.compile
@@ -259,7 +259,7 @@ class Endpoint:
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
     def _echoes(self, asked: BaseRequest) -> list[str]:
-        """The prompts that the choices repeat. The engine refuses one with a token that the model does not have."""
+        """The echoed prompts. The engine refuses a prompt with a token that the model does not have."""
         tokenizer, size = self.engine.decoder.tokenizer, self.engine.decoder.main.vocab_size
         assert tokenizer  # a server has one
         return [
@@ -407,7 +407,7 @@ class Endpoint:
 
 
 class Application(FastAPI):
-    """FastAPI with the middleware that concerns every response, the one to an unexpected error included."""
+    """FastAPI with the middleware for every response, including the one to an unexpected error."""
 
     def __init__(self, cors_origins: Sequence[str], **options: Any):
         super().__init__(**options)
