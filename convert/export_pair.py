@@ -393,7 +393,7 @@ def gguf_arguments(half: str, options: argparse.Namespace, model: source.Source)
         return ["--weight-format", weight_format] if weight_format else []
     file = gguf_source.open_file(model.gguf)
     if not options.dry_run:
-        for note in gguf_source.notes(file, weight_format):
+        for note in gguf_source.notes(file):
             print(f"{half} warning: {note}")
     return gguf_source.arguments(file, weight_format)
 

@@ -22,7 +22,6 @@ NEEDED_IN_LAYER = (
 )
 SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
 FORMATS = {"fp16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # weight format -> tensor type, which is read exactly
-ROUNDED = {"Q4_1", "Q4_K"}  # their offsets become whole numbers of steps
 INSTEAD = "convert the model's original checkpoint instead"
 
 
@@ -58,14 +57,9 @@ def open_file(path: Path) -> GgufFile:
     return file
 
 
-def notes(file: GgufFile, weight_format: str | None) -> list[str]:
+def notes(file: GgufFile) -> list[str]:
     """Sentences on what GenAI's reader does otherwise than the file says."""
     found = []
-    if weight_format is None and (rounded := sorted(ROUNDED & set(matrix_types(file)))):
-        found.append(
-            f"GenAI's reader rounds the offsets of {' and '.join(rounded)} weights, which changes the model's text; "
-            "a weight format of int8 keeps it"
-        )
     splitting = file.metadata["tokenizer.ggml.pre"]
     if splitting not in SPLITS_KNOWN:
         found.append(

@@ -14,8 +14,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from speculative.convert.errors import ConvertError
-from speculative.convert.gguf_source import FORMATS
+import numpy as np
+
+from speculative.convert.gguf_source import FORMATS, matrix_types
+from speculative.convert.gguf_weights import ROUNDED, correct, import_gguf
 from speculative.convert.program import run_child
 from speculative.models import gguf_file
 
@@ -30,7 +32,8 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
     import openvino_genai
 
     folder.mkdir(parents=True)
-    config, generation_config = gguf_file.configs(gguf_file.read(path))
+    file = gguf_file.read(path)
+    config, generation_config = gguf_file.configs(file)
     for name, content in (("config.json", config), ("generation_config.json", generation_config)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
     source = folder / f"model{gguf_file.SUFFIX}"  # GenAI writes beside the file that it reads
@@ -43,7 +46,10 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
             shutil.copyfile(path, source)
     openvino_genai.LLMPipeline(source, "CPU", enable_save_ov_model=True, EXECUTION_MODE_HINT="ACCURACY")
     source.unlink()
-    _name_layers(folder / "openvino_model.xml")
+    xml = folder / "openvino_model.xml"
+    is_rounded = not weight_format and ROUNDED.intersection(matrix_types(file))
+    correct(xml, file if is_rounded else None)
+    _name_layers(xml)
 
 
 def _name_layers(xml: Path) -> None:
@@ -57,14 +63,7 @@ def _name_layers(xml: Path) -> None:
 
 def recode(path: Path, target: Path, kind: str) -> None:
     """Write a copy of a file with its matrices in F16, Q8_0 or Q4_0, which GenAI's reader takes over exactly."""
-    try:
-        import gguf
-    except ImportError:
-        raise ConvertError(
-            "another weight format needs gguf; install it: pip install -r requirements-run.txt"
-        ) from None
-    import numpy as np
-
+    gguf = import_gguf()
     types = gguf.GGMLQuantizationType
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(target, "")  # the architecture is one of the keys

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, qua
 
 from tests.support.later import torch, transformers
 
-FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q4_K": "MOSTLY_Q4_K_M"}
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -49,12 +49,29 @@ def save_gguf(
     for name, weight in {**model_tensors(model), **(tensors or {})}.items():
         if weight is not None:
             type_ = GGMLQuantizationType[kind if weight.ndim > 1 else "F32"]
-            writer.add_tensor(name, quants.quantize(weight, type_), raw_dtype=type_)
+            writer.add_tensor(name, quantized(weight, type_), raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantized(weight: np.ndarray, type_: GGMLQuantizationType) -> np.ndarray:
+    """Bytes of a matrix. The gguf package only decodes Q4_K, of which 8 groups of 32 weights are a block."""
+    if type_ != GGMLQuantizationType.Q4_K:
+        return quants.quantize(weight, type_)
+    groups = weight.reshape(-1, 8, 32)
+    least = -np.minimum(groups.min(axis=-1), 0)
+    step = (groups.max(axis=-1) + least) / 15
+    both = np.stack([step, least], axis=1)  # of each group in 4 of its 6 bits, of each block in f16
+    unit = (both.max(axis=-1, keepdims=True) / 15).astype(np.float16)
+    step, least = units = np.clip(np.ceil(both / unit), 1, 15).astype(np.uint8).swapaxes(0, 1)
+    scales, minimums = (units * unit.swapaxes(0, 1))[..., None]
+    q = np.clip(np.round((groups + minimums) / scales), 0, 15).astype(np.uint8)
+    rest = step[:, 4:] | least[:, 4:] << 4
+    parts = [unit.reshape(-1, 2).view(np.uint8), step[:, :4], least[:, :4], rest, (q[:, ::2] | q[:, 1::2] << 4)]
+    return np.concatenate([part.reshape(len(groups), -1) for part in parts], axis=1).reshape(len(weight), -1)
 
 
 def add(writer: GGUFWriter, key: str, value: object) -> None:
@@ -124,5 +141,5 @@ def dequantized(checkpoint: Path, kind: str):
     type_ = GGMLQuantizationType[kind]
     for weight in model.state_dict().values():
         if weight.ndim > 1:
-            weight.copy_(torch.from_numpy(quants.dequantize(quants.quantize(weight.numpy(), type_), type_)))
+            weight.copy_(torch.from_numpy(quants.dequantize(quantized(weight.numpy(), type_), type_)))
     return model
