@@ -12,7 +12,7 @@ import pytest
 
 from scripts import figures
 from speculative.bench.reporting import gains_table
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.paths import DRAFT, ROOT
 
 pytestmark = pytest.mark.usefixtures("kept_signals")
 SMALL = "-k 2 --max-prompts 2 --max-new-tokens 8 --rounds 1 --starts 1 --paths genai,engine,sampled --no-starts"
@@ -103,7 +103,7 @@ def test_only_what_is_missing_is_measured():
 
 def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
     """Measure, save and render with a small command; a failing command does not stop the others."""
-    small = figures.Figure(f"scripts/benchmark.py {MAIN} {DRAFT} {SMALL}", 1)
+    small = figures.Figure(f"scripts/benchmark.py {DRAFT} {DRAFT} {SMALL}", 1)
     monkeypatch.setattr(
         figures, "FIGURES", {"two": figures.Figure("scripts/benchmark.py nothing here", 1), "one": small}
     )

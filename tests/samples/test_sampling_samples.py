@@ -13,7 +13,7 @@ from speculative import decoder
 from speculative.models.spec import ModelSpec
 from tests.samples.test_sample_errors import assert_one_sentence
 from tests.samples.test_samples import figures
-from tests.support.paths import DRAFT, MAIN
+from tests.support.paths import DRAFT
 from tests.support.tiny_checkpoints import save_ir, train_tokenizer
 from tests.support.useless_draft import save_useless_draft
 
@@ -134,9 +134,9 @@ def test_more_that_is_out_of_range(option, values):
 def test_a_draft_with_another_tokenizer(run_here, renumbered_draft):
     """It gives the same tokens the same probabilities, so the text is that of the embedded draft."""
     options = [PROMPT, "-k", 3, "--temperature", 0, "--max-new-tokens", 12]
-    done, same = (run_here(SAMPLE, MAIN, draft, *options) for draft in (renumbered_draft, DRAFT))
+    done, same = (run_here(SAMPLE, SMALL, draft, *options) for draft in (renumbered_draft, DRAFT))
     assert done.returncode == 0 and done.stdout == same.stdout
-    assert f"warning: {renumbered_draft} as a draft of {MAIN}: " in done.stderr and "warning" not in same.stderr
+    assert f"warning: {renumbered_draft} as a draft of {SMALL}: " in done.stderr and "warning" not in same.stderr
 
 
 def test_models_and_prompts_that_cannot_be(run_here, tmp_path):

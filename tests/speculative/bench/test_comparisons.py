@@ -114,7 +114,7 @@ def test_genais_seconds_end_with_its_last_token():
 
 @pytest.mark.parametrize("draft", [None, DRAFT])
 def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft):
-    pipe = genai_runs.load(ModelSpec(MAIN), draft and ModelSpec(draft))
+    pipe = genai_runs.load(ModelSpec(DRAFT), draft and ModelSpec(draft))
     ids, found = np.arange(5, 25), []
     generate = pipe.generate
     kept = type("Kept", (), {"generate": lambda self, *given: found.append(generate(*given)) or found[-1]})()
