@@ -222,7 +222,8 @@ def _check_access(args: argparse.Namespace, keys: frozenset[bytes] | None) -> No
 
 def _pair(args: argparse.Namespace) -> Pair:
     folder = args.main.resolve()
-    threads = {"INFERENCE_NUM_THREADS": args.num_cpus} if args.num_cpus else {}
+    # unpinned: else the replicas of a machine, which are processes, all compute on its first cores
+    threads = {"INFERENCE_NUM_THREADS": args.num_cpus, "ENABLE_CPU_PINNING": "NO"} if args.num_cpus else {}
     return Pair(
         name=args.model_name or (folder.parent.name if folder.name == "main" else folder.name),
         main=ModelSpec(folder, args.device, {**threads, **args.property}),

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import openvino as ov
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -762,6 +763,13 @@ def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monk
     assert options["graceful_shutdown_timeout_s"] > settings.limits.timeout == 300
     assert options["max_queued_requests"] > 0 and settings.limits.open < options["max_ongoing_requests"]
     assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
+
+
+def test_replicas_with_cores_of_their_own_are_not_pinned_to_the_same_ones(monkeypatch):
+    spec = parsed_arguments(monkeypatch, "--num-cpus", 1).pair.main
+    compiled = ov.Core().compile_model(spec.folder / "openvino_model.xml", spec.device, dict(spec.properties))
+    assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+    assert compiled.get_property("ENABLE_CPU_PINNING") is False
 
 
 def decoder_of_a_replica(pair):
