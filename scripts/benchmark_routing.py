@@ -86,14 +86,14 @@ def main() -> int:
     with exit_on(ValueError, status=2):
         refuse_unsound(arguments.main, arguments.draft)
     with exit_on(RuntimeError, ValueError), ctrl_c_raises(), ExitStack() as stack:
-        started = {}
-        with ctrl_c_waits():
-            for routing in ROUTINGS:
+        targets = {}
+        for routing in ROUTINGS:  # the start of a server takes all cores
+            with ctrl_c_waits():
                 options = ["--replicas", arguments.replicas, "--num-cpus", 1, "--routing", routing]
-                started[routing] = StartedServer([arguments.main, arguments.draft, *options])
-                stack.callback(started[routing].end)
-        targets = {routing: Target(server.url(), "") for routing, server in started.items()}
-        targets = {routing: one._replace(model=only_model(one)) for routing, one in targets.items()}
+                server = StartedServer([arguments.main, arguments.draft, *options])
+                stack.callback(server.end)
+            target = Target(server.url(), "")
+            targets[routing] = target._replace(model=only_model(target))
         answers: dict[str, list[RequestRecord]] = {routing: [] for routing in ROUTINGS}
         with BackgroundLoad() as other:
             for round in range(-1, arguments.rounds):
