@@ -39,6 +39,7 @@ from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_in_native, refuse_unsound, whole
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
+from speculative.models.cores import usable_cores
 
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 DRAFT, ALONE = "with draft", "main model alone"
@@ -61,6 +62,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument("--property", **PROPERTY, help="OpenVINO property for both models (repeatable)")
+    parser.add_argument(
+        "--replicas",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="replicas of each server, which share the cores (default: 1)",
+    )
     parser.add_argument("--url", help="a running server with a draft, like http://127.0.0.1:8000/v1")
     parser.add_argument("--baseline-url", metavar="URL", help="a running server without a draft, as the baseline")
     parser.add_argument("--model", help="model name on these servers (default: the first one listed)")
@@ -80,6 +88,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"no draft given for {arguments.main}: add its folder, or --suffix-decoding")
     if arguments.suffix_decoding and arguments.url:
         parser.error("--suffix-decoding is for servers that this program starts: leave out --url")
+    if arguments.replicas > 1 and arguments.url:
+        parser.error("--replicas is for servers that this program starts: leave out --url")
     if arguments.past_answers and not arguments.suffix_decoding:
         parser.error("--past-answers requires --suffix-decoding")
     if arguments.baseline_url and not arguments.url:
@@ -113,6 +123,8 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
             "--max-queue",
             str(max(arguments.max_concurrency)),
         ]
+        if (replicas := arguments.replicas) > 1:
+            options += ["--replicas", replicas, "--num-cpus", max(usable_cores() // replicas, 1)]
         draft = [arguments.draft] if arguments.draft else []
         draft += ["--suffix-decoding"] if arguments.suffix_decoding else []
         draft += ["--past-answers", arguments.past_answers] if arguments.past_answers else []

@@ -54,6 +54,7 @@ def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):
         ([], 2, "--url"),
         ([MAIN], 2, "no draft"),
         (["--url", "http://127.0.0.1:9", "--suffix-decoding"], 2, "leave out --url"),
+        (["--url", "http://127.0.0.1:9", "--replicas", "2"], 2, "leave out --url"),
         ([MAIN, DRAFT, "--past-answers", "100"], 2, "requires --suffix-decoding"),
         ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
         ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),
