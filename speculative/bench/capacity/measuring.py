@@ -4,15 +4,18 @@
 
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, and over a long context. Those of the draft were timed when the decoder was loaded. Then the decoder
-answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The rest of an iteration's
-time is distributed over iteration, requests, drafting rounds and draft tokens by least squares. For each draft token,
-the confidence and the acceptance are recorded.
+answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The draft's forward passes are
+timed again while decoding, after the same and after another number of tokens. The time of an iteration outside its
+forward passes is distributed over iteration, requests, drafting rounds and draft tokens by least squares. For each
+draft token, the confidence and the acceptance are recorded.
 """
 
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +39,8 @@ DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are j
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 3.0  # median absolute deviations from which a time is left out
 
+Logits = Callable[[Sequence[ScheduledTokens]], list[np.ndarray]]  # a model's forward pass
+
 
 def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Costs:
     """The costs of `decoder`, which must have no requests, for answers to `prompts` (token ids [n], any number of which
@@ -47,9 +52,12 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     try:
         for texts, recorder in tqdm(list(itertools.product(TEXTS, recorders)), desc="iterations", leave=False):
             decoder.draft_length = recorder
-            recorder.run(decoder, prompts, numbers, texts, max_new_tokens)
+            with recorder.timing(decoder):
+                recorder.run(decoder, prompts, numbers, texts, max_new_tokens)
     finally:
         decoder.draft_length = usual
+    if draft:
+        draft = draft_while_decoding(draft, [one for recorder in recorders for one in recorder.draft_passes])
     judged = [text for recorder in recorders for text in recorder.judged if text]
     lengths = [len(prompts[i]) for i in range(len(prompts))]
     return Costs(main, draft, outside_of(recorders), judged, lengths, decoder.draft is None or decoder.draft.shares)
@@ -110,14 +118,43 @@ def draft_costs(decoder: BatchDecoder) -> ModelCosts | None:
     return ModelCosts(first, of_context.without_logits, 0.0, of_context.context, of_context.attention, further)
 
 
+class DraftPass(NamedTuple):
+    """A forward pass of the draft while decoding."""
+
+    tokens: int
+    seconds: float
+    changed: bool  # after one over another number of tokens
+    further: bool  # in the same iteration as the one before
+
+
+def draft_while_decoding(alone: ModelCosts, passes: Sequence[DraftPass]) -> ModelCosts:
+    """The costs of a draft that was measured `alone`, with what its `passes` took longer."""
+
+    def longer(further: bool, changed: bool) -> float:
+        found = [
+            one.seconds - alone.seconds(one.tokens, one.tokens, further=further)
+            for one in passes
+            if (one.further, one.changed) == (further, changed)
+        ]
+        return statistics.median(found) if found else 0.0
+
+    same = longer(further=True, changed=False)
+    change = max(0.0, longer(further=True, changed=True) - same)
+    first = longer(further=False, changed=True) - change  # nearly all first ones are over another number
+    by_tokens = [
+        {n: max(seconds + more, 0.0) for n, seconds in table.items()}
+        for table, more in ((alone.passes, first), (alone.further or alone.passes, same))
+    ]
+    return dataclasses.replace(alone, passes=by_tokens[0], further=by_tokens[1], change=change)
+
+
 # ---- iterations -----------------------------------------------------------------------------------------------------
 
 
 class Iteration(NamedTuple):
     """A measured iteration without prompts."""
 
-    seconds: float  # in total
-    expected: float  # of its forward passes
+    seconds: float  # outside its forward passes
     requests: int
     rounds: int  # of drafting
     drafted: int  # tokens
@@ -152,12 +189,12 @@ class Recorder(BatchDraftLength):
         policy = costs.policy()
         super().__init__(policy.main, policy.draft, policy.draft_further)
         self.iterations: list[Iteration] = []
+        self.draft_passes: list[DraftPass] = []
         self.arrivals: list[float] = []  # seconds of each new request
         self.judged: list[list[Judged]] = []
-        self._main, self._draft = costs.main, costs.draft
         self._fixed = drafted
-        self._width = 0
-        self._expected, self._rounds, self._is_prompt = 0.0, 0, False  # of this iteration
+        self._width = 0  # tokens of the draft's last forward pass
+        self._passes, self._rounds, self._is_prompt = 0.0, 0, False  # seconds of forward passes; of this iteration
 
     def estimate(self, combined: bool = False) -> Estimate:
         self.judged.append([])
@@ -169,15 +206,38 @@ class Recorder(BatchDraftLength):
 
     def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
         super().update_draft(tokens, seconds, looked_up)
-        assert self._draft
-        self._expected += self._draft.seconds(tokens, tokens, further=self._rounds > 0)
         self._rounds += 1
 
     def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
         super().update_main(verified, prompts, gained, seconds)
-        width = rounded_up(verified + prompts)
-        self._expected += self._main.seconds(verified, verified, changed=width != self._width)
-        self._width, self._is_prompt = width, prompts > 0
+        self._is_prompt = prompts > 0
+
+    @contextmanager
+    def timing(self, decoder: BatchDecoder) -> Iterator[None]:
+        """Time the forward passes within the block."""
+        models = [model for model in (decoder.main, decoder.draft) if model]
+        for model in models:
+            model.logits = self._timed(model.logits, model is decoder.draft)  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            for model in models:
+                del model.logits  # the instance's, not the method
+
+    def _timed(self, logits: Logits, of_draft: bool) -> Logits:
+        def timed(parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
+            tokens = sum(part.missing for part in parts)
+            begin = time.perf_counter()
+            found = logits(parts)
+            seconds = time.perf_counter() - begin
+            self._passes += seconds
+            if of_draft:
+                width = rounded_up(tokens)
+                self.draft_passes.append(DraftPass(tokens, seconds, width != self._width, self._rounds > 0))
+                self._width = width
+            return found
+
+        return timed
 
     def run(
         self, decoder: BatchDecoder, prompts: Sequence[np.ndarray], numbers: Iterator[int], texts: int, tokens: int
@@ -200,16 +260,13 @@ class Recorder(BatchDraftLength):
 
     def _step(self, decoder: BatchDecoder) -> int:
         """Run and record an iteration; returns how many requests it has finished."""
-        self._expected, self._rounds = 0.0, 0
+        self._passes, self._rounds = 0.0, 0
         begin = time.perf_counter()
         outputs = decoder.step()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin - self._passes
         if outputs and not self._is_prompt:
-            lengths = [output.request.sequence.n for output in outputs]
-            drafted = [output.step.proposed for output in outputs]
-            attended = sum(length * (1 + n) for length, n in zip(lengths, drafted, strict=True))
-            expected = self._expected + self._main.context * sum(lengths) + self._main.attention * attended
-            self.iterations.append(Iteration(seconds, expected, len(outputs), self._rounds, sum(drafted)))
+            drafted = sum(output.step.proposed for output in outputs)
+            self.iterations.append(Iteration(seconds, len(outputs), self._rounds, drafted))
         return sum(output.request.finished for output in outputs)
 
 
@@ -219,7 +276,7 @@ def outside_of(recorders: Sequence[Recorder]) -> Outside:
     arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
     if not iterations:
         return Outside()
-    seconds = np.array([one.seconds - one.expected for one in iterations])
+    seconds = np.array([one.seconds for one in iterations])
     counts = np.array([(1, one.requests, one.rounds, one.drafted) for one in iterations], float)
     kept, found = np.ones(len(seconds), bool), np.zeros(counts.shape[1])
     for _ in range(3):

@@ -95,7 +95,7 @@ class Replica:
         self.in_batch = 0.0  # seconds in iterations, of each request
         self._beginnings: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
         self._wake = environment.event()
-        self._width = 0  # tokens of the last forward pass
+        self._width = self._draft_width = 0  # tokens of the last forward pass, and of the draft's
         environment.process(self.run())
 
     @property
@@ -218,7 +218,9 @@ class Replica:
                 request.idle = request.held < request.length
                 left, computed = left - missing, computed + missing
             drafting = [request for request in chosen if not request.idle]
-            seconds = self.draft.seconds(computed, len(drafting), context, attended, further=spent > 0)
+            width = rounded_up(computed)
+            changed, self._draft_width = width != self._draft_width, width
+            seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
             seconds += self.costs.outside.token * len(drafting)
             for request in drafting:
                 confidence, _ = request.judged[request.generated + request.drafted]

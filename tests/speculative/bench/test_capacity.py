@@ -14,7 +14,7 @@ from openvino_genai import GenerationConfig
 from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, serve
 from speculative.bench.capacity.costs import Costs, ModelCosts, Outside
-from speculative.bench.capacity.measuring import Iteration, outside_of
+from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
 from speculative.bench.capacity.planner import Goals, Planner, breaking_even
 from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
 from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
@@ -70,9 +70,10 @@ def test_one_request_takes_the_sum_of_its_costs():
 
 
 def test_one_request_with_a_draft_takes_the_sum_of_its_costs():
-    """1 token by the prompt's pass, then three times 2 of 3 draft tokens are accepted: 1 + 3 * 3 tokens."""
+    """1 token by the prompt's pass, then three times 2 of 3 draft tokens are accepted: 1 + 3 * 3 tokens. The draft's
+    forward passes are over 22 tokens, and then over 1 each."""
     costs = Costs(
-        ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, further={1: 0.011, 64: 0.641}),
+        ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, change=0.004, further={1: 0.011, 64: 0.641}),
         Outside(0.001, 0.01, 0.0002, 0.0001),
     )  # fmt: skip
     request = SimulatedRequest(20, 11, judged=[RIGHT, *[RIGHT, RIGHT, WRONG] * 4])
@@ -83,7 +84,7 @@ def test_one_request_with_a_draft_takes_the_sum_of_its_costs():
     main = 0.1 + 0.04 + 0.011
     others = 2 * (0.02 + drafting + main)
     last = 0.11 + 0.011  # a single token is left: none is drafted
-    assert got.end == pytest.approx(prompt + reading + drafting + main + others + last)
+    assert got.end == pytest.approx(prompt + reading + drafting + main + others + last + 2 * 0.004)
     assert (got.proposed, got.accepted, got.iterations) == (9, 6, 4)
 
 
@@ -275,15 +276,26 @@ def test_clients_of_a_closed_loop_wait_for_their_answers():
 # ---- costs and workloads --------------------------------------------------------------------------------------------
 
 
-def test_what_iterations_take_beyond_their_passes_is_found():
+def test_what_iterations_take_outside_their_passes_is_found():
     random, found = np.random.default_rng(0), []
     for i, (requests, rounds) in enumerate(random.integers(1, 16, (400, 2)).tolist()):
         beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds
         beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
-        found.append(Iteration(0.5 + beyond, 0.5, requests, rounds, requests * rounds))
+        found.append(Iteration(beyond, requests, rounds, requests * rounds))
     outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
     expected = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002)
     assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(expected), rel=0.05)
+
+
+def test_what_a_draft_takes_longer_while_decoding_is_found():
+    alone, passes = ModelCosts({1: 0.001, 64: 0.064}, further={1: 0.0005, 64: 0.032}), []
+    for n, changed, further in itertools.product((1, 2, 7, 40), (False, True), (False, True)):
+        longer = 0.0002 + 0.0001 * further + 0.003 * changed
+        passes.append(DraftPass(n, alone.seconds(n, n, further=further) + longer, changed, further))
+    found = draft_while_decoding(alone, passes)
+    assert found.change == pytest.approx(0.003)
+    assert found.passes == pytest.approx({1: 0.0012, 64: 0.0642})
+    assert found.further == pytest.approx({1: 0.0008, 64: 0.0323})
 
 
 @pytest.mark.parametrize(("text", "mean"), [("7", 7), ("uniform:10:20", 15), ("exponential:50", 50)])
