@@ -14,7 +14,7 @@ from tests.support.typed import problems
 PROGRAM = "scripts/plan_capacity.py"
 COSTS = Costs(
     ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6}), ModelCosts({1: 0.006, 64: 0.03}), Outside(0.001),
-    [[(0.9, True), (0.7, True), (0.5, False)]], [30, 50],
+    [[(0.9, True), (0.7, True), (0.5, False)]] * 2, [30, 50],
 )  # fmt: skip
 QUICK = ["--requests", "20", "--ttft-goal", "5", "--tpot-goal", "0.5"]
 LINE = '{"arrival": 0, "prompt_tokens": 9, "output_tokens": 9}\n'

@@ -4,6 +4,7 @@ served = serve(costs, Settings(), replicas=4, workload=workload, rate=3.0, count
 span = ClosedLoop(costs, Settings(), workload, seed=0).run(clients=8, seconds=10.0, first=0)
 """
 
+import itertools
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -137,14 +138,15 @@ class ClosedLoop:
 
     def run(self, clients: int, seconds: float, first: int) -> Span:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""
-        begin = float(self._environment.now)
+        begin, numbers = float(self._environment.now), itertools.count(first)
         records: list[RequestRecord] = []
 
         def client() -> Generator[simpy.Event, None, None]:
             while self._environment.now < begin + seconds:
-                request = self._workload.draw(self._random)
+                number = next(numbers)
+                request = self._workload.numbered(number, self._random)
                 yield self._router.choose(request.chat).submit(request)
-                records.append(record(first + len(records), request))
+                records.append(record(number, request))
                 if request.refused:
                     yield self._environment.timeout(RETRY)
 

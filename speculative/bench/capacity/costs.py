@@ -18,7 +18,7 @@ from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 MOST_TOKENS = 2048  # in a forward pass
 
 Judged = tuple[float, bool]
@@ -79,7 +79,7 @@ class Costs:
     main: ModelCosts
     draft: ModelCosts | None = None
     outside: Outside = Outside()
-    judged: Sequence[Sequence[Judged]] = ()  # draft tokens of each measured text, in their order in the text
+    judged: Sequence[Sequence[Judged]] = ()  # draft tokens of each prompt's text, in their order in the text
     prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
 

@@ -23,6 +23,7 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.costs import Costs, Judged, ModelCosts, Outside
+from speculative.bench.load.metrics import EACH
 from speculative.cli.progress import tqdm
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -48,19 +49,21 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     main = measure_main(decoder.main)
     draft = draft_costs(decoder)
     recorders = [Recorder(Costs(main, draft), drafted) for drafted in ([0, DRAFTED] if draft else [0])]
-    usual, numbers = decoder.draft_length, itertools.count()
+    usual, each = decoder.draft_length, EACH * len(prompts)
+    numbers = {recorder: itertools.count(each * i) for i, recorder in enumerate(recorders, start=1)}
     try:
         for texts, recorder in tqdm(list(itertools.product(TEXTS, recorders)), desc="iterations", leave=False):
             decoder.draft_length = recorder
             with recorder.timing(decoder):
-                recorder.run(decoder, prompts, numbers, texts, max_new_tokens)
+                recorder.run(decoder, prompts, numbers[recorder], texts, max_new_tokens)
     finally:
         decoder.draft_length = usual
     if draft:
         draft = draft_while_decoding(draft, [one for recorder in recorders for one in recorder.draft_passes])
-    judged = [text for recorder in recorders for text in recorder.judged if text]
-    lengths = [len(prompts[i]) for i in range(len(prompts))]
-    return Costs(main, draft, outside_of(recorders), judged, lengths, decoder.draft is None or decoder.draft.shares)
+    judged = {i: text for i, text in sorted(recorders[-1].judged.items()) if text}
+    lengths = [len(prompts[each + i]) for i in (judged or range(len(prompts)))]
+    shares = decoder.draft is None or decoder.draft.shares
+    return Costs(main, draft, outside_of(recorders), list(judged.values()), lengths, shares)
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
@@ -161,7 +164,8 @@ class Iteration(NamedTuple):
 
 
 class JudgedEstimate(AcceptanceEstimate):
-    """Also records whether draft tokens were accepted, up to the first rejected one of each iteration."""
+    """Also records whether draft tokens were accepted, up to the first rejected one of each iteration. The token after
+    accepted ones, which was not drafted, is taken for one like the last of them."""
 
     def __init__(self, judged: list[Judged]):
         super().__init__()
@@ -179,6 +183,8 @@ class JudgedEstimate(AcceptanceEstimate):
     def update(self, drafted: int, accepted: int) -> None:
         super().update(drafted, accepted)
         self._told += [(confidence, i < accepted) for i, confidence in enumerate(self._confidences[: accepted + 1])]
+        if 0 < drafted == accepted:
+            self._told.append(self._told[-1])
 
 
 class Recorder(BatchDraftLength):
@@ -191,14 +197,16 @@ class Recorder(BatchDraftLength):
         self.iterations: list[Iteration] = []
         self.draft_passes: list[DraftPass] = []
         self.arrivals: list[float] = []  # seconds of each new request
-        self.judged: list[list[Judged]] = []
+        self.judged: dict[int, list[Judged]] = {}  # by prompt, of its first text
+        self._prompt = 0  # of the newest request
         self._fixed = drafted
         self._width = 0  # tokens of the draft's last forward pass
         self._passes, self._rounds, self._is_prompt = 0.0, 0, False  # seconds of forward passes; of this iteration
 
     def estimate(self, combined: bool = False) -> Estimate:
-        self.judged.append([])
-        return JudgedEstimate(self.judged[-1])
+        told: list[Judged] = []
+        self.judged.setdefault(self._prompt, told)
+        return JudgedEstimate(told)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
         super().choose(estimates, tokens, anyway, forced)
@@ -247,8 +255,8 @@ class Recorder(BatchDraftLength):
         least, until = texts, time.perf_counter() + RUN_SECONDS
         while True:
             while going < texts and (least > 0 or time.perf_counter() < until):
-                begin = time.perf_counter()
-                ids = prompts[next(numbers)]
+                number, begin = next(numbers), time.perf_counter()
+                ids, self._prompt = prompts[number], number % len(prompts)
                 if not decoder.has_room(len(ids) + tokens):
                     break
                 decoder.add_request(ids, config)

@@ -167,11 +167,12 @@ class Workload:
             request.sent, request.chat = time, chats.next(seen)
         return Arrivals(requests, chats.begun)
 
-    def request(self, prompt: int, output: int, random: np.random.Generator) -> SimulatedRequest:
-        """A request of these lengths."""
-        return SimulatedRequest(
-            prompt, output, shared=int(prompt * self.cached), judged=judge(self.acceptance, output, random)
-        )
+    def request(
+        self, prompt: int, output: int, random: np.random.Generator, text: int | None = None
+    ) -> SimulatedRequest:
+        """A request of these lengths; its draft tokens begin as those of the measured `text`, by default at random."""
+        judged = judge(self.acceptance, output, random, text)
+        return SimulatedRequest(prompt, output, shared=int(prompt * self.cached), judged=judged)
 
     def draw(self, random: np.random.Generator) -> SimulatedRequest:
         """A request of a random length."""
@@ -179,6 +180,13 @@ class Workload:
             one = self.trace[int(random.integers(len(self.trace)))]
             return self.request(one.prompt, one.output, random)
         return self.request(self._prompt(random), self.output.draw(random), random)
+
+    def numbered(self, number: int, random: np.random.Generator) -> SimulatedRequest:
+        """The request with this number in a load benchmark, which takes one measured prompt after another."""
+        if self.trace or isinstance(self.prompt, Lengths):
+            return self.draw(random)
+        text = number % len(self.prompt)
+        return self.request(self.prompt[text], self.output.draw(random), random, text)
 
     def mean_output(self, seed: int) -> float:
         """The mean number of tokens of an answer."""
@@ -220,16 +228,19 @@ class _Chats:
         return chat[0]
 
 
-def judge(acceptance: float | Sequence[Sequence[Judged]], output: int, random: np.random.Generator) -> list[Judged]:
+def judge(
+    acceptance: float | Sequence[Sequence[Judged]], output: int, random: np.random.Generator, text: int | None = None
+) -> list[Judged]:
     """Whether a draft token is accepted, at each position of an answer of `output` tokens.
 
-    With a number, independently; otherwise as in measured texts, one after another.
+    With a number, independently; otherwise as in measured texts, one after another: `text` as a whole first, or a
+    random one from a random token on. The first token of an answer is not drafted.
     """
     if isinstance(acceptance, float):
         return [(acceptance, accepted) for accepted in (random.random(output) < acceptance).tolist()]
-    judged: list[Judged] = []
+    judged: list[Judged] = [] if text is None else [acceptance[text][0], *acceptance[text]]
     while len(judged) < output:
-        text = acceptance[int(random.integers(len(acceptance)))]
-        first = 0 if judged else int(random.integers(len(text)))
-        judged += text[first:]
+        drawn = acceptance[int(random.integers(len(acceptance)))]
+        first = 0 if judged else int(random.integers(len(drawn)))
+        judged += drawn[first:]
     return judged[:output]

@@ -223,6 +223,15 @@ def test_measured_draft_tokens_keep_their_order():
     assert np.mean([right for _, right in judge(0.3, 20_000, random)]) == pytest.approx(0.3, abs=0.02)
 
 
+def test_a_measured_text_is_that_of_its_prompt():
+    texts = [[(0.5, True), (0.4, False)], [(0.9, True)] * 9]
+    workload, random = Workload([20, 30], lengths("6"), texts), np.random.default_rng(0)
+    for number, prompt in ((4, 20), (7, 30)):
+        request = workload.numbered(number, random)
+        told = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
+        assert request.prompt == prompt and request.judged[: len(told)] == told and len(request.judged) == 6
+
+
 # ---- prefixes -------------------------------------------------------------------------------------------------------
 
 
