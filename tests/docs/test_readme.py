@@ -166,7 +166,7 @@ def test_command(command, checkout, run_here):
 def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch):
     program, *arguments = shlex.split(command.removeprefix("python "))
     module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/capacity").mkdir(parents=True)
     (tmp_path / "build/tinyllama").mkdir(parents=True)
     if "--main-of" in arguments:
         made = {"kind": "benchmark pair", "main": {"shape": asdict(module.SHAPES["TinyLlama-1.1B"])}}
