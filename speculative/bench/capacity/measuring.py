@@ -4,8 +4,8 @@
 
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, and over a long context. Those of the draft were timed when the decoder was loaded. Then the decoder
-answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The draft's forward passes are
-timed again while decoding, after the same and after another number of tokens. The time of an iteration outside its
+answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The draft's forward passes
+are timed again while decoding, after the same and after another number of tokens. The time of an iteration outside its
 forward passes is distributed over iteration, requests, drafting rounds and draft tokens by least squares. For each
 draft token, the confidence and the acceptance are recorded.
 """
