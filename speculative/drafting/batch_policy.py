@@ -16,6 +16,45 @@ from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
+from speculative.models.paged_model import rounded_up
+
+
+class Comparison:
+    """Drafting compared with plain decoding, in batches of one number of requests: their costs are measured less
+    closely than those of one request, and whether drafting pays differs from one number to another."""
+
+    def __init__(self, plain_change: float = 1.0):
+        self.budget = DraftBudget()
+        self.plain_seen = 0  # iterations without a draft
+        self.plain_change = plain_change  # iterations without a draft: seconds taken / as measured at the start
+        self.in_a_row = 0  # consecutive iterations with a draft
+        self.lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
+
+    @property
+    def left(self) -> float:
+        """The budget left, in plain iterations."""
+        return self.budget.left(self.plain_change)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to time an iteration without a draft now: only if the gain is not clear."""
+        worth, taken = self.lately.tolist()
+        if self.plain_seen < AdaptiveDraftLength.SURE and self.budget.is_low(self.plain_change):
+            return True
+        return self.in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+
+    def see_plain(self, seconds: float, measured: float) -> None:
+        """Learn from an iteration without a draft, which took `measured` seconds when costs were measured."""
+        self.in_a_row = 0
+        self.plain_seen += 1
+        weight = max(CLOCK, 1 / (self.plain_seen + 1))
+        self.plain_change *= 1 + weight * excess(seconds, self.plain_change * measured)
+
+    def see_drafted(self, worth: float, taken: float) -> None:
+        """Record an iteration with a draft: its tokens per request, and its time in plain iterations."""
+        self.in_a_row += 1
+        self.lately = self.lately * AdaptiveDraftLength.FADE + (worth, taken)
+        self.budget.update(self.plain_change, taken * self.plain_change, worth)
 
 
 class BatchDraftLength:
@@ -28,7 +67,8 @@ class BatchDraftLength:
 
     if it is above 0, one or several tokens ahead. The rate to beat is the best of drafting 0, 1, ... tokens for all
     requests alike, or the recent rate if that is higher. A `DraftBudget` bounds the loss against plain decoding,
-    however wrong the estimates are.
+    however wrong the estimates are. OpenVINO compiles kernels in the first forward pass of a
+    size; drafting needs many sizes, plain decoding one. As that time is spent only once, it is not judged.
     """
 
     FADE = AdaptiveDraftLength.FADE
@@ -49,17 +89,18 @@ class BatchDraftLength:
         self._drafted = False  # in this iteration
         self._computed = False  # likewise, by the draft model
         self._alone: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
+        self._main_sizes: set[int] = set()  # of the forward passes so far, padding included
+        self._last_size = 0  # likewise, of the main model's last one
+        self._draft_sizes: set[int] = set()
+        self._compiles = False  # a forward pass of this iteration is the first one of its size
         self._plain = 0  # consecutive iterations without a draft
-        self._budget = DraftBudget()
+        self._by_texts: dict[int, Comparison] = {}
+        self._comparison = Comparison()  # of this iteration
         self._texts = 0  # requests in this iteration
         self._forced = False  # requests with their own policy draft in this iteration: it is not evaluated
         self._without = 0.0  # seconds that this iteration would take without a draft; 0 until asked for
         self._drafting = 0.0  # measured seconds of drafting in this iteration
-        self._plain_seen = 0  # iterations without a draft
-        self._plain_change = 1.0  # iterations without a draft: seconds taken / as measured at the start
-        self._in_a_row = 0  # consecutive iterations with a draft
-        self._lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
-        self._totals = np.zeros(4)  # requests in all iterations, tokens; both as in `_lately`, of all iterations
+        self._totals = np.zeros(4)  # requests, tokens; tokens per request, time in plain iterations: of all iterations
 
     def estimate(self, combined: bool = False) -> Estimate:
         """The estimate for a new request, `combined` for two sources; its prior is pooled over all requests."""
@@ -70,6 +111,8 @@ class BatchDraftLength:
         """Start an iteration with `texts` requests; this policy decides for those in `estimates`."""
         self._seconds, self._drafted, self._computed, self._alone = 0.0, False, False, None
         self._texts, self._without, self._drafting, self._forced = texts, 0.0, 0.0, False
+        self._compiles = False
+        self._comparison = self._by_texts.setdefault(texts, Comparison(self._comparison.plain_change))
         acceptance = np.array([estimate.mean() for estimate in estimates])
         n, K = len(estimates), np.arange(LONGEST + 1)
         gained = texts + np.concatenate([[0], np.cumsum(acceptance[:, None] ** STEPS, axis=1).sum(axis=0)])
@@ -93,9 +136,7 @@ class BatchDraftLength:
         self._forced = self._forced or forced or anyway > 0
         if not self._without:
             self._without = self._without_draft(tokens)
-        if not estimates or (self._is_to_compare() and not self._drafted):
-            return []
-        if self._budget.left(self._plain_change) <= 0:
+        if not estimates or (self._comparison.is_due and not self._drafted) or self._comparison.left <= 0:
             return []
         return self._wanted(estimates, tokens, anyway)
 
@@ -123,14 +164,21 @@ class BatchDraftLength:
         """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches of `looked_up` seconds."""
         curve = self.draft_further if self._computed else self.draft
         expected = curve(tokens)
-        self._alone = None if self._computed or not expected else (tokens, seconds / expected)
+        compiles = _is_new(rounded_up(tokens), self._draft_sizes)
+        self._compiles = self._compiles or compiles
+        self._alone = None if self._computed or not expected or compiles else (tokens, seconds / expected)
         self._drafted, self._computed = True, self._computed or tokens > 0
         self._drafting += seconds + looked_up
         self._seconds += expected
-        curve.update(tokens, seconds)
+        if not compiles:
+            curve.update(tokens, seconds)
 
     def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
         """Record a main forward pass over `verified` and `prompts` prompt tokens that generated `gained` tokens."""
+        size = rounded_up(verified + prompts)
+        changed, self._last_size = size != self._last_size, size
+        compiles = _is_new(size, self._main_sizes)
+        self._compiles = self._compiles or compiles
         self._plain = 0 if self._drafted else self._plain + 1
         if self._alone:  # no further round was measured: scale its cost like the first round's
             tokens, ratio = self._alone
@@ -139,40 +187,29 @@ class BatchDraftLength:
             self._seconds += self.main(verified)
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
-            self._compare_with_plain(verified + prompts, gained, self._drafting + seconds)
-        self.main.update(verified + prompts, seconds)
+            self._compare_with_plain(verified + prompts, gained, self._drafting + seconds, changed)
+        if not compiles:
+            self.main.update(verified + prompts, seconds)
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
-        return min(self._plain_change * self.main.measured(tokens), float(self.main(tokens)))
+        return min(self._comparison.plain_change * self.main.measured(tokens), float(self.main(tokens)))
 
-    def _compare_with_plain(self, tokens: int, gained: int, seconds: float) -> None:
-        """Record the loss or gain of the iteration against plain decoding."""
-        if not self._texts or self._forced:
+    def _compare_with_plain(self, tokens: int, gained: int, seconds: float, changed: bool) -> None:
+        """Record the loss or gain of the iteration against plain decoding. `changed`: the main model's forward pass had
+        another size than the one before."""
+        if not self._texts or self._forced or self._compiles:
             return
+        now = self._comparison
         if not self._drafted:
-            self._in_a_row = 0
-            self._plain_seen += 1
-            expected = self._plain_change * self.main.measured(tokens)
-            weight = max(CLOCK, 1 / (self._plain_seen + 1))
-            self._plain_change *= 1 + weight * excess(seconds, expected)
+            if not changed:  # after a pass of another size, this one took longer than those of plain decoding
+                now.see_plain(seconds, self.main.measured(tokens))
             self._totals += (self._texts, gained, 1, 1)
-            self._budget.update(self._plain_change, self._plain_change)
+            now.budget.update(now.plain_change, now.plain_change)
             return
         worth = gained / self._texts
         self._totals += (self._texts, gained, worth, seconds / self._without)
-        # An outlier, such as the first forward pass of a size, which compiles its kernels, counts as twice as long.
-        taken = min(seconds, 2 * self._seconds) / self._without
-        self._in_a_row += 1
-        self._lately = self._lately * self.FADE + (worth, taken)
-        self._budget.update(self._plain_change, taken * self._plain_change, worth)
-
-    def _is_to_compare(self) -> bool:
-        """Whether to time an iteration without a draft now: only if the gain is not clear."""
-        worth, taken = self._lately.tolist()
-        if self._plain_seen < AdaptiveDraftLength.SURE and self._budget.is_low(self._plain_change):
-            return True
-        return self._in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        now.see_drafted(worth, min(seconds, 2 * self._seconds) / self._without)  # an outlier counts as twice as long
 
     def _further(self, n: np.ndarray | int) -> np.ndarray:
         """Seconds of a further drafting round: never more than a first one."""
@@ -211,3 +248,10 @@ class BatchDraftLength:
             shown += f", {gained / texts:.2f} tokens per request and forward pass"
             shown += f", speedup {worth / taken:.2f}x over plain decoding"
         return shown
+
+
+def _is_new(size: int, sizes: set[int]) -> bool:
+    """Whether `size` is not yet one of `sizes`; adds it."""
+    is_new = size not in sizes
+    sizes.add(size)
+    return is_new

@@ -41,7 +41,7 @@ def rule_of(first=small, further=None):
 def deaf(rule):
     """A policy that does not learn costs or losses from measured times."""
     rule.draft.update = rule.draft_further.update = lambda *_: None
-    rule._budget.left = lambda plain: 1.0
+    rule._compare_with_plain = lambda *_: None
     return rule
 
 
@@ -200,6 +200,44 @@ def test_costs_that_were_wrong_are_learnt_from_the_clock():
     assert np.mean(drafted[-300:]) < 0.6
     _, drafted = decode(rule, texts, 2000, random)
     assert np.mean(drafted[-100:]) > 0.6 * np.mean(before[50:])
+
+
+def test_kernels_compiled_for_new_sizes_do_not_stop_drafting():
+    """The first forward pass of each size takes five times as long, once."""
+    random, rule, seen = np.random.default_rng(9), rule_of(), set()
+
+    def main(n):
+        times = 1 if n in seen else 5
+        seen.add(n)
+        return times * large(n)
+
+    texts = [Text(rule, [0.5, 0.95]) for _ in range(4)]
+    for n in (1, 2, 3, 4):
+        _, drafted = decode(rule, texts[:n], 40, random, main=main)
+    assert len(seen) > 8 and np.mean(drafted[-20:]) > 2
+
+
+def test_what_drafting_lost_in_large_batches_does_not_stop_it_in_small_ones():
+    """Behind 12 requests the main model takes three times as long for drafts as was measured."""
+    random, rule = np.random.default_rng(10), rule_of()
+    texts = [Text(rule, [0.8]) for _ in range(12)]
+    _, before = decode(rule, texts[:1], 60, random)
+    _, lost = decode(rule, texts, 200, random, main=lambda n: large(n) * (3 if n > 12 else 1))
+    _, after = decode(rule, texts[:1], 30, random)
+    assert np.mean(lost[-50:]) < 1 and np.mean(after) > 0.6 * np.mean(before) > 1
+
+
+def test_plain_passes_are_timed_where_their_size_is_the_same_as_before():
+    """After a pass of another size, a pass takes longer: in plain decoding it does not."""
+    random, rule, sizes = np.random.default_rng(11), rule_of(), [0]
+
+    def main(n):
+        change = 30 * (n != sizes[-1])
+        sizes.append(n)
+        return large(n) + change
+
+    rate, _ = decode(rule, [Text(rule, [0.3, 0.9])], 400, random, main=main)
+    assert rate > 0.97 / large(1)
 
 
 def test_a_draft_thought_too_slow_is_asked_again():
