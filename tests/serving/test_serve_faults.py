@@ -250,14 +250,19 @@ SENSIBLE = {
     "top_p": st.floats(0, 1),
     "seed": st.integers(-9, 9),
     "stop": st.text(min_size=1, max_size=5) | st.lists(st.text(min_size=1, max_size=5), max_size=4),
-    "n": st.just(1),
+    "n": st.integers(1, RUNNING),
+    "logprobs": st.booleans() | st.integers(0, 5),
+    "tools": st.lists(st.just({"type": "function", "function": {"name": "f", "parameters": {}}}), max_size=1),
+    "tool_choice": st.sampled_from(["auto", "none", "required"]),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    "structured_outputs": st.sampled_from([{"regex": "[a-c]+"}, {"json": {"enum": [1, "a"]}}, {"choice": ["a", "b"]}]),
     "frequency_penalty": st.floats(-2, 2),
     "presence_penalty": st.floats(-2, 2),
     "user": st.text(max_size=9),
     "repetition_penalty": st.floats(0.01, 10),
     "min_p": st.floats(0, 1, exclude_max=True),
 }
-OTHERS = ("prompt", "messages", "stream_options", "logprobs", "echo", "tools", "top_k", "model", "logit_bias")
+OTHERS = ("prompt", "messages", "stream_options", "echo", "top_k", "model", "logit_bias", "top_logprobs")
 fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(
     st.sampled_from([*SENSIBLE, *OTHERS]), anything, max_size=3
 )
@@ -282,7 +287,7 @@ def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
         status, answer = post(server, body, path)
         statuses[status] = statuses.get(status, 0) + 1
         if status == 200:
-            assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+            assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length", "tool_calls"}
         else:
             assert 400 <= status < 500, (status, answer, body)
             assert answer["error"]["message"] and answer["error"]["type"]

@@ -34,6 +34,9 @@ from tests.support.waiting import wait_until
 
 CONTEXT = 1024  # tokens, of the embedded pair
 RUNNING, WAITING, CLIENTS = 6, 8, 10
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "words": {"type": "array", "minItems": 1}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+MANY_STATES = "(a|b)*a(a|b){18}"
 GROWTH = 32_000_000  # bytes that a process may have more at the end than when it was warm
 EVERY = 5.0  # seconds
 
@@ -48,6 +51,29 @@ def memory(server):
             if words:
                 found[f"{Path(words[0].split()[0]).name[:30]} {process.pid}"] = process.memory_info().rss
     return found
+
+
+def features(chance, is_chat):
+    """The parameters beside those of the text: of one feature, or none. Grammars are new ones, or the same again."""
+    word = {"enum": [f"word {chance.randrange(500)}"]}
+    kinds = [
+        {},
+        {"n": 3},
+        {"logit_bias": {"5": -100, "6": 2}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": word}},
+        {"structured_outputs": {"regex": MANY_STATES}},
+        {"structured_outputs": {"grammar": 'root ::= root "a"'}},  # allows no text: to be refused
+        {"structured_outputs": {"json": {"enum": ["x" * 40_000]}}},
+    ]
+    of_chat = [
+        {"logprobs": True, "top_logprobs": 5},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ]
+    of_completions = [{"logprobs": 5}, {"logprobs": 1, "echo": True}, {"best_of": 2, "n": 1}]
+    return chance.choice([{}] * 4 + kinds + (of_chat if is_chat else of_completions))
 
 
 def client(server, number, stop, answers, vanished):
@@ -65,6 +91,7 @@ def client(server, number, stop, answers, vanished):
             asked["temperature"] = 7  # to be refused
         prompt = "# some text\n" * chance.choice([0, 1, 20, 100]) + f"def f{chance.randrange(50)}(x):"
         endpoint = chance.choice([completions, chats])
+        asked |= features(chance, endpoint.chat)
         if chance.random() < 0.1:
             path, body = endpoint.request(prompt, {**asked, "max_tokens": 500})
             other = endpoint.connect()
@@ -141,6 +168,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free():
             assert last - warm < GROWTH, name
         assert ended["lost"] == ended["cut off"] == 0 and set(statuses) <= {200, 400, 429}
         assert ended["answered"] > len(answers) / 3 and vanished
+        assert {"stop", "length", "tool_calls"} <= {answer.finish_reason for answer in answers}
 
         wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
         endpoint = Target(server.url, server.model)

@@ -204,6 +204,30 @@ def test_what_never_ends_is_cut_off_by_max_tokens(api, schema):
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 12, answer.text
 
 
+HOSTILE = {
+    "a schema of 1 MB": ({FORMAT: of_schema({"enum": ["x" * 1_000_000]})}, 413),
+    "many small properties": ({FORMAT: of_schema({"properties": {f"p{i}": {} for i in range(900)}})}, 200),
+    "nothing is allowed": ({OUTPUTS: {"json": {"$ref": "#"}}}, 400),
+    "rules that never end": ({OUTPUTS: {"grammar": 'root ::= "a" root'}}, 400),
+    "a text that never ends": ({OUTPUTS: {"grammar": 'root ::= "a" root | "b"'}}, 200),
+    "a regular expression of many states": ({OUTPUTS: {"regex": "(a|b)*a(a|b){18}"}}, 200),
+    "repetitions of repetitions": ({OUTPUTS: {"regex": "((a{1,900}){1,900}){1,900}"}}, 400),
+}
+
+
+def test_what_grammars_cost_holds_up_nobody(api):
+    """Each is refused or ends by max_tokens, within the patience of `ask`, and a text beside them is complete."""
+    with ThreadPoolExecutor(4) as threads:
+        beside = threads.submit(ask, api, "/completions", prompt="def f(", max_tokens=300, ignore_eos=True)
+        asked = {name: threads.submit(ask, api, max_tokens=9, **more) for name, (more, _) in HOSTILE.items()}
+    assert beside.result().json().get("usage", {}).get("completion_tokens") == 300, beside.result().text
+    answers = {name: answer.result() for name, answer in asked.items()}
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        name: status for name, (_, status) in HOSTILE.items()
+    }
+    assert all(len(answer.text) < 3_000 for answer in answers.values())
+
+
 def test_no_grammar_is_compiled_in_the_decoding_thread(api, decoder, monkeypatch):
     """Also not where more grammars wait than the decoder keeps."""
     compiling, new = [], Grammars._new
