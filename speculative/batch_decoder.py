@@ -312,7 +312,7 @@ class BatchDecoder:
             for request in running:
                 self._try(request, self._draft_forced, request)
             return
-        drafting = [request.policy for request in running if request.sequence.can_draft]
+        drafting = [request.policy for request in running if self._try(request, self._can_draft, request)]
         followers = [policy for policy in drafting if isinstance(policy, Estimate)]
         self.draft_length.begin(followers, len(running))
         while True:
@@ -339,7 +339,7 @@ class BatchDecoder:
         histories: list[Estimate] = []  # of `others`
         for request in running:
             policy, drafted = request.policy, request.sequence.drafted - request.sequence.forced
-            if not request.sequence.can_draft or request.idle or request.error:
+            if request.idle or request.error or not self._try(request, self._can_draft, request):
                 continue
             if isinstance(policy, Estimate):
                 if drafted < LONGEST:
@@ -352,6 +352,11 @@ class BatchDecoder:
         tokens = read + sum(request.sequence.num_logits for request in running)
         places = self.draft_length.choose(histories, tokens, sum(not request.copy for request in own), bool(own))
         return own + [others[i] for i in places]
+
+    @staticmethod
+    def _can_draft(request: Request) -> bool:
+        """Whether another draft token can be useful. Raises ValueError if the grammar is too complex for the text."""
+        return request.sequence.can_draft
 
     @staticmethod
     def _draft_forced(request: Request) -> None:

@@ -198,6 +198,7 @@ class GrammarState:
         if not self._go_to(generated) or self._is_over():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        self._check_limits()
         tokens = self._grammar.encode(text) if text else []
         usable = next((i for i, token in enumerate(tokens) if token in self._never), len(tokens))
         return tokens[: self._matcher.validate_tokens(tokens[:usable])] if usable else []
@@ -243,16 +244,24 @@ class GrammarState:
         matcher, bits = self._matcher, self._bits
         accepting = matcher.is_accepting()
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if "NoExtensionBias" in matcher.get_error():  # a dead end
+        if self._is_dead_end:
             return Mask(np.zeros(0, np.int64), True)
-        if matcher.is_error():
-            self._grammar.is_exhausted = True
-            raise ValueError(f"structured_output_config is too complex for this text: {self._error()}")
+        self._check_limits()
         size = self._grammar.vocab_size
         allowed = np.unpackbits(bits.view(np.uint8)[0], count=size, bitorder="little").view(bool)
         allowed[self._never] = False
         allowed[self._stop_ids] = accepting
         return Mask.of(allowed)
+
+    @property
+    def _is_dead_end(self) -> bool:
+        return "NoExtensionBias" in self._matcher.get_error()
+
+    def _check_limits(self) -> None:
+        """Raise ValueError if the matcher has exceeded a limit, after which it is of no use."""
+        if self._matcher.is_error() and not self._is_dead_end:
+            self._grammar.is_exhausted = True
+            raise ValueError(f"structured_output_config is too complex for this text: {self._error()}")
 
     def _error(self) -> str:
         message = self._matcher.get_error()

@@ -211,7 +211,7 @@ HOSTILE = {
     "rules that never end": ({OUTPUTS: {"grammar": 'root ::= "a" root'}}, 400),
     "a text that never ends": ({OUTPUTS: {"grammar": 'root ::= "a" root | "b"'}}, 200),
     "a regular expression of many states": ({OUTPUTS: {"regex": "(a|b)*a(a|b){18}"}}, 200),
-    "repetitions of repetitions": ({OUTPUTS: {"regex": "((a{1,900}){1,900}){1,900}"}}, 400),
+    "repetitions of repetitions": ({OUTPUTS: {"regex": "((a{1,900}){1,900}){1,900}"}}, 200),
 }
 
 
