@@ -24,6 +24,7 @@ DIVIDED_ACCEPTANCE = 0.2  # the same, if the matches are followed by different t
 LEVELS = np.unique([DIVIDED_ACCEPTANCE, *MATCH_ACCEPTANCE])
 """All confidences that a copied token can have, ascending."""
 SHORT_MATCH, MOST_MATCHES = 3, 64  # of the matches longer than this, so many are compared further: the latest
+FEW_MATCHES = 8  # so many are compared one by one, which then takes less time than numpy
 END = -1  # after each past answer: no token
 
 
@@ -82,18 +83,33 @@ def longest_match(text: np.ndarray, ends: np.ndarray, suffix: list[int]) -> tupl
 
     Returns their length and the tokens that follow them: 0 and none if there are no `ends`.
     """
-    length = 0
-    for length in range(1, len(suffix)):
+    length = min(len(ends), 1)
+    while len(ends) > FEW_MATCHES and length < len(suffix):
         same = text[ends - length] == suffix[length]
-        if len(ends) and ends[0] < length:
+        if ends[0] < length:
             same &= ends >= length
         longer = ends[same]
         if not len(longer):
-            break
+            return length, text[ends[-MOST_MATCHES:] + 1].tolist()
         ends = longer[-MOST_MATCHES:] if length >= SHORT_MATCH else longer
-    else:
-        length = len(suffix)
-    return (length if len(ends) else 0), text[ends[-MOST_MATCHES:] + 1].tolist()
+        length += 1
+    rest, lengths = suffix[length:], []
+    for end in ends[-MOST_MATCHES:].tolist():
+        before = text[max(end + 1 - len(suffix), 0) : end + 1 - length].tolist()
+        lengths.append(length + _common_prefix(before[::-1], rest))
+    longest = max(lengths, default=0)
+    following = text[ends[-MOST_MATCHES:] + 1].tolist()
+    return longest, [token for token, length in zip(following, lengths, strict=True) if length == longest]
+
+
+def _common_prefix(tokens: list[int], others: list[int]) -> int:
+    """The number of leading tokens that both lists have in common."""
+    same = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        same += 1
+    return same
 
 
 class Answers:
