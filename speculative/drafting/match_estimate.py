@@ -1,5 +1,7 @@
 """Acceptance of tokens copied from a match, by the length of the match."""
 
+from bisect import bisect_right
+
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate
@@ -35,7 +37,7 @@ class MatchEstimate(AcceptanceEstimate):
         `confidence` in the next one; the matches of those after it are longer."""
         first = self._bin(confidence)
         bins = np.minimum(first + np.arange(longest), max(first, self.BINS - 2))
-        return self._of_bins()[bins].cumprod()
+        return np.array([self._of_bin(bin_) for bin_ in range(self.BINS)])[bins].cumprod()
 
     def _count(self, bin_: int, was_accepted: bool) -> None:
         prior = self._pool._of_bin(bin_) if self._pool else float(LEVELS[bin_])
@@ -44,13 +46,9 @@ class MatchEstimate(AcceptanceEstimate):
         super()._count(bin_, was_accepted)
 
     def _bin(self, confidence: float) -> int:
-        return int(np.searchsorted(LEVELS, confidence, side="right")) - 1
-
-    def _of_bins(self) -> np.ndarray:
-        """The acceptance probability by bin, float64 [BINS]."""
-        prior = self._pool._of_bins() if self._pool else LEVELS
-        prior = prior * min(self._right / self._hoped, 1.0)
-        return (self._accepted + self.PRIOR * prior) / (self._judged + self.PRIOR)
+        return bisect_right(LEVELS, confidence) - 1
 
     def _of_bin(self, bin_: int) -> float:
-        return float(self._of_bins()[bin_])
+        prior = self._pool._of_bin(bin_) if self._pool else float(LEVELS[bin_])
+        prior *= min(self._right / self._hoped, 1.0)
+        return float(self._accepted[bin_] + self.PRIOR * prior) / float(self._judged[bin_] + self.PRIOR)
