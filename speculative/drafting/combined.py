@@ -15,6 +15,7 @@ from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
+from speculative.models.pass_width import PassWidth
 from speculative.sampling.proposal import Proposal
 
 TRUSTED = 0.7  # confidence from which a token is copied, if the draft length does not depend on acceptance and costs
@@ -60,7 +61,8 @@ class CombinedEstimate:
     def __init__(self, draft: AcceptanceEstimate, matches: MatchEstimate):
         self.of_draft = draft
         self.of_matches = matches
-        self._recent = np.array([draft.mean(), 1.0]) * draft.PRIOR  # draft tokens accepted and judged, with decay
+        self._recently_judged = draft.PRIOR  # draft tokens, with decay
+        self._recently_accepted = draft.PRIOR * draft.mean()
         self.judged = self.accepted = 0  # draft tokens up to the first rejected one of each iteration
         self.begin()
 
@@ -133,7 +135,8 @@ class CombinedEstimate:
             places = [place for place in range(judged) if self.copied[place] == copies]
             estimate.update(len(places), sum(place < accepted for place in places))
         for place in range(judged):
-            self._recent = self._recent * self.of_draft.FADE + (place < accepted, 1.0)
+            self._recently_judged = self._recently_judged * self.of_draft.FADE + 1
+            self._recently_accepted = self._recently_accepted * self.of_draft.FADE + (place < accepted)
         self.judged += judged
         self.accepted += accepted
 
@@ -144,7 +147,7 @@ class CombinedEstimate:
     def ahead(self, longest: int) -> np.ndarray:
         """The probabilities that the next 1, 2, ..., `longest` draft tokens are accepted if the first one is the draft
         model's and the others come from either source, float64 [longest]."""
-        either = self._recent[0] / self._recent[1]
+        either = self._recently_accepted / self._recently_judged
         return self.of_draft.mean() * either ** np.arange(longest)
 
     def next(self) -> float:
@@ -162,13 +165,15 @@ Estimate: TypeAlias = AcceptanceEstimate | CombinedEstimate
 
 
 class CombinedDraftLength(AdaptiveDraftLength):
-    """Chooses the source of each draft token, and stops when neither is worth its cost.
+    """Chooses the size of the next forward pass, and the source of each draft token in it.
 
-    A source is worth its cost if, for some number n of tokens,
+    The size is planned by the source that is worth more, and filled with tokens of a match, as in `LookupDraftLength`:
+    where the draft model is not worth its time, drafts are those of suffix decoding alone. With p1, p2, ... the
+    probabilities that the next tokens are accepted, the draft model is worth its time if, for some number n of tokens,
 
         survival x (p1 + p1 p2 + ... + p1 ... pn)  >  tokens per second x seconds to draft and verify n tokens
 
-    where copies take no time to draft, but must be worth MARGIN times their cost. If both are, it is copied unless
+    where those that fit into the planned pass take no time to verify. If there is a match as well, it is copied unless
 
         (p of the draft model - p of the copy) x (survival + further tokens)  >  tokens per second x seconds of its step
 
@@ -176,17 +181,20 @@ class CombinedDraftLength(AdaptiveDraftLength):
     the draft model, and a bound on the loss.
     """
 
-    MARGIN = 1.3  # by which the expected tokens of a copy must exceed its cost
+    PRIOR_ACCEPTANCE = 0.5  # of the draft model's tokens: a wrong one may keep many right ones from being copied
+    pass_width: PassWidth
     _acceptance: CombinedEstimate  # type: ignore[assignment]
 
     def __init__(self, costs: Costs):
-        super().__init__(costs)
+        super().__init__(costs, self.PRIOR_ACCEPTANCE)
+        self.pass_width = costs.pass_width()  # a decoder replaces it by its main model's
 
     def reset(self, repeatable: bool = False) -> None:
         super().reset(repeatable)
         of_draft = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
         self._model_seconds = 0.0  # spent by the draft model in this iteration
+        self._width = 1  # planned tokens of the next forward pass
         self._followed = FollowedCopies()
         self._wanted = 0  # copies in this iteration that the budget did not allow
         self._was_right = False  # whether the first of them was the next token
@@ -201,33 +209,22 @@ class CombinedDraftLength(AdaptiveDraftLength):
         self._acceptance.begin()
         self._model_seconds = 0.0
         self._wanted, self._was_right = 0, False
-        self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
 
     def copies_next(self, match: Proposal | None, can_use_model: bool = True) -> bool | None:
         """Whether to copy the token of `match` next, or ask the draft model (False). None: stop drafting."""
         estimate = self._acceptance
         estimate.foresee(match, can_use_model)
         drafted = estimate.drafted
+        if not drafted and not self._plan_width(match, can_use_model):
+            return None
         if drafted >= LONGEST:
             return None
-        if not drafted:
-            if not self._may_draft():
-                if match and self._budget.left(self._plain_cost()) <= 0:
-                    gains = np.append(0.0, self._worth(match, can_use_model=False))
-                    self._wanted = int((gains - self._rate(1) * self._verify.seconds[1:]).argmax())
-                return None
-            self._plan_pass(self._worth(match, can_use_model))
-        sources = [copies for copies in (True, False) if (match if copies else can_use_model)]
-        plans = {copies: self._plan(copies) for copies in sources}
-        to_beat = self._rate(drafted)
-        worth = [copies for copies, (tokens, seconds) in plans.items() if (tokens > to_beat * seconds).any()]
-        if len(worth) == 2:
-            rate = self._rate(1)  # the recent one
-            further = max(float((tokens - rate * seconds).max()) for tokens, seconds in plans.values())
-            step = float(self._drafting.seconds[estimate.steps + 1] - self._drafting.seconds[estimate.steps])
-            return estimate.prefers_copy(rate * step, max(further, 0.0))
-        if worth:
-            return worth[0]
+        fit = self._width - 1 - drafted
+        of_model = float(self._of_model(self._rate(drafted)).max()) if can_use_model else 0.0
+        if match and fit > 0 and (of_model <= 0 or self._prefers_copy(match, fit, of_model)):
+            return True
+        if of_model > 0:
+            return False
         return False if not drafted and estimate.is_due else None
 
     def draft(self, proposal: Proposal, copied: bool, seconds: float = 0.0) -> None:
@@ -249,28 +246,40 @@ class CombinedDraftLength(AdaptiveDraftLength):
             plain, verify = self._plain_cost(), self._verify.seconds
             self._followed.follow(self._budget, self._wanted, self._was_right, plain, verify, self._change)
 
-    def _worth(self, match: Proposal | None, can_use_model: bool) -> np.ndarray:
-        """What 1, 2, ... draft tokens are worth if all come from the better source, in tokens, float64 [LONGEST]."""
-        worth: np.ndarray = np.zeros(LONGEST)
-        if match:
-            worth = self._acceptance.of_matches.ahead_of(match.confidence(), LONGEST).cumsum() / self.MARGIN
-        if can_use_model:
-            worth = np.maximum(worth, self._gains - self._rate(1) * self._drafting.seconds[1:])
-        return worth
+    def _plan_width(self, match: Proposal | None, can_use_model: bool) -> bool:
+        """Plan the size of the next forward pass. Returns whether anything may be drafted."""
+        rate, copies = self._rate(1), self._of_copies(match, LONGEST) if match else np.zeros(LONGEST)
+        if not self._may_draft():
+            if self._budget.left(self._plain_cost()) <= 0:
+                self._wanted = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
+            return False
+        self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
+        self._passes = np.zeros(LONGEST + 2)
+        self._width = self._plan_pass(np.maximum(copies, self._of_model(rate)) if can_use_model else copies)
+        return True
 
-    def _plan(self, copies: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The expected tokens and seconds of drafting 1, 2, ... more tokens, the next from this source: float64
-        [LONGEST - drafted] each."""
-        estimate, steps = self._acceptance, self._acceptance.steps
-        left = LONGEST - estimate.drafted
-        seconds = self._passes[estimate.drafted + 2 :] - self._passes[estimate.drafted + 1]
-        if copies:
-            assert estimate.match
-            gains = estimate.of_matches.ahead_of(estimate.match.confidence(), left).cumsum() / self.MARGIN
-        else:
-            seconds = seconds + self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
-            gains = self._gains[:left]
-        return estimate.survival * gains, seconds
+    def _prefers_copy(self, match: Proposal, fit: int, of_model: float) -> bool:
+        """Whether to copy the token of `match` although the draft model is worth `of_model`; `fit` tokens fit into the
+        planned pass."""
+        steps = self._acceptance.steps
+        step = float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
+        further = max(of_model, float(self._of_copies(match, fit)[-1]))
+        return self._acceptance.prefers_copy(self._rate(1) * step, further)
+
+    def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
+        """What 1, 2, ..., `longest` more draft tokens are worth if they are copied, in tokens, float64 [longest]."""
+        estimate = self._acceptance
+        return estimate.survival * estimate.of_matches.ahead_of(match.confidence(), longest).cumsum()
+
+    def _of_model(self, rate: float) -> np.ndarray:
+        """What 1, 2, ... more draft tokens are worth if the first is the draft model's, in tokens, less the time to
+        draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
+        [LONGEST - drafted]."""
+        drafted, steps = self._acceptance.drafted, self._acceptance.steps
+        left = LONGEST - drafted
+        seconds = self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
+        seconds = seconds + self._passes[drafted + 2 :] - self._passes[drafted + 1]
+        return self._acceptance.survival * self._gains[:left] - rate * seconds
 
     def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
         return self._acceptance.steps, self._model_seconds

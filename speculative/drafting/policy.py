@@ -186,12 +186,12 @@ class AdaptiveDraftLength:
             self.pass_width.plan_one()
         return may
 
-    def _plan_pass(self, gains: np.ndarray) -> None:
-        """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in
-        tokens. Draft tokens that fit into it take no time to verify."""
+    def _plan_pass(self, gains: np.ndarray) -> int:
+        """Plan the size of the next forward pass, and return it; `gains` [LONGEST] is what 1, 2, ... draft tokens are
+        worth, in tokens. Draft tokens that fit into it take no time to verify."""
         self._passes = self._verify.seconds
         if not self.pass_width:
-            return
+            return 1
         rate = self._rate(1)
         worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
         last = self.pass_width.last
@@ -200,6 +200,7 @@ class AdaptiveDraftLength:
         self._passes = seconds + change * (width == last)
         dropped = seconds[: width + 1] + change * (CHANGES if width == last else 1.0)
         self._passes[: width + 1] = np.minimum(seconds[width], dropped)
+        return width
 
     @property
     def _least(self) -> int:

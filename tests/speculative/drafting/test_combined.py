@@ -12,7 +12,7 @@ from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, FixedDraftLength
 from speculative.drafting.proposers import DraftModelProposer
-from speculative.drafting.suffix import SuffixProposer
+from speculative.drafting.suffix import MATCH_ACCEPTANCE, SuffixProposer
 from speculative.models.pass_width import PassWidth
 from speculative.sampling.proposal import Proposal
 from speculative.sampling.rejection_sampling import OneHot
@@ -128,6 +128,13 @@ def test_where_changes_of_size_take_long_two_sources_are_as_fast_as_the_better_o
     assert both > 0.95 * max(lookup, model)
 
 
+@pytest.mark.parametrize("costs", MODELS.values(), ids=MODELS)
+def test_a_useless_draft_model_does_not_slow_down_suffix_decoding(costs):
+    lookup, both = (speedups(policy, 0.9, 0.05, costs, texts=2) for policy in (LookupDraftLength, CombinedDraftLength))
+    print(f"{lookup:.3f}, both {both:.3f}: {both / lookup:.3f}")
+    assert both > 0.98 * lookup
+
+
 def copy_of(token, confidence=0.8):
     return Proposal(token, OneHot(token, 100), lambda: confidence)
 
@@ -182,6 +189,15 @@ def test_where_the_draft_model_cannot_draft_copies_go_on():
     assert policy.copies_next(copy_of(1, 0.74)) is False
     assert policy.copies_next(copy_of(1, 0.74), can_use_model=False) is True
     assert policy.copies_next(None, can_use_model=False) is None
+
+
+def test_a_match_of_two_tokens_is_copied_before_anything_is_known_about_the_draft_model():
+    """A long quotation begins with one, and a single wrong token of the draft model keeps it from being copied."""
+    policy = CombinedDraftLength(COSTS)
+    policy.begin()
+    assert policy.copies_next(copy_of(1, MATCH_ACCEPTANCE[1])) is True
+    policy.begin()
+    assert policy.copies_next(copy_of(1, MATCH_ACCEPTANCE[0])) is False
 
 
 def test_an_iteration_without_a_draft_teaches_nothing_about_the_draft_before():

@@ -247,7 +247,7 @@ def rule(name, draft):
     if name == "adaptive" and draft == "lookup":
         return LookupDraftLength(Costs(draft=0.0, main={1: 1.0, LONGEST + 1: 3.0}, main_change=0.2))
     if name == "adaptive" and draft.startswith(TWO_SOURCES):  # the draft model costs more, so that copies are worth it
-        return CombinedDraftLength(Costs(draft=0.25, main={1: 1.0, LONGEST + 1: 1.5}, main_change=0.2))
+        return CombinedDraftLength(Costs(draft=0.5, main={1: 1.0, LONGEST + 1: 1.5}, main_change=0.2))
     if name == "adaptive":
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}, main_change=0.2))
     if name == "confidence":
