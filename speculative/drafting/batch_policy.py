@@ -21,7 +21,7 @@ from speculative.models.paged_model import rounded_up
 
 class Comparison:
     """Drafting compared with plain decoding, in batches of one number of requests: their costs are measured less
-    closely than those of one request, and whether drafting pays differs from one number to another."""
+    closely than those of one request, and whether drafting helps differs from one number to another."""
 
     def __init__(self, plain_change: float = 1.0):
         self.budget = DraftBudget()
