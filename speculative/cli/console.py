@@ -4,7 +4,6 @@ from speculative.cli.ctrl_c import ctrl_c
 
 import errno
 import io
-import os
 import sys
 import time
 from argparse import Namespace
@@ -16,6 +15,7 @@ import openvino
 import openvino_genai
 from openvino_genai import DecodedResults, GenerationConfig
 
+from speculative.cli.processes import discard_unwritable_output
 from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.pair.weights import read as read_weights
 from speculative.sampling.params import stop_ids_of
@@ -38,9 +38,9 @@ def run(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        discard_unwritable_output()
         if isinstance(error, BrokenPipeError) or getattr(error, "errno", None) == errno.EINVAL:  # EINVAL: on Windows
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: exit quietly
-            sys.exit(0)
+            sys.exit(0)  # the reader is gone: exit quietly
         if "--debug" in sys.argv:
             raise
         fail(sentence(error), status=1)

@@ -1,5 +1,6 @@
 """Process handling, which differs on Windows: process groups, Ctrl-C, output encoding and broken pipes."""
 
+import atexit
 import contextlib
 import io
 import os
@@ -62,10 +63,28 @@ def end_with_reader() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
+def discard_unwritable_output() -> OSError | None:
+    """Discard text that stdout cannot take, as with a full disk, and return the error. Otherwise Python tries to write
+    it at exit, and exits with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _report_unwritable_output() -> None:
+    if error := discard_unwritable_output():
+        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+        os._exit(1)  # an exit handler cannot set the status in another way
+
+
 def prepare_output() -> None:
-    """Call both of the above; for the start of a program."""
+    """Prepare stdout at the start of a program: UTF-8, a silent end with its reader, one sentence for a full disk."""
     utf8_output()
     end_with_reader()
+    atexit.register(_report_unwritable_output)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ WITH_CONSOLE = [name for name in ONE_SHOT if name != STAND_ALONE]
 GREEDY = {"speculative_sampling_lm.py": ["--temperature", 0, "-k", 3], "suffix_decoding_lm.py": ["-k", 3]}
 OUR_ENGINE = ("speculative_sampling_lm.py", "suffix_decoding_lm.py", "speculative_chat.py")
 PROMPT = "def read_file(path):"
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 EXACT = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 NPU_ON_CPU = ("--property", "NPUW_DEVICES=CPU", *EXACT)
 TOKENS = 40
@@ -299,7 +300,7 @@ def test_a_closed_pipe_ends_quietly(name):
 def test_a_full_disk_is_one_sentence():
     command = [sys.executable, sample("greedy_causal_lm.py"), SMALL, PROMPT, "--max-new-tokens", "300"]
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=BUFFERED)
     assert done.returncode == 1
     assert "No space left on device" in done.stderr.decode().splitlines()[-1]
     assert "Traceback" not in done.stderr.decode()

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -79,6 +80,16 @@ def test_output_is_utf_8_at_a_console_of_another_code_page(prepared):
     process = subprocess.run(command, capture_output=True, cwd=ROOT, env=console, timeout=PATIENCE)
     assert process.returncode == 0, process.stderr
     assert process.stdout.decode("utf-8").rstrip() == "é, π, \\udc80"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_one_sentence():
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PRINT.format("prepare_output")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=buffered, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert done.stderr == b"error: the output cannot be written: No space left on device.\n"
 
 
 @pytest.mark.posix("Windows has no SIGPIPE")
