@@ -3,6 +3,7 @@
     python convert/make_draft.py MAIN OUT
     python convert/make_draft.py models/embedded/main drafts/embedded --minutes 20
     python convert/make_draft.py models/qwen3/main drafts/qwen3 --minutes 240 --device cuda --prompts prompts.jsonl
+    python convert/make_draft.py models/qwen3/main drafts/qwen3 --init-from models/qwen3/draft --prompts prompts.jsonl
     python convert/make_draft.py models/llama/main drafts/llama --kind pruned --minutes 240 --device cuda
 
 MAIN is a folder with OpenVINO IR, as export_pair.py makes it. OUT gets an EAGLE-3 head (--kind eagle3), which drafts
@@ -17,6 +18,9 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
               without the layers that change the hidden states least
 4. verdict    acceptance on held-out prompts, also by category, and speed compared with prompt lookup, the main model
               alone and other drafts (--compare)
+
+--init-from HEAD trains an existing head further, such as a published one for a fine-tuned or quantized main model, or
+for your own prompts.
 
 OUT gets IR, checkpoint/ (the published format, or Hugging Face's), README.md and draft.json. OUT/work keeps texts,
 states and the training state; it may be removed afterwards. Run an interrupted command again to resume it; a larger
@@ -63,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=256, help="maximum tokens of a text, including the prompt (256)")
     add("--draft-vocabulary", type=int, metavar="N", help="vocabulary size of the draft (covers 99.5 %% of the texts)")
     add("--layers", type=int, nargs=3, metavar="N", help="layers whose hidden states the draft reads (1, N/2-1, N-4)")
+    add("--init-from", type=Path, metavar="HEAD", help="folder of an EAGLE-3 head to train further, OpenVINO IR (none)")
     add("--keep-layers", type=int, metavar="N", help="layers that a pruned draft keeps (a quarter)")
     add("--compare", action="append", default=[], metavar="DRAFT", help="also measure this draft; may be repeated")
     add("--device", default="cpu", help="torch's device for the training: cpu, cuda or xpu (cpu)")
@@ -80,10 +85,13 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         value = getattr(parsed, name)
         if value is not None and value < least:
             raise ConvertError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}", 2)
-    for kind, names in {"eagle3": ("layers", "draft_vocabulary"), "pruned": ("keep_layers",)}.items():
+    for kind, names in {"eagle3": ("layers", "draft_vocabulary", "init_from"), "pruned": ("keep_layers",)}.items():
         for name in names:
             if getattr(parsed, name) is not None and parsed.kind != kind:
                 raise ConvertError(f"--{name.replace('_', '-')} is for --kind {kind}; leave it out", 2)
+    for name in ("layers", "draft_vocabulary"):
+        if getattr(parsed, name) is not None and parsed.init_from:
+            raise ConvertError(f"--{name.replace('_', '-')} is that of the head of --init-from; leave it out", 2)
     require_torch(parsed.device)
     return stages.Options(
         main=parsed.main,
@@ -96,6 +104,7 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         kind=parsed.kind,
         layers=parsed.layers,
         draft_vocabulary=parsed.draft_vocabulary,
+        init_from=parsed.init_from,
         keep_layers=parsed.keep_layers,
         compared=list(dict.fromkeys(parsed.compare)),
         device=parsed.device,

@@ -26,6 +26,7 @@ from speculative.convert.draft_training import eagle3
 from speculative.convert.draft_training.beginnings import opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
+from speculative.convert.draft_training.head_weights import read_head
 from speculative.convert.draft_training.main_model import MainModel, Reading
 from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.state_file import StateFile
@@ -140,10 +141,9 @@ def test_greedy_text_is_that_of_the_main_model_alone(main, engine):
 def test_the_engine_drafts_as_the_head_was_trained(main, made, engine):
     """A wrong tap, features or positions shifted by one, or a wrong d2t: all make these logits differ."""
     model = MainModel(ModelSpec(main, "CPU", EXACT))
-    kind = Eagle3(model, None, None)
+    kind = Eagle3(model)
     state = made / "work/training.pt"
-    embeddings = model.embeddings()
-    trained = head.HeadTraining(state, model.shape, kind.states, embeddings, "cpu", pytest.fail, pytest.fail)
+    trained = head.HeadTraining(state, model.shape, kind.states, model.embeddings(), "cpu", pytest.fail)
     tokens = max((text.tokens for text in texts_of(made)), key=len)[:24]
     reading = kind.reader(8).read(tokens)
     trained._has_bf16 = False
@@ -160,17 +160,24 @@ def test_the_engine_drafts_as_the_head_was_trained(main, made, engine):
     assert len(outside) and np.isneginf(engine.draft.model.logits(tokens)[0][outside]).all()
 
 
-def test_the_checkpoint_loads_in_the_exporter(main, made, tmp_path):
-    """Exported by optimum-cli it computes the same as the IR that was written directly, but for int8 rounding."""
+@pytest.fixture(scope="module")
+def exported(made, tmp_path_factory):
+    """The checkpoint, exported by optimum-cli."""
     import transformers.dynamic_module_utils as modules
 
+    folder = tmp_path_factory.mktemp("exported")
     with pytest.MonkeyPatch.context() as patch:
         # The exporter's own code counts as remote code, whose imports are checked: einops, diffusers, not used here.
         patch.setattr(modules, "check_imports", modules.get_relative_imports)
-        export = ["optimum-cli", "export", "openvino", "--model", str(made / "checkpoint"), str(tmp_path / "exported")]
+        export = ["optimum-cli", "export", "openvino", "--model", str(made / "checkpoint"), str(folder / "head")]
         export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--trust-remote-code"]
-        run_optimum_here(export, tmp_path / "log", tmp_path, verbose=False)
-    graphs = [ov.Core().read_model(folder / "openvino_model.xml") for folder in (made, tmp_path / "exported")]
+        run_optimum_here(export, folder / "log", folder, verbose=False)
+    return folder / "head"
+
+
+def test_the_checkpoint_loads_in_the_exporter(main, made, exported):
+    """Exported by optimum-cli it computes the same as the IR that was written directly, but for int8 rounding."""
+    graphs = [ov.Core().read_model(folder / "openvino_model.xml") for folder in (made, exported)]
     embedding = eagle3_graph.find_embedding(graphs[0].clone())
     eagle3_graph.find_embedding(graphs[1]).input(0).replace_source_output(embedding.input_value(0))
     tokens = np.arange(3, 23)
@@ -192,6 +199,40 @@ def test_genai_decodes_with_the_draft(main, made):
     draft = openvino_genai.draft_model(str(made), "CPU", **EXACT)
     config.num_assistant_tokens = 3
     assert openvino_genai.LLMPipeline(str(main), "CPU", draft_model=draft, **EXACT).generate("fox", config) == alone
+
+
+# --- a head that is trained further ---
+
+
+def test_weights_are_read_from_the_ir_of_a_head(main, made, exported):
+    """From the one written directly, and from one that optimum-cli exported from the same checkpoint."""
+    from safetensors.numpy import load_file
+
+    expected = load_file(made / "checkpoint/model.safetensors")
+    model = MainModel(ModelSpec(main, "CPU", EXACT))
+    for folder, tolerance in ((made, 0.02), (exported, 1e-6)):  # int8 and f32
+        initial = read_head(folder, model)
+        assert (initial.vocabulary == expected["d2t"] + np.arange(len(initial.vocabulary))).all()
+        assert {*initial.by_name} == {*expected} - {"d2t", "t2d"}
+        for name, weights in initial.by_name.items():
+            assert np.std(weights - expected[name]) <= tolerance * np.std(expected[name]), name
+    assert read_head(made, model).layers == [0, 2, 3]
+
+
+def test_training_goes_on_with_a_head(main, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
+    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 0)
+    shutil.copytree(made / "work", tmp_path / "out/work")  # its texts, to compare with what it reached on them
+    for name in ("training.pt", "settings.json"):
+        (tmp_path / "out/work" / name).unlink()
+    options = [*SHORT[:6], "--init-from", made]
+    assert run(main, tmp_path / "out", *options, "--threads", 1) == 0
+    before, after = (json.loads((folder / "draft.json").read_text()) for folder in (made, tmp_path / "out"))
+    assert after["training"]["steps"] == 0 and after["init_from"] == str(made)
+    agreement, again = (np.array(record["training"]["held_out_agreement"]) for record in (before, after))
+    assert np.abs(agreement - again).max() < 0.02, (agreement, again)
+    assert after["draft"] == before["draft"]
+    assert f"| start | the head in {made} |" in (tmp_path / "out/README.md").read_text()
 
 
 # --- a pruned main model ---
@@ -515,6 +556,13 @@ def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     assert "torch cannot use --device cuda" in refuses(2, main, out, "--device", "cuda")
     assert "cannot be read" in refuses(2, main, out, "--prompts", prompts)
     assert "--layers is for --kind eagle3" in refuses(2, main, out, *PRUNED, "--layers", 0, 1, 2)
+    assert "--init-from is for --kind eagle3" in refuses(2, main, out, *PRUNED, "--init-from", out)
+    layers = ["--layers", 0, 1, 2, "--init-from", out]
+    assert "--layers is that of the head of --init-from" in refuses(2, main, out, *layers)
+    assert "out holds no OpenVINO model; convert the head" in refuses(2, main, out, "--init-from", out)
+    another = refuses(2, main, out, "--init-from", MAIN.parent / "eagle3")
+    assert "--init-from is no head of the main model" in another and "the head of another model" in another
+    assert "main has no table d2t of token ids" in refuses(2, main, out, "--init-from", main)
     assert "--keep-layers is for --kind pruned" in refuses(2, main, out, "--keep-layers", 1)
     assert "nowhere holds no OpenVINO model" in refuses(2, main, out, "--compare", tmp_path / "nowhere")
     assert "is no draft of the main model" in refuses(2, main, out, "--compare", MAIN.parent / "eagle3")

@@ -7,6 +7,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from speculative.convert.draft_training.head_weights import read_head
 from speculative.convert.draft_training.kind import Kind
 from speculative.convert.draft_training.main_model import MainModel, Reader
 from speculative.convert.draft_training.state_file import TextStates
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from speculative.convert.draft_training.head import HeadTraining
 
 COVERAGE, MOST_DRAFTED = 0.995, 8192  # of the draft vocabulary, by default
+FURTHER_RATE = 5e-4  # highest learning rate for a head that is trained already
 
 
 class Eagle3(Kind):
@@ -24,11 +26,20 @@ class Eagle3(Kind):
 
     name = "eagle3"
 
-    def __init__(self, main: MainModel, layers: list[int] | None, draft_vocabulary: int | None):
-        """Raises ConvertError if the main model has no such layers."""
+    def __init__(
+        self,
+        main: MainModel,
+        layers: list[int] | None = None,
+        draft_vocabulary: int | None = None,
+        init_from: Path | None = None,
+    ):
+        """Trains the head in the folder `init_from` further, or a new one. Raises ConvertError if the main model has no
+        such layers, or the head is not one of this main model."""
         self.main = main
+        self.initial = read_head(init_from, main) if init_from else None
         adds = {layer: node for layer, node in residual_adds(main.graph).items() if layer is not None}
-        self.layers = layers or published_layers(len(adds), main.spec.folder)
+        given = self.initial.layers if self.initial else layers
+        self.layers = given or published_layers(len(adds), main.spec.folder)
         if any(layer not in adds for layer in self.layers) or len(set(self.layers)) != 3:
             raise ConvertError(
                 f"a head reads three different layers of 0 to {len(adds) - 1}, not {self.layers}; give --layers", 2
@@ -36,6 +47,8 @@ class Eagle3(Kind):
         self.states = sum(last_dimension(adds[layer]) for layer in self.layers)
         self._draft_vocabulary = draft_vocabulary
         self.settings = {"--layers": self.layers, "--draft-vocabulary": draft_vocabulary}
+        if init_from:
+            self.settings["--init-from"] = str(init_from)
 
     def check(self) -> None:
         pass  # done, without computing anything
@@ -48,20 +61,23 @@ class Eagle3(Kind):
         return self.main.reader(top, states)
 
     def training(self, file: Path, texts: list[TextStates], device: str) -> "HeadTraining":
-        from speculative.convert.draft_training.head import HeadTraining
+        from speculative.convert.draft_training.head import Beginning, HeadTraining
 
         counts = np.zeros(self.main.vocabulary, np.int64)
         for tokens, _ in texts:
             counts += np.bincount(tokens, minlength=len(counts))
-        training = HeadTraining(
-            file,
-            self.main.shape,
-            self.states,
-            self.main.embeddings(),
-            device,
-            lambda: choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED),
-            self.main.output_layer,
-        )
+
+        def beginning() -> Beginning:
+            if self.initial:
+                return Beginning(self.initial.vocabulary, self.initial.by_name)
+            chosen = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED)
+            output = self.main.output_layer(chosen)
+            return Beginning(chosen, {"lm_head.weight": output.rows, "norm.weight": output.norm} if output else {})
+
+        shape = self.initial.shape if self.initial else self.main.shape
+        training = HeadTraining(file, shape, self.states, self.main.embeddings(), device, beginning)
+        if self.initial:
+            training.rate = FURTHER_RATE
         known = training.vocabulary
         self._coverage = float(counts[known].sum() / counts.sum())
         print(f"draft vocabulary: {len(known):,} of {len(counts):,} tokens, {self._coverage:.1%} of the text")

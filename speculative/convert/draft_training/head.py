@@ -10,7 +10,7 @@ A draft step takes the h'' of the step before for h0. Names are those of the pub
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from speculative.convert.draft_training import training
-from speculative.convert.draft_training.main_model import OutputLayer, Shape
+from speculative.convert.draft_training.main_model import Shape
 from speculative.convert.draft_training.training import Batch, Training
 
 STEPS = 3  # unrolled draft steps
@@ -117,6 +117,14 @@ class Head(nn.Module):
             yield self.lm_head(self.norm(hidden))
 
 
+class Beginning(NamedTuple):
+    """What a new training starts with: the main model's token ids int64 [draft vocabulary] that the head drafts, and
+    weights by name. The others start at random."""
+
+    vocabulary: np.ndarray
+    weights: dict[str, np.ndarray]
+
+
 class HeadTraining(Training):
     """A head in training."""
 
@@ -130,14 +138,12 @@ class HeadTraining(Training):
         states: int,
         embeddings: np.ndarray,
         device: str,
-        vocabulary: Callable[[], np.ndarray],
-        output_layer: Callable[[np.ndarray], OutputLayer | None],
+        beginning: Callable[[], Beginning],
     ):
-        """Continues with the state in `file`, if it exists. Otherwise `vocabulary` gives the draft vocabulary, and
-        `output_layer` the main model's LM head, which the head's starts as."""
+        """Continues with the state in `file`, if it exists, and otherwise starts with what `beginning` gives."""
         torch.manual_seed(0)
         kept = training.load(file, device)
-        known = kept["vocabulary"].cpu().numpy() if kept else vocabulary()
+        known, weights = (kept["vocabulary"].cpu().numpy(), {}) if kept else beginning()
         self.config = LlamaConfig(
             **shape._asdict(),
             vocab_size=len(embeddings),
@@ -147,10 +153,9 @@ class HeadTraining(Training):
             draft_vocab_size=len(known),
         )
         head = Head(self.config, states)
-        if not kept and (output := output_layer(known)):
-            with torch.no_grad():
-                head.lm_head.weight.copy_(torch.from_numpy(output.rows))
-                head.norm.weight.copy_(torch.from_numpy(output.norm))
+        with torch.no_grad():
+            for name, values in weights.items():
+                head.get_parameter(name).copy_(torch.from_numpy(values))
         super().__init__(file, kept, head, known, len(embeddings), device)
         self.head = head
         self._embeddings = torch.from_numpy(embeddings).to(device)

@@ -37,14 +37,29 @@ def find_layers(graph: ov.Model) -> list[Layer]:
 
 def read_layer(layer: Layer) -> dict[str, np.ndarray]:
     """Its weights by name, matrices [outputs, inputs]."""
-    read = evaluate([node.input_value(1) for node in layer.matrices.values()])
-    matrices = zip(layer.matrices.items(), read, strict=True)
-    return layer.norms | {
-        name: values if node.get_attributes()["transpose_b"] else values.T for (name, node), values in matrices
+    return layer.norms | read_matrices(layer.matrices)
+
+
+def read_matrices(nodes: dict[str, ov.Node]) -> dict[str, np.ndarray]:
+    """The weights float32 [outputs, inputs] of MatMul nodes, by name."""
+    read = evaluate([node.input_value(1) for node in nodes.values()])
+    return {
+        name: values if node.get_attributes()["transpose_b"] else values.T
+        for (name, node), values in zip(nodes.items(), read, strict=True)
     }
 
 
-def _layer(attention: ov.Node) -> Layer:
+class Matrices(NamedTuple):
+    """A decoder layer's products with matrices, MatMul nodes by the names of Hugging Face checkpoints, and the hidden
+    states that it reads and gives."""
+
+    before: ov.Node
+    after: ov.Node
+    by_name: dict[str, ov.Node]
+
+
+def find_matrices(attention: ov.Node) -> Matrices:
+    """The layer of a ScaledDotProductAttention. Raises ValueError if it is not a Llama's."""
     q, k, v = (_projection(attention.input_value(i).get_node()) for i in range(3))
     o = attention
     while o.get_type_name() != "MatMul":
@@ -64,11 +79,21 @@ def _layer(attention: ov.Node) -> Layer:
     for name, node in matrices.items():
         if node.get_type_name() != "MatMul" or not _is_constant(node.input_value(1).get_node()):
             raise ValueError(f"its {name.removesuffix('.weight')} is no product with a matrix of weights")
-    size = attention.input_value(0).partial_shape[-1]
-    if len({node.get_friendly_name() for node in matrices.values()}) < len(matrices) or size.is_dynamic:
+    if len({node.get_friendly_name() for node in matrices.values()}) < len(matrices):
         raise ValueError("its matrices are fused")
-    norms = {"input_layernorm.weight": norm_weight(q.input_value(0).get_node())}
-    norms["post_attention_layernorm.weight"] = norm_weight(gate.input_value(0).get_node())
+    return Matrices(before, after, matrices)
+
+
+def _layer(attention: ov.Node) -> Layer:
+    before, after, matrices = find_matrices(attention)
+    size = attention.input_value(0).partial_shape[-1]
+    if size.is_dynamic:
+        raise ValueError("the size of its attention heads is not known")
+    readers = {
+        "input_layernorm.weight": "self_attn.q_proj.weight",
+        "post_attention_layernorm.weight": "mlp.gate_proj.weight",
+    }
+    norms = {norm: norm_weight(matrices[reader].input_value(0).get_node()) for norm, reader in readers.items()}
     weighted = {name: weight for name, weight in norms.items() if weight is not None}
     if len(weighted) < len(norms):
         raise ValueError("it has no norm with a weight before each part of a layer")

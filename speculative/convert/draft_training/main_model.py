@@ -1,6 +1,7 @@
 """What a training needs of the main model's IR: sizes, embeddings, hidden states and probabilities."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,20 +72,7 @@ class MainModel:
 
     @property
     def shape(self) -> Shape:
-        config = {**read_config(self.spec.folder), **text_config(read_config(self.spec.folder))}
-        heads = config.get("num_attention_heads") or max(1, self.hidden // 64)
-        return Shape(
-            self.hidden,
-            config.get("intermediate_size") or 4 * self.hidden,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or self.hidden // heads,
-            config.get("rms_norm_eps") or 1e-6,
-            config.get("rope_theta") or 10000.0,
-            context_length(config) or 4096,
-            config.get("bos_token_id"),
-            config.get("eos_token_id"),
-        )
+        return shape_of(self.spec.folder, self.hidden)
 
     def embeddings(self) -> np.ndarray:
         """float16 [vocabulary, hidden]"""
@@ -93,11 +81,10 @@ class MainModel:
 
     def output_layer(self, ids: np.ndarray) -> OutputLayer | None:
         """The LM head for the tokens `ids`; None if the graph ends in another way."""
-        node = self.graph.clone().output("logits").get_node()
-        while node.get_type_name() != "MatMul":
-            if not node.inputs() or node.get_type_name() in ("Gather", "Parameter", "Constant"):
-                return None
-            node = node.input_value(0).get_node()
+        graph = self.graph.clone()
+        node = last_product(graph)
+        if node is None:
+            return None
         shape = node.input_value(1).partial_shape
         if shape.is_dynamic or list(shape.to_shape()) != [self.vocabulary, self.hidden]:
             return None
@@ -156,6 +143,34 @@ class Forward:
         self._request.reset_state()
         found = self._request.infer({name: value for name, value in inputs.items() if name in self._names})
         return [found[i][0, :n].copy() for i in range(self._count)]
+
+
+def shape_of(folder: Path, hidden: int) -> Shape:
+    """The sizes in the config.json of an IR folder, of a model with the hidden size `hidden`."""
+    config = {**read_config(folder), **text_config(read_config(folder))}
+    heads = config.get("num_attention_heads") or max(1, hidden // 64)
+    return Shape(
+        hidden,
+        config.get("intermediate_size") or 4 * hidden,
+        heads,
+        config.get("num_key_value_heads") or heads,
+        config.get("head_dim") or hidden // heads,
+        config.get("rms_norm_eps") or 1e-6,
+        config.get("rope_theta") or 10000.0,
+        context_length(config) or 4096,
+        config.get("bos_token_id"),
+        config.get("eos_token_id"),
+    )
+
+
+def last_product(graph: ov.Model) -> ov.Node | None:
+    """The MatMul that gives the logits; None if the graph ends in another way."""
+    node = graph.output("logits").get_node()
+    while node.get_type_name() != "MatMul":
+        if not node.inputs() or node.get_type_name() in ("Gather", "Parameter", "Constant"):
+            return None
+        node = node.input_value(0).get_node()
+    return node
 
 
 def norm_weight(node: ov.Node) -> np.ndarray | None:

@@ -17,7 +17,7 @@ Made from the main model alone, by
 
 | | |
 |---|---|
-| data | {texts:,} texts of the main model ({tokens:,} tokens), {held_out_texts} more held out; {source} |
+{beginning}| data | {texts:,} texts of the main model ({tokens:,} tokens), {held_out_texts} more held out; {source} |
 {choices}
 | training | {steps:,} steps, {seen:,} tokens, {minutes:.1f} minutes on {device}; {millions:.1f} M parameters |
 | versions | {packages} |
@@ -64,6 +64,7 @@ def card(record: dict) -> str:
         **{name: data[name] for name in ("texts", "tokens", "held_out_texts")},
         **{name: training[name] for name in ("steps", "device")},
         **{name: kind[name] for name in ("title", "use", "made_of")},
+        beginning=f"| start | the head in {record['init_from']} |\n" if record["init_from"] else "",
         choices=kind["choices"].format(**draft),
         source=f"prompts of {data['prompts']}" if data["prompts"] else "it wrote the prompts, too",
         seen=training["tokens"],

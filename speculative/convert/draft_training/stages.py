@@ -48,6 +48,7 @@ class Options:
     kind: str
     layers: list[int] | None
     draft_vocabulary: int | None
+    init_from: Path | None  # folder of a head
     keep_layers: int | None
     compared: list[str]  # drafts, as given
     device: str  # of the training, torch's name
@@ -63,7 +64,7 @@ def make(options: Options) -> None:
     if options.kind == Pruned.name:
         kind = Pruned(main, options.keep_layers)
     else:
-        kind = Eagle3(main, options.layers, options.draft_vocabulary)
+        kind = Eagle3(main, options.layers, options.draft_vocabulary, options.init_from)
     prompts = beginnings.read_prompts(options.prompts) if options.prompts else []
     for draft in options.compared:
         verdict.require_draft(main.spec.folder, Path(draft))
@@ -227,6 +228,7 @@ class _Stages:
             "format": 1,
             "kind": self.kind.name,
             "main": self.options.main,
+            "init_from": str(self.options.init_from) if self.options.init_from else None,
             "command": self.options.command,
             "draft": {**self.kind.record(training), "parameters": training.parameters},
             "data": {

@@ -47,6 +47,7 @@ def load(file: Path, device: str) -> dict | None:
 class Training(ABC):
     """A draft in training. `load` and `save` keep and continue it."""
 
+    rate = RATE  # highest learning rate
     unrolled = 1  # draft steps
     ahead = 0  # tokens between a row of logits of the first of them and what the main model computes for it
 
@@ -124,7 +125,7 @@ class Training(ABC):
         """One optimizer step, when `share` of the training is over; returns the loss."""
         rate = LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * share)) / 2
         for group in self._optimizer.param_groups:
-            group["lr"] = RATE * rate * min(1, (self.steps + 1) / WARM_UP)
+            group["lr"] = self.rate * rate * min(1, (self.steps + 1) / WARM_UP)
         batch = self._batch(texts)
         loss = torch.zeros((), device=self._device)
         for i, logits in enumerate(self._logits(batch)):
