@@ -4,12 +4,14 @@ A file has JSON lines like scripts/prompts/*.jsonl, or is plain text with one pr
 or "turns" (a conversation whose first turn is the prompt), and optionally "id", "category" and "json_schema", which the
 answer follows. Several files are given with commas between them.
 
-A data set is NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing one. This
-requires the package `datasets`, which downloads only the named data set.
+A data set is OWNER/NAME[@SUBSET][:COLUMN[:SPLIT]], like openai/openai_humaneval:prompt:test, or a folder containing
+one. This requires the package `datasets`, which downloads only the named data set.
 """
 
 import json
+import logging
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,7 @@ from speculative.error_text import one_line
 from speculative.pair.model_info import config_facts
 
 DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^:/\\]+)(:(?P<split>[\w.\[\]%:-]+))?)?")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # tried in this order by default
 SPLITS = ("test", "validation", "train")
 FILES = (".jsonl", ".json", ".txt", ".md", ".csv")
@@ -53,8 +55,8 @@ def read_prompts(source: Path | str, most: int | None = None) -> list[Prompt]:
         prompts = _read_data_set(**named.groupdict())
     else:
         raise ValueError(
-            f"{missing} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or the name of a "
-            "data set"
+            f"{missing} is not a file: give JSON lines (.jsonl), a text file with one prompt per line or a data set "
+            "(OWNER/NAME)"
         )
     if not prompts:
         raise ValueError(f"{source} has no prompts: give JSON lines (.jsonl) or a text file with one prompt per line")
@@ -145,6 +147,8 @@ def _read_data_set(name: str, subset: str | None, column: str | None, split: str
             f"({one_line(error)}): name a file, or `pip install datasets`"
         ) from None
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its retries
+    print(f"reading the data set {name} ...", file=sys.stderr, flush=True)
     try:
         if not split:
             there = datasets.get_dataset_split_names(name, subset)

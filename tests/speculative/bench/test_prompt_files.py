@@ -103,7 +103,7 @@ def test_a_file_without_prompts_is_refused(tmp_path, content):
         read_prompts(path)
 
 
-@pytest.mark.parametrize("source", ["none.jsonl", "no/such/folder", "some where", ":", ""])
+@pytest.mark.parametrize("source", ["none.jsonl", "none", "no/such/folder", "some where", ":", ""])
 def test_what_is_neither_file_nor_data_set_is_refused(source):
     with pytest.raises(ValueError, match="is not a file"):
         read_prompts(source)
