@@ -28,6 +28,7 @@ import sys
 from pathlib import Path
 
 from speculative.cli import former_options
+from speculative.cli.parser import Parser
 from speculative.cli.processes import end_with_reader, utf8_output
 from speculative.cli.properties import PROPERTY
 from speculative.convert import program
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     utf8_output()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     resume = "nothing was left behind"
-    return program.run("export_model_server", lambda: export(options), options.out, options.debug, resume)
+    return program.run(lambda: export(options), options.out, options.debug, resume)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -74,9 +75,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="export_model_server.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="export_model_server.py", description=__doc__)
     add = parser.add_argument
     add("pair", metavar="PAIR", type=Path, help="the folder with main/ and draft/")
     add("out", metavar="OUT", type=Path, help="the folder to create; must be new or empty")

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
 from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source
 from speculative.convert.child import Child
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_known_pairs()
         return 0
     resume = "run the same command again to resume"
-    return program.run("export_pair", lambda: export_pair(options), options.out_dir, options.debug, resume)
+    return program.run(lambda: export_pair(options), options.out_dir, options.debug, resume)
 
 
 @dataclass
@@ -98,11 +99,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="export_pair.py",
         usage="%(prog)s [options] MAIN DRAFT OUT_DIR [-- OPTIMUM-CLI OPTIONS]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("models", nargs="*", metavar="MAIN DRAFT OUT_DIR", help="the two models, and the folder to write")
@@ -209,7 +209,7 @@ def known_pairs() -> dict[str, dict]:
         try:
             import tomli as tomllib
         except ImportError:
-            sys.exit("export_pair: tomli is not installed; install it with: pip install -r requirements-run.txt")
+            sys.exit("error: tomli is not installed; install it with: pip install -r requirements-run.txt")
     pairs = tomllib.loads((ROOT / "convert/pairs.toml").read_text(encoding="utf-8"))
     for pair in pairs.values():
         if (ROOT / pair.get("draft", "")).joinpath("openvino_model.xml").is_file():  # a draft of this project

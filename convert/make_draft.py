@@ -37,6 +37,7 @@ import signal
 import sys
 from pathlib import Path
 
+from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
 from speculative.convert import program
 from speculative.convert.draft_training import stages
@@ -50,13 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parsed = build_parser().parse_args(arguments)
     resume = "run the same command again to resume"
-    return program.run("make_draft", lambda: stages.make(options(parsed, arguments)), parsed.out, parsed.debug, resume)
+    return program.run(lambda: stages.make(options(parsed, arguments)), parsed.out, parsed.debug, resume)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="make_draft.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="make_draft.py", description=__doc__)
     add = parser.add_argument
     add("main", metavar="MAIN", help="folder of the main model, OpenVINO IR")
     add("out", metavar="OUT", type=Path, help="folder of the draft, new or of an earlier run")

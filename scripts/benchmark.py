@@ -85,6 +85,7 @@ from speculative.cli.arguments import (
     require_draft_for,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.draft_limits import alone_limit, genai_tree_limit, native_limit, tokenizer_limit
 from speculative.pair.engines import GENAI, NATIVE
@@ -96,7 +97,7 @@ REPEATS_ITSELF = 0.25  # repetition above which the summary warns
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_pair_arguments(parser, without_draft="the path lookup is measured")
     add_run_arguments(parser, max_prompts=20)
     parser.add_argument(

@@ -42,6 +42,7 @@ from speculative.cli.arguments import (
     require_draft_for,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
 from speculative.pair.engines import GENAI, NATIVE
 
@@ -50,7 +51,7 @@ DRAFT, SUFFIX, BOTH = "ours, adaptive draft", "ours, suffix decoding", "ours, dr
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_pair_arguments(parser, without_draft="--suffix-decoding is measured")
     add_load_arguments(parser)
     add_starts_argument(parser)

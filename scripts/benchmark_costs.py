@@ -40,6 +40,7 @@ from speculative.cli.arguments import (
     refuse_unusable,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
 from speculative.models.cached_model import CachedModel
 from speculative.models.cores import usable_cores
@@ -62,7 +63,7 @@ TEXT = Path(__file__).resolve().parent.parent / "speculative/modelgen/recipes.tx
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_pair_arguments(parser)
     parser.add_argument(
         "-k", "--num-assistant-tokens", type=whole, default=4, metavar="K", help="draft length for the bandwidth limit"

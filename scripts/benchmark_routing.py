@@ -24,6 +24,7 @@ from speculative.bench.load.clients import Target, ask, only_model
 from speculative.bench.load.metrics import RequestRecord
 from speculative.bench.load.server import StartedServer
 from speculative.cli.arguments import refuse_unsound, two_or_more, whole
+from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 
 ROUTINGS = ("balanced", "prefix")
@@ -31,7 +32,7 @@ SETTINGS = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     for name, kind, default, meaning in (

@@ -37,6 +37,7 @@ from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
 from speculative.cli.arguments import refuse_in_native, refuse_unsound, whole
+from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises, ctrl_c_waits
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
@@ -47,7 +48,7 @@ CONSTRAINED = ", JSON schema"  # at the end of a method's name
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to start servers")
     parser.add_argument("draft", type=Path, nargs="?", help="draft model (IR folder)")
     parser.add_argument(

@@ -19,6 +19,7 @@ import numpy as np
 import openvino_genai
 
 from speculative.cli.arguments import refuse
+from speculative.cli.parser import Parser
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
 from speculative.models.spec import ModelSpec
@@ -66,7 +67,7 @@ def compare(model: CachedModel, text: np.ndarray) -> dict:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("model", type=Path, help="IR folder")
     parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
     parser.add_argument("--tokens", type=int, default=120, help="number of its tokens to use (default: 120)")

@@ -18,6 +18,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from speculative.cli.parser import Parser
 from speculative.error_text import one_line
 from speculative.models.vocabulary import SAMPLE
 from speculative.pair.check import Finding, check_pair
@@ -43,7 +44,7 @@ def text_of(file: str) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=folder, help="main model (IR folder)")
     parser.add_argument("draft", type=folder, help="draft model (IR folder)")
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")

@@ -57,6 +57,7 @@ from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import SwapEnvironment
 from speculative.cli import former_options
 from speculative.cli.arguments import above_zero, add_run_arguments, lengths, refuse, refuse_unsound
+from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.cli.properties import key_value
@@ -88,7 +89,7 @@ def draft_lengths(text: str) -> list[int | str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument("draft", type=Path, help="draft model (IR folder)")
     add_cell_arguments(parser)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from speculative.atomic_write import atomic_write
 from speculative.bench.reporting.gains_table import gains, sources, structured, summary
 from speculative.bench.result import Machine, RecordedResult
+from speculative.cli.parser import Parser
 from speculative.cli.processes import prepare_output
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +145,7 @@ FIGURES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "names", type=names, nargs="?", default=list(FIGURES), help="results to measure: a,b (default: all)"
     )

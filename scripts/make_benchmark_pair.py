@@ -40,6 +40,7 @@ import openvino_genai
 
 from speculative.bench import genai
 from speculative.cli.arguments import above_zero, whole
+from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
 from speculative.cli.progress import tqdm
 from speculative.convert.errors import ConvertError
@@ -132,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("out", type=Path, help="output folder for OUT/main, OUT/draft, OUT/pair.json")
     add("--shape", type=shape, help=f"main model shape: {', '.join(SHAPES)} or dimensions (default: TinyLlama-1.1B)")

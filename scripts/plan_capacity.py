@@ -51,6 +51,7 @@ from speculative.cli.arguments import (
     two_or_more,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.cli.properties import PROPERTY
 from speculative.pair.engines import NATIVE
 from speculative.serving.settings import Limits, Pair
@@ -59,7 +60,7 @@ NUMBER_TOKENS = 16  # maximum length of the number before a prompt
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     _add_costs_arguments(parser.add_argument_group("costs"))
     _add_workload_arguments(parser.add_argument_group("workload"))
     _add_goals_arguments(parser.add_argument_group("goals and settings"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
+from speculative.cli.parser import Parser
 from speculative.cli.processes import prepare_output
 
 FORMER = {"way": "method"}  # keys of rows in results of earlier versions
@@ -65,7 +66,7 @@ def output_file(text: str) -> Path:
 
 def main() -> int:
     prepare_output()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("result", type=read_result, help="JSON of a script, or its saved output")
     parser.add_argument("files", type=output_file, nargs="+", metavar="FILE", help="output files: .html, .csv, .png")
     arguments = parser.parse_args()

@@ -27,6 +27,7 @@ from speculative.cli.arguments import (
     refuse_unusable,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.error_text import one_line
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
@@ -43,7 +44,7 @@ def share(text: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "main", type=Path, nargs="?", default=ROOT / "models/embedded/main", help="main model (IR folder)"
     )

@@ -60,6 +60,7 @@ from speculative.cli.arguments import (
     model_specs,
     refuse_unusable,
 )
+from speculative.cli.parser import Parser
 from speculative.decoder import Decoder
 from speculative.models.cached_model import CachedModel
 from speculative.pair.engines import GENAI, NATIVE, engine_id
@@ -80,7 +81,7 @@ def temperatures(text: str) -> list[float]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_pair_arguments(parser)
     add_run_arguments(parser, max_prompts=5)
     draft_length = parser.add_argument(

@@ -41,6 +41,7 @@ except ImportError as error:
         f"error: {error.name} is not installed: `pip install -r requirements-export.txt` installs what training needs."
     )
 
+from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
 from speculative.modelgen.text import (
     ASSISTANT,
@@ -64,7 +65,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the checkpoints")
     parser.add_argument("--minutes", type=float, default=98, help="total training time (default: 98)")
     parser.add_argument("--seed", type=int, default=0)

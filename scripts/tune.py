@@ -64,6 +64,7 @@ from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
+from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.properties import PROPERTY
 from speculative.cli.ray_cluster import ray_address
@@ -85,7 +86,7 @@ def minutes(text: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument(
         "drafts",

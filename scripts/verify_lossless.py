@@ -63,6 +63,7 @@ from speculative.cli.arguments import (
     require_draft_for,
     whole,
 )
+from speculative.cli.parser import Parser
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
 from speculative.pair.engines import NATIVE
@@ -78,7 +79,7 @@ FEWEST_DRAWS = 100  # with fewer, even GenAI's defect may go undetected
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("main", type=Path, help="main model (IR folder)")
     parser.add_argument(
         "draft", type=Path, nargs="?", help="draft model (IR folder); without one, the path lookup is checked"

@@ -43,7 +43,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, max_prompts: int) -> N
         default=str(PROMPTS),
         metavar="FILE",
         help='JSON lines with "prompt", text with one prompt per line, or a Hugging Face data set as '
-        "NAME[@SUBSET][:COLUMN[:SPLIT]]; several files with commas between them (default: code prompts)",
+        "OWNER/NAME[@SUBSET][:COLUMN[:SPLIT]]; several files with commas between them (default: code prompts)",
     )
     parser.add_argument(
         "--max-prompts", type=whole, default=max_prompts, metavar="N", help="number of prompts, taken evenly from all"

@@ -10,12 +10,13 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import openvino
 import openvino_genai
 
 from speculative.cli.console import ALL_TOKENS, fail, say
+from speculative.cli.parser import Parser
 from speculative.cli.properties import PROPERTY
 from speculative.models.config import context_length, read_config
 from speculative.models.eagle3_graph import check_head, is_head
@@ -31,18 +32,11 @@ MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: 
 MAX_NEW_TOKENS = 1_000_000
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see --help)")
-
-
 def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     """Parse the named arguments (keys of ARGUMENTS; KEY=VALUE overrides a default), check everything that can be
     checked before compiling a model, and print what is loaded. `args.property` and `args.draft_property` are
     dictionaries."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     for name in (*names, "--debug"):
         name, _, default = name.partition("=")
         flags = DRAFT_LENGTH if name in DRAFT_LENGTH else (name.strip("[]"),)

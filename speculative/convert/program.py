@@ -1,4 +1,4 @@
-"""The frame of the conversion programs: one sentence for an error, an exit status, and no stack trace."""
+"""Main function of the conversion programs: an error is one sentence and an exit status, without a stack trace."""
 
 import errno
 import sys
@@ -10,11 +10,10 @@ from speculative.convert.errors import ConvertError
 from speculative.error_text import engine_lines
 
 
-def run(program: str, job: Callable[[], None], out: Path, debug: bool, interrupted: str) -> int:
+def run(job: Callable[[], None], out: Path, debug: bool, interrupted: str) -> int:
     """Run `job`, which writes to `out`; return the exit status: 0 done, 1 failed, 2 bad usage, 130 interrupted.
 
-    Errors are printed as one line that starts with `program`, after a stack trace with `debug`; `interrupted` is what
-    Ctrl-C prints.
+    An error is printed as one line, after a stack trace with `debug`; `interrupted` is what Ctrl-C prints.
     """
     try:
         job()
@@ -25,7 +24,7 @@ def run(program: str, job: Callable[[], None], out: Path, debug: bool, interrupt
     except Exception as error:
         if debug:
             traceback.print_exc()
-        print(f"{program}: {_sentence(error, out)}", file=sys.stderr)
+        print(f"error: {_sentence(error, out)}", file=sys.stderr)
         return error.status if isinstance(error, ConvertError) else 1
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speculative.cli import console, former_options
+from speculative.cli.parser import Parser
 from speculative.cli.pipeline_arguments import (
     ARGUMENTS,
     DRAFT_LENGTH,
-    Parser,
     check_models,
     decimal,
     take_recommendation,
@@ -74,7 +74,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     for name in ("main", "--device", "--draft-device", "-k", "--property", "--draft-property", "--recommended"):
         flags = DRAFT_LENGTH if name == "-k" else (name,)
         parser.add_argument(*flags, **ARGUMENTS[name])

@@ -69,8 +69,8 @@ def refuses(capsys):
         error = capsys.readouterr().err
         assert returned == status, error
         assert "Traceback" not in error
-        lines = [line for line in error.splitlines() if not line.startswith("usage:")]
-        assert len(lines) == 1, error
+        lines = error.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), error
         return lines[0]
 
     return refuses

@@ -531,7 +531,7 @@ def refuses(capsys):
     def refuses(status, *arguments):
         assert run(*arguments) == status
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("make_draft: "), lines
+        assert len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
 
     return refuses
@@ -597,6 +597,6 @@ def test_a_full_disk_is_one_sentence(tmp_path, capsys):
     def job():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    assert program.run("make_draft", job, tmp_path, debug=False, interrupted="") == 1
-    expected = f"make_draft: the disk of {tmp_path} is full; free space and run the same command again\n"
+    assert program.run(job, tmp_path, debug=False, interrupted="") == 1
+    expected = f"error: the disk of {tmp_path} is full; free space and run the same command again\n"
     assert capsys.readouterr().err == expected
