@@ -344,7 +344,7 @@ def compare(methods: list[Method]) -> list[Ratio]:
         if TWO_SOURCES in table:
             others = [table[key] for key in ("adaptive", ADAPTIVE_LOOKUP) if key in table]
             better = max(others, key=throughput)
-            name = better.name.removeprefix("ours, ")
+            name = better.name.removeprefix("ours, ").removeprefix("sampled, ")
             facts.append(ratio(f"draft and suffix decoding / {name}, {kind}", table[TWO_SOURCES], better))
     return facts
 
@@ -459,8 +459,9 @@ def table(result: BenchmarkResult) -> str:
 
 
 def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> list[str]:
+    width = width_of(rows)
     lines = [
-        "method                    tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
+        f"{'method':<{width}}  tokens/s   speedup (range)      gain   forwards   TTFT, ms   TPOT, ms   acceptance"
         "   block eff.   outside   repetition       same text"
     ]
     for one in rows:
@@ -468,7 +469,7 @@ def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> lis
         ttft = "" if one["ttft"] is None else f"{1000 * one['ttft']:.1f}"
         same = "" if one["same_text"] is None else f"{one['same_text']}/{one['texts']}"
         lines.append(
-            f"{one['name']:<24}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
+            f"{one['name']:<{width}}{one['throughput']:10.1f}   {one['speedup']:5.2f}x ({low:.2f}-{high:.2f})"
             f"{one['gain_percent']:+8.0f} %   {one['forward_speedup']:8.2f}   {ttft:>8}   {1000 * one['tpot']:8.2f}"
             f"   {known(one['acceptance_rate'], '.2f'):>10}   {one['block_efficiency']:10.2f}"
             f"   {known(one['outside'], '.1%'):>7}   {one['repetition']:10.2f}"
@@ -480,28 +481,30 @@ def table_of_methods(rows: list[MethodRow], best: list[MethodRow | None]) -> lis
 def table_of_positions(rows: list[dict]) -> list[str]:
     if not rows:
         return []
-    longest = max(len(one["position_acceptance"]) for one in rows)
+    longest, width = max(len(one["position_acceptance"]) for one in rows), width_of(rows)
     return [
-        "per-position acceptance " + "".join(f"{i:>6}" for i in range(1, longest + 1)),
-        *(f"{one['name']:<24}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in rows),
+        f"{'per-position acceptance':<{width}}" + "".join(f"{i:>6}" for i in range(1, longest + 1)),
+        *(f"{one['name']:<{width}}" + "".join(f"{x:6.2f}" for x in one["position_acceptance"]) for one in rows),
     ]
 
 
 def table_of_iterations(parts: list[dict]) -> list[str]:
+    width = width_of(parts)
     lines = [
-        f"{part['name']:<24}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
+        f"{part['name']:<{width}}{part['draft_ms']:8.2f} {part['verify_ms']:8.2f} {part['overhead_ms']:10.2f}"
         for part in parts
     ]
-    return lines and ["one iteration, ms          draft   verify   overhead", *lines]
+    return lines and [f"{'one iteration, ms':<{width}}   draft   verify   overhead", *lines]
 
 
 def table_of_categories(parts: list[dict]) -> list[str]:
+    width = width_of(parts)
     lines = [
-        f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<24} {part['speedup']:7.2f}x"
+        f"{part['category']:<22} {part['prompts']:>7}   {part['name']:<{width}} {part['speedup']:7.2f}x"
         f"   {known(part['acceptance_rate'], '.2f'):>10}   {part['repetition']:10.2f}"
         for part in parts
     ]
-    title = "category               prompts   method                    speedup   acceptance   repetition"
+    title = f"category               prompts   {'method':<{width}}  speedup   acceptance   repetition"
     return lines and [title, *lines]
 
 
@@ -511,6 +514,11 @@ def table_of_starts(costs: list[dict]) -> list[str]:
         for cost in costs
     ]
     return lines and ["load time, s                first    with cache   peak memory", *lines]
+
+
+def width_of(rows: list[dict]) -> int:
+    """The width of a column with the names of `rows`."""
+    return max([len("per-position acceptance"), *(len(one["name"]) for one in rows)]) + 1
 
 
 def known(value: float | None, form: str) -> str:

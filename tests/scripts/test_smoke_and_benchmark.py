@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import benchmark
 from speculative import decoder
 from speculative.bench.result import BenchmarkResult, CostsResult, SmokeFailure, SmokeResult
 from speculative.models.spec import ModelSpec
@@ -434,3 +435,10 @@ def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):
     out, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode in (-signal.SIGINT, 130), stderr
     assert "Traceback" not in stderr and out == "" and not list(tmp_path.iterdir())
+
+
+def test_columns_are_aligned_however_long_the_names():
+    times = {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5}
+    names = ("ours, K = 2", "ours, sampled, suffix decoding, adaptive")
+    header, *lines = benchmark.table_of_iterations([{"name": name, **times} for name in names])
+    assert header.startswith("one iteration, ms") and {len(line) for line in lines} == {len(header)}
