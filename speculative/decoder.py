@@ -164,6 +164,8 @@ class Decoder:
         elif streamer is not None and rest and result.finish_reason != "cancelled":
             streamer(rest)
         result.draft_length = policy.describe() if self.draft else "no draft"
+        if text.has_grammar:
+            result.draft_length += "; excludes iterations with tokens that the grammar forces"
         result.kv_cache = self.kv_cache
         return result
 

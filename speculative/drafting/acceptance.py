@@ -122,4 +122,9 @@ def describe_acceptance(judged: int, accepted: int) -> str:
     """The acceptance of `judged` draft tokens, in a few words."""
     if not judged:
         return "no draft token verified yet"
-    return f"per-token acceptance {accepted / judged:.2f} over {judged} draft tokens"
+    return f"per-token acceptance {accepted / judged:.2f} over {count_of_tokens(judged)}"
+
+
+def count_of_tokens(n: int) -> str:
+    """A number of draft tokens: "1 draft token", "2 draft tokens"."""
+    return f"{n} draft token{'' if n == 1 else 's'}"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from speculative.drafting.acceptance import AcceptanceEstimate, describe_acceptance
+from speculative.drafting.acceptance import AcceptanceEstimate, count_of_tokens, describe_acceptance
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import CLOCK, CLOCK_OTHERS, LatencyTable, excess, monotone
 from speculative.models.pass_width import CHANGES, PassWidth
@@ -54,7 +54,7 @@ class FixedDraftLength:
     def reset(self, repeatable: bool = False) -> None: ...
 
     def describe(self) -> str:
-        return f"always {self.k} draft tokens"
+        return f"always {count_of_tokens(self.k)}"
 
 
 @dataclass
@@ -301,7 +301,7 @@ class AdaptiveDraftLength:
         )
         if best:
             costs += f" and {self._verify.seconds[best + 1] * 1000:.1f} ms for {best + 1}"
-        does = f"about {best} draft tokens" if best else "plain decoding, as drafting is not worth its cost"
+        does = f"about {count_of_tokens(best)}" if best else "plain decoding, as drafting is not worth its cost"
         return f"{does}: {self._came_to(one)}; {costs}"
 
     def _came_to(self, plain_seconds: float) -> str:

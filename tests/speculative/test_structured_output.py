@@ -321,6 +321,7 @@ def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
     alone, decoder, *_ = pair
     free = [one.generate("def f(x):\n", json_config()) for one in (alone, decoder)]
     assert free[0].tokens == free[1].tokens
+    assert all("excludes iterations with tokens that the grammar forces" in one.draft_length for one in free)
     assert sum(free[0].accepted) > len(free[0].tokens) / 2 and len(free[1].gained) <= len(free[0].gained)
     monkeypatch.setattr(sequence, "MOST_FORCED", 0)
     plain = alone.generate("def f(x):\n", json_config())

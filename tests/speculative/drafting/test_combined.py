@@ -222,7 +222,7 @@ def test_the_summary_names_both_sources():
     policy.copies_next(copy_of(1))
     policy.draft(copy_of(1), copied=True)
     policy.update(1, 1, 0.0, 10.0)
-    assert "draft model: not used yet; copies: per-token acceptance 1.00 over 1 draft tokens" in policy.describe()
+    assert "draft model: not used yet; copies: per-token acceptance 1.00 over 1 draft token" in policy.describe()
 
 
 def test_policies_of_other_sources_are_refused():
