@@ -24,15 +24,15 @@ def main():
         parser.add_argument(f"--{prefix}device", default="CPU", help=f"device of the {role} model (default: CPU)")
         parser.add_argument(f"--{prefix}property", type=key_value, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("prompt", help="prompt text; - reads it from standard input")
-    parser.add_argument("-k", "--num-assistant-tokens", type=int, choices=range(1, 65), default=5, metavar="K")
+    parser.add_argument("-k", "--num-assistant-tokens", type=int, default=5, metavar="K", help="(default: 5)")
     parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="(default: 100)")
     args = parser.parse_args()
     if missing := [folder for folder in (args.main, args.draft) if not Path(folder, "openvino_model.xml").is_file()]:
         parser.error(f"{missing[0]} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
     if args.prompt == "-":
         args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
-    if not args.prompt or args.max_new_tokens < 1:
-        parser.error("give a prompt that is not empty, and --max-new-tokens of 1 or more.")
+    if not 1 <= (k := args.num_assistant_tokens) <= 64 or not args.prompt or args.max_new_tokens < 1:
+        parser.error(f"give a prompt that is not empty, --max-new-tokens of 1 or more and -k from 1 to 64 (-k is {k}).")
     import openvino_genai  # takes a second, for which --help and errors need not wait
 
     tokenizers = [openvino_genai.Tokenizer(x) for x in (args.main, args.draft) if any(Path(x).glob("*_tokenizer.xml"))]
@@ -43,7 +43,7 @@ def main():
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
     config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
     config.max_new_tokens = args.max_new_tokens
-    config.num_assistant_tokens = args.num_assistant_tokens
+    config.num_assistant_tokens = k
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token
