@@ -28,6 +28,7 @@ from speculative.bench.tuning.settings import (
 )
 from speculative.cli.progress import tqdm
 from speculative.drafting.policy import LONGEST, Costs
+from speculative.error_text import engine_lines
 from speculative.pair.draft_limits import genai_limit
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.sequence import metrics
@@ -175,7 +176,7 @@ class Session:
             try:
                 return bench.call(name, *arguments)
             except (*RAISABLE, ChildFailed) as error:
-                reason = " ".join(str(error).split())[-300:]
+                reason = " ".join(engine_lines(error))[:300]
             finally:
                 self.clock.tick()
             if setting not in (self.default, self.baseline):

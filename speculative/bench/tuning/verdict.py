@@ -471,10 +471,10 @@ def _first_differences(tuning: Session, models: PropertySet) -> str:
     if not total:
         return ""
     real = sum(margin > text_quality.NEAR_TIE for _, margin in found)
-    return (
-        f"{total - len(found)} of {total} texts match f32 on every compared token; the first difference is a near-tie "
-        f"in {len(found) - real} and real in {real}."
-    )
+    match = f"{total - len(found)} of {total} texts match f32 on every compared token"
+    if not found:
+        return f"{match}."
+    return f"{match}; the first difference is a near-tie in {len(found) - real} and real in {real}."
 
 
 def _command(tuning: Session, setting: Setting, choice: TuningChoice) -> list[str]:
@@ -556,13 +556,15 @@ def _python(main: str, setting: Setting) -> list[str]:
 
 def table(tuning: Session) -> str:
     """The tables: effect of each property set, and decoding speed of the finalists."""
-    lines = [f"{'properties, K = ' + str(tuning.k):<58} {'iteration':>9} {'alone':>6}   agreement   mean KL   grade"]
-    for one in sorted(tuning.property_candidates.values(), key=lambda one: -one.speedup):
+    title, tried = f"properties, K = {tuning.k}", tuning.property_candidates.values()
+    width = max(map(len, (title, *(str(one.models) for one in tried))))
+    lines = [f"{title:<{width}} {'iteration':>9} {'alone':>6}   agreement   mean KL   grade"]
+    for one in sorted(tried, key=lambda one: -one.speedup):
         quality = tuning.quality.get(one.models)
         text = f"{quality.agreement:9.1%}   {quality.mean_kl:7.5f}   {quality.grade}" if quality else ""
-        lines.append(f"{one.models!s:<58} {one.speedup:8.2f}x {one.alone:5.2f}x   {text}")
+        lines.append(f"{one.models!s:<{width}} {one.speedup:8.2f}x {one.alone:5.2f}x   {text}")
     for name, reason in tuning.failed.items():
-        lines.append(f"{name:<58} failed: {reason}")
+        lines.append(f"{name:<{width}} failed: {reason}")
     lines += _decoding("decoding, rounds that decided the choice", figures(tuning))
     lines += _decoding("decoding, new rounds after the choice", figures_of(tuning.remeasured, tuning.baseline))
     return "\n".join(lines)
@@ -570,10 +572,11 @@ def table(tuning: Session) -> str:
 
 def _decoding(title: str, found: list[Figures]) -> list[str]:
     """A table, fastest first; empty if there are no results."""
-    lines = ["", f"{title:<76} tokens/s   speedup (range)"] if found else []
+    width = max([len(title), *(len(str(one.setting)) for one in found)])
+    lines = ["", f"{title:<{width}} tokens/s   speedup (range)"] if found else []
     for one in sorted(found, key=lambda one: -one.speedup):
         lines.append(
-            f"{one.setting!s:<76} {statistics.median(one.throughputs):8.1f}   {one.speedup:.2f}x "
+            f"{one.setting!s:<{width}} {statistics.median(one.throughputs):8.1f}   {one.speedup:.2f}x "
             f"({min(one.speedups):.2f}-{max(one.speedups):.2f})"
         )
     return lines
