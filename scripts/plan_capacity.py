@@ -14,6 +14,15 @@ A goal is met if that percentile of the requests meets it; requests rejected wit
 setting, the smallest number of replicas that meets both goals is searched. More than 8 replicas are simulated as 8 with
 their share of the requests. Not simulated: the network, proxies, and other load on the processors.
 
+Columns of the first table ("*" marks the smallest number of replicas that meets both goals):
+
+    TTFT, TPOT  median, and the percentile of the goals in brackets; "refused": more requests than that were rejected
+    busy        share of the time in which a replica computes
+    batch       requests in an iteration, mean
+    drafted     draft tokens per request and iteration, mean
+    cached      share of the prompt tokens that come from the prefix cache
+    refused     requests rejected with status 429 / all
+
 `--against` compares a result of benchmark_batching.py or benchmark_serving.py with simulations of the same clients.
 Output: tables, then one JSON object on the last line.
 """

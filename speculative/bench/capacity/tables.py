@@ -17,7 +17,7 @@ def plans_table(plans: Sequence[Plan], goals: Goals) -> str:
         {
             "requests/s": [f"{row['rate']:g}" for _, row in rows],
             "draft": ["yes" if row["with_draft"] else "no" for _, row in rows],
-            "batch at most": [str(row["max_num_seqs"]) for _, row in rows],
+            "max batch": [str(row["max_num_seqs"]) for _, row in rows],
             "replicas": [f"{row['replicas']}{'*' * (row is plan.choice)}" for plan, row in rows],
             f"TTFT, ms ({p})": [_both(row["ttft"], row["ttft_percentile"]) for _, row in rows],
             f"TPOT, ms ({p})": [_both(row["tpot"], row["tpot_percentile"]) for _, row in rows],
@@ -120,7 +120,9 @@ def _of_plan(plan: Plan, p: str) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "refused" if seconds is None else f"{1000 * seconds:.4g}"
+    if seconds is None:
+        return "refused"
+    return f"{1000 * seconds:.0f}" if seconds >= 1 else f"{1000 * seconds:.4g}"
 
 
 def _both(median: float | None, high: float | None) -> str:
