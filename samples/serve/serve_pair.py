@@ -39,6 +39,7 @@ def main():
     for port, name in ((settings.port, "--port"), (settings.metrics_port, "--metrics-port")):
         check_port(settings.host, port, name)
     listen()
+    console.say(f"joining Ray at {settings.address} ..." if settings.address else "starting Ray ...")
     try:
         with ray_runtime.joined(settings.address, settings.metrics_port, settings.routing):
             listen()  # Ray installs its own handlers
@@ -71,6 +72,7 @@ def run(settings, application):
     """Start the application; when stopped, let running answers finish."""
     from speculative.serving.ray_serve import ray_runtime
 
+    console.say(f"loading {settings.pair.name} ...")
     try:
         handle = application.start(settings)
     except application.ServeFailed as error:
@@ -89,7 +91,8 @@ def say_ready(settings, cache):
     from speculative.serving import arguments
 
     url = f"http://{arguments.in_url(settings.host)}:{settings.port}/v1"
-    console.say(f"model {settings.pair.name}, {settings.replicas} replicas, {cache:.0f} MB of KV cache each")
+    replicas = "1 replica" if settings.replicas == 1 else f"{settings.replicas} replicas"
+    console.say(f"model {settings.pair.name}, {replicas} with {cache:.0f} MB of KV cache")
     if not settings.address:
         console.say(f"metrics: http://127.0.0.1:{settings.metrics_port}/metrics")
     console.say(f"ready: {url}")

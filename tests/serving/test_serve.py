@@ -498,7 +498,7 @@ def test_wrong_usage_is_one_sentence_and_status_2(run_here, arguments, words):
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run, server):
     done = run(PROGRAM, MAIN, DRAFT, "--port", server.port)
-    assert done.returncode == 1 and "Loading" not in done.stderr
+    assert done.returncode == 1 and "starting Ray" not in done.stderr
     assert f"--port {server.port} at 127.0.0.1 is not available (Address already in use): choose" in done.stderr
 
 
