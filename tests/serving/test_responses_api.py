@@ -131,7 +131,7 @@ def test_what_changes_no_text_passes(api):
         ({"tools": [{"type": "function", "name": "f"}] * 2}, "tools", "the same name"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema is required"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}}, "text.format", ""),
     ],
 )

@@ -145,6 +145,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "part 0"),
     ({"messages": [0, 0, 0]}, "messages[0]", "object"),
+    ({"messages": []}, "messages", "messages: should have at least 1 item."),
     ({"messages": [HI], "bad_words": ["x"]}, "bad_words", "only [] is supported: omit it"),
     ({"messages": [HI], "best_of": 2}, "best_of", "only 1 is supported"),
     ({"messages": [HI], "tool_choice": "required"}, "tool_choice", "no tools"),

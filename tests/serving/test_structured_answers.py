@@ -162,7 +162,7 @@ REFUSED = [
     ({FORMAT: of_schema({"properties": {f"p{i}": {} for i in range(1_500)}})}, SCHEMA_OF, "1,500 properties"),
     ({FORMAT: of_schema([])}, SCHEMA_OF, "dictionary"),
     ({FORMAT: {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_OF, "required"),
-    ({FORMAT: {"type": "json_schema"}}, FORMAT, "needs json_schema"),
+    ({FORMAT: {"type": "json_schema"}}, FORMAT, "json_schema is required"),
     ({FORMAT: {"type": "xml"}}, f"{FORMAT}.type", "'json_object'"),
     ({OUTPUTS: {"regex": "("}}, f"{OUTPUTS}.regex", "unclosed"),
     ({OUTPUTS: {"regex": "a" * 70_000}}, f"{OUTPUTS}.regex", "65536"),

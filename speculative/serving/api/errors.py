@@ -1,12 +1,14 @@
 """Errors of the OpenAI API, and problems of a request in its notation."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
+PYDANTIC_WORDS = re.compile(r"^(Value error, |(Input|List|String|Dictionary) (?=should))| after validation, not \d+$")
 SHOWN = 100  # maximum length of client input in an error message, in characters
 
 
@@ -51,7 +53,7 @@ def described(error: Mapping[str, Any], off: dict[str, tuple]) -> tuple[str, str
         return place, _not_served(str(error["loc"][-1]), off)
     if error["type"] in ("model_type", "model_attributes_type"):
         return place, "should be an object"
-    return place, error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    return place, PYDANTIC_WORDS.sub("", error["msg"])
 
 
 def _not_served(name: str, off: dict[str, tuple]) -> str:

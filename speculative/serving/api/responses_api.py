@@ -191,7 +191,7 @@ class TextFormat(Given):
     @model_validator(mode="after")
     def has_its_schema(self) -> "TextFormat":
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("the type json_schema, and no other, needs a schema")
+            raise ValueError("schema is required for the type json_schema, and only allowed with it")
         return self
 
     @property

@@ -69,7 +69,7 @@ class ResponseFormat(Given):
     @model_validator(mode="after")
     def has_its_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("the type json_schema, and no other, needs json_schema")
+            raise ValueError("json_schema is required for the type json_schema, and only allowed with it")
         return self
 
     @property
