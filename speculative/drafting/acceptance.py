@@ -7,7 +7,7 @@ class AcceptanceEstimate:
     """Learns the acceptance probability of a draft token, given that those before it were accepted.
 
     Draft tokens are counted by the draft's confidence in them (as in Mamou et al. 2024, arXiv 2405.04304), with
-    exponential decay. The estimate ages while nothing is drafted, so it also says when a draft token is due as a probe.
+    exponential decay. `is_due` reports that no token was drafted for long, so that one should be, as a probe.
     """
 
     BINS = 8  # of the draft's confidence
@@ -23,12 +23,12 @@ class AcceptanceEstimate:
         pool: "AcceptanceEstimate | None" = None,
         prior_fades: bool = False,
     ):
-        """`prior` is the acceptance before any draft token is judged. With `pool`, the estimate for all requests, it is
-        what the pool has learned; the pool learns from this request's draft tokens, too.
+        """`prior` is the acceptance before any draft token is judged. With `pool`, the estimate over all requests, the
+        prior is its acceptance, and it learns from this request's draft tokens, too.
 
-        With `prior_fades`, the prior loses weight like any draft token, as suits a single request: a hundred tokens of
-        its own say more. Otherwise it keeps its weight: that of a pool goes on learning, and that of the pool itself
-        stands for the next request, which may be easier than those so far.
+        With `prior_fades`, the weight of the prior decays like that of any draft token, which suits a single request.
+        Otherwise it is constant, which suits a request with a pool, because the pool continues to learn, and the pool
+        itself, because the next request may have a higher acceptance.
         """
         self._prior = prior
         self._pool = pool

@@ -72,7 +72,7 @@ class BatchDraftLength:
     """
 
     FADE = AdaptiveDraftLength.FADE
-    UNASKED = 64  # iterations without any draft after which one token is drafted: costs change, too
+    PROBE_AFTER = 64  # iterations without any draft after which one token is drafted: costs change, too
 
     def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve):
         """Latencies of forward passes: of the main model, of the draft model after the main model, and of the draft
@@ -154,10 +154,10 @@ class BatchDraftLength:
             others = anyway + int(models[chosen].sum())
             more = self._worth(survival[due], hoped, np.ones(len(due), bool), tokens + len(chosen), others)
             chosen += [due[i] for i in more]
-        if first and not chosen and not anyway and self._plain >= self.UNASKED:
-            asked = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
-            estimates[asked].copies = False
-            return [asked]
+        if first and not chosen and not anyway and self._plain >= self.PROBE_AFTER:
+            probed = min(range(len(estimates)), key=lambda i: estimates[i].plain)  # the fewest tokens to catch up
+            estimates[probed].copies = False
+            return [probed]
         return chosen
 
     def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
@@ -234,12 +234,12 @@ class BatchDraftLength:
         """Acceptance, speedup and measured costs so far, in one line."""
         one, many = self.main(1) * 1000, self.main(16) * 1000
         return (
-            f"adaptive draft length for the batch: {self._came_to()}; a first draft token takes "
+            f"adaptive draft length for the batch: {self._outcome()}; a first draft token takes "
             f"{self.draft(1) * 1000:.2f} ms, a further one {self.draft_further(1) * 1000:.2f} ms, the main model "
             f"{one:.1f} ms for one token, {many:.1f} ms for 16"
         )
 
-    def _came_to(self) -> str:
+    def _outcome(self) -> str:
         shown = self._all.describe()
         if self._matches.judged:
             shown += f", {self._matches.describe()} copied from matches"

@@ -45,7 +45,7 @@ class DraftBudget:
             self._tokens += tokens
 
 
-class FollowedCopies:
+class OmittedCopies:
     """Copies that the budget did not allow: the text shows the time they would have saved, which is deposited."""
 
     CHANGE_SHARE = 0.25  # of the seconds of a change of the pass's size, for each draft: several share a change
@@ -56,7 +56,7 @@ class FollowedCopies:
     def forget(self) -> None:
         self._wanted = self._right = 0
 
-    def follow(
+    def update(
         self, budget: DraftBudget, wanted: int, was_right: bool, plain: float, verify: np.ndarray, change: float
     ) -> None:
         """Record an iteration without a draft, in which `wanted` tokens would have been copied. `was_right`: the first

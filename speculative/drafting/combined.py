@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate
-from speculative.drafting.budget import FollowedCopies
+from speculative.drafting.budget import OmittedCopies
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
@@ -195,7 +195,7 @@ class CombinedDraftLength(AdaptiveDraftLength):
         self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
         self._model_seconds = 0.0  # spent by the draft model in this iteration
         self._width = 1  # planned tokens of the next forward pass
-        self._followed = FollowedCopies()
+        self._omitted = OmittedCopies()
         self._wanted = 0  # copies in this iteration that the budget did not allow
         self._was_right = False  # whether the first of them was the next token
 
@@ -241,10 +241,10 @@ class CombinedDraftLength(AdaptiveDraftLength):
     def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
         super().update(drafted, accepted, draft_seconds, main_seconds)
         if drafted:
-            self._followed.forget()
+            self._omitted.forget()
         else:
             plain, verify = self._plain_cost(), self._verify.seconds
-            self._followed.follow(self._budget, self._wanted, self._was_right, plain, verify, self._change)
+            self._omitted.update(self._budget, self._wanted, self._was_right, plain, verify, self._change)
 
     def _plan_width(self, match: Proposal | None, can_use_model: bool) -> bool:
         """Plan the size of the next forward pass. Returns whether anything may be drafted."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from speculative.drafting.budget import DraftBudget, FollowedCopies
+from speculative.drafting.budget import DraftBudget, OmittedCopies
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence, Costs, describe_outcome
@@ -51,7 +51,7 @@ class LookupDraftLength:
         self._declined: float | None = None  # the confidence in this iteration's declined token
         self._declined_was_right: bool | None = None
         self._wanted = 0  # draft tokens in this iteration, if the budget allowed them
-        self._followed = FollowedCopies()
+        self._omitted = OmittedCopies()
         self._tokens = self._seconds = 0.0  # recent ones
         self._all_iterations, self._all_seconds = 0, 0.0
 
@@ -91,11 +91,11 @@ class LookupDraftLength:
             self._acceptance.see(self._declined, self._declined_was_right)
         self._learn_seconds(accepted + 1, draft_seconds + main_seconds)
         if drafted:
-            self._followed.forget()
+            self._omitted.forget()
         else:
             was_right = bool(self._declined_was_right)
             verify = self._verify.seconds
-            self._followed.follow(self._budget, self._wanted, was_right, self._plain(), verify, self._change)
+            self._omitted.update(self._budget, self._wanted, was_right, self._plain(), verify, self._change)
         self._declined, self._declined_was_right, self._wanted = None, None, 0
 
     def _learn_seconds(self, tokens: int, seconds: float) -> None:

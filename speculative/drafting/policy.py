@@ -301,10 +301,10 @@ class AdaptiveDraftLength:
         )
         if best:
             costs += f" and {self._verify.seconds[best + 1] * 1000:.1f} ms for {best + 1}"
-        does = f"about {count_of_tokens(best)}" if best else "plain decoding, as drafting is not worth its cost"
-        return f"{does}: {self._came_to(one)}; {costs}"
+        decision = f"about {count_of_tokens(best)}" if best else "plain decoding, as drafting is not worth its cost"
+        return f"{decision}: {self._outcome(one)}; {costs}"
 
-    def _came_to(self, plain_seconds: float) -> str:
+    def _outcome(self, plain_seconds: float) -> str:
         judged, accepted = self._acceptance.judged, self._acceptance.accepted
         return describe_outcome(judged, accepted, self._iterations, self._all_seconds, plain_seconds)
 

@@ -38,7 +38,7 @@ class SuffixProposer:
     def __init__(
         self, vocab_size: int, max_ngram_size: int = LONGEST_MATCH, past: "PastAnswers | None" = None, salt: bytes = b""
     ):
-        """`max_ngram_size` is the longest match in tokens, longer ones are not told apart. With `past`, matches are
+        """`max_ngram_size` is the longest match in tokens: more matching tokens do not count. With `past`, matches are
         also searched in the past answers with this `salt`."""
         self._vocab_size = vocab_size
         self._max_ngram_size = max_ngram_size
@@ -141,7 +141,7 @@ class Answers:
 
 
 class PastAnswers:
-    """The latest answers, of at most `capacity` tokens in all; answers with different salts never meet."""
+    """The latest answers, of at most `capacity` tokens in all, by salt."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -154,7 +154,7 @@ class PastAnswers:
         return self._of.get(salt, NONE)
 
     def add(self, salt: bytes, answer: np.ndarray) -> None:
-        """Add an answer, token ids int64 [n], of which the last `capacity` - 1 are kept; the oldest answers leave."""
+        """Add an answer, token ids int64 [n], of which the last `capacity` - 1 are kept. Removes the oldest answers."""
         answer = answer[max(len(answer) - self.capacity + 1, 0) :]
         if not len(answer):
             return

@@ -939,8 +939,8 @@ def test_a_prompt_is_read_in_pieces_that_running_texts_can_wait_for(seconds, pie
     finish(decoder)
 
 
-class Told(BatchDraftLength):
-    """Notes what it is asked and told of an iteration."""
+class RecordingPolicy(BatchDraftLength):
+    """Records the arguments of its calls in an iteration."""
 
     def begin(self, estimates, texts):
         self.begun, self.asked, self.read = (len(estimates), texts), [], []
@@ -962,7 +962,7 @@ class Told(BatchDraftLength):
 def test_the_batchs_rule_hears_what_an_iteration_has_in_it(tiny):
     """One text with a rule of its own, one that the batch's rule serves, one that can draft no more, and a prompt."""
     dear = LatencyCurve({1: 1.0, 64: 64.0})
-    rule = Told(LatencyCurve({1: 1.0, 64: 640.0}), dear, dear)  # no draft pays
+    rule = RecordingPolicy(LatencyCurve({1: 1.0, 64: 640.0}), dear, dear)  # drafting never helps
     decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
     requests = [decoder.add_request([1, 5, 2], greedy(n, **own)) for n, own in ((9, RULES[1]), (9, {}), (2, {}))]
     decoder.step()

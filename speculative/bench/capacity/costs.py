@@ -92,8 +92,8 @@ class Costs:
     @property
     def acceptance(self) -> float | None:
         """The share of the judged draft tokens that the main model accepted; None if none was judged."""
-        told = [accepted for text in self.judged for _, accepted in text]
-        return sum(told) / len(told) if told else None
+        accepted = [was_accepted for text in self.judged for _, was_accepted in text]
+        return sum(accepted) / len(accepted) if accepted else None
 
     def save(self, path: Path, environment: Mapping[str, Any]) -> None:
         """Write the costs as JSON, with the `environment` in which they were measured. Raises OSError."""

@@ -204,9 +204,9 @@ class Recorder(BatchDraftLength):
         self._passes, self._rounds, self._is_prompt = 0.0, 0, False  # seconds of forward passes; of this iteration
 
     def estimate(self, combined: bool = False) -> Estimate:
-        told: list[Judged] = []
-        self.judged.setdefault(self._prompt, told)
-        return JudgedEstimate(told)
+        judged: list[Judged] = []
+        self.judged.setdefault(self._prompt, judged)
+        return JudgedEstimate(judged)
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
         super().choose(estimates, tokens, anyway, forced)

@@ -192,8 +192,8 @@ class _Stages:
             bar.close()
         self.scores = training.evaluate(held_out)
         print(
-            f"training: {training.steps:,} steps, {training.tokens:,} tokens; on held-out texts its most likely token "
-            f"is the main model's at {_shares(self.scores.agreement)} of the positions, by draft step"
+            f"training: {training.steps:,} steps, {training.tokens:,} tokens; agreement with the main model on "
+            f"held-out texts, by draft step: {_shares(self.scores.agreement)}"
         )
         return training
 

@@ -131,23 +131,26 @@ def _figures(runs: dict[str, Run], others: list[str]) -> dict:
 
 def lines(verdict: dict) -> list[str]:
     """The verdict in words, one line for each way to decode, and one for each category."""
-    said = [f"on {verdict['held_out_prompts']} held-out prompts:"]
+    found = [f"on {_prompts(verdict['held_out_prompts'], 'held-out ')}:"]
     for mode in MODES:
         figures = verdict[mode]
-        said.append(f"  {mode}: acceptance by position {_shares(figures['acceptance_by_position'])}")
+        found.append(f"  {mode}: acceptance by position {_shares(figures['acceptance_by_position'])}")
         for other, shares in figures["acceptance_by_position_of_others"].items():
-            said.append(f"    of {other}: {_shares(shares)}")
+            found.append(f"    of {other}: {_shares(shares)}")
         width = max(map(len, figures["tokens_per_second"]))
         for way, speed in figures["tokens_per_second"].items():
             passes = figures["tokens_per_main_pass"][way]
             times = f", {_times(figures, way)}" if way != "main alone" else ""
-            said.append(f"    {way:{width}} {passes:.2f} tokens per main pass, {speed:.0f} tokens/s{times}")
+            found.append(f"    {way:{width}} {passes:.2f} tokens per main pass, {speed:.0f} tokens/s{times}")
         for name, part in verdict["categories"].items():
             shares = _shares(part[mode]["acceptance_by_position"])
-            count = part["held_out_prompts"]
-            prompts = f"{count} prompt{'s' * (count > 1)}"
-            said.append(f"    {name} ({prompts}): acceptance {shares}; the draft {_times(part[mode], 'draft')}")
-    return said
+            prompts = _prompts(part["held_out_prompts"])
+            found.append(f"    {name} ({prompts}): acceptance {shares}; the draft {_times(part[mode], 'draft')}")
+    return found
+
+
+def _prompts(count: int, kind: str = "") -> str:
+    return f"{count} {kind}prompt{'' if count == 1 else 's'}"
 
 
 def _shares(values: list[float]) -> str:

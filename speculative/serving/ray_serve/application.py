@@ -59,12 +59,12 @@ def build(args: dict[str, list[str]]) -> Application:
     given = list(map(str, args.get("options", [])))
     if wrong := [option for option in CLUSTERS if any(word.partition("=")[0] == option for word in given)]:
         raise ValueError(f"{wrong[0]} is an option of serve_pair.py: use the config file and Ray's own settings here")
-    said = io.StringIO()
+    error = io.StringIO()
     try:
-        with redirect_stderr(said):  # the host is the config file's: as on any network, a key is needed
+        with redirect_stderr(error):  # the host is the config file's: as on any network, a key is needed
             settings = arguments.parse("", [*given, "--host", "0.0.0.0"])
     except SystemExit:
-        raise ValueError(said.getvalue().strip()) from None
+        raise ValueError(error.getvalue().strip()) from None
     return bound(settings)
 
 
