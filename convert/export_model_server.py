@@ -79,9 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("pair", metavar="PAIR", type=Path, help="the folder with main/ and draft/")
     add("out", metavar="OUT", type=Path, help="the folder to create; must be new or empty")
-    add("--name", help="the model's name in the API (PAIR's name)")
-    add("--device", help="device of the main model (CPU)")
-    add("--draft-device", help="device of the draft (the main model's)")
+    add("--name", help="the model's name in the API (default: PAIR's name)")
+    add("--device", help="device of the main model (default: CPU)")
+    add("--draft-device", help="device of the draft (default: the main model's)")
     add(
         "--property",
         **PROPERTY,
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-assistant-tokens",
         type=int,
         metavar="K",
-        help=f"default draft length of requests ({DRAFT_LENGTH})",
+        help=f"default draft length of requests (default: {DRAFT_LENGTH})",
     )
     former_options.accept(parser, draft_length, "--draft-length")
     add(
@@ -105,9 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ignore-recommendation", action="store_true", help="ignore PAIR/recommended.json")
     add("--copy", action="store_true", help="copy the weights, so that OUT is self-contained")
     add("--overwrite", action="store_true", help="replace a repository that this program made")
-    add("--bind", type=address, default="127.0.0.1", metavar="ADDRESS", help="IPv4 address to serve on (127.0.0.1)")
-    add("--port", type=port, default=8000, help="port to serve on (8000)")
-    add("--image", help=f"Docker image of the server ({IMAGE}, with -gpu for a GPU or NPU)")
+    add("--bind", type=address, default="127.0.0.1", metavar="ADDRESS", help="IPv4 address (default: 127.0.0.1)")
+    add("--port", type=port, default=8000, help="port (default: 8000)")
+    add("--image", help=f"Docker image of the server (default: {IMAGE}, with -gpu for a GPU or NPU)")
     add("--debug", action="store_true", help="show stack traces")
     return parser
 

@@ -127,12 +127,12 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--weight-format",
         choices=optimum_cli.FORMATS,
-        help="weights of the main model (int8; a GGUF file keeps its own)",
+        help="weights of the main model (default: int8; a GGUF file keeps its own)",
     )
     add(
         "--draft-weight-format",
         choices=optimum_cli.FORMATS,
-        help="weights of the draft (int8; int4 with --draft-from-main; a GGUF file keeps its own)",
+        help="weights of the draft (default: int8; int4 with --draft-from-main; a GGUF file keeps its own)",
     )
     add("--main-args", default="", metavar="'...'", help="optimum-cli options for main alone: --main-args='--awq'")
     add("--draft-args", default="", metavar="'...'", help="optimum-cli options for the draft alone")
