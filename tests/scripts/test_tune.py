@@ -390,9 +390,20 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     assert [kept["throughput"], kept["speedup"], *kept["speedup_range"]] == pytest.approx([34, 1.7, 1.65, 1.75])
     assert "34.0 tokens/s" in verdict.sentences[0] and "measured after the choice" in verdict.sentences[0]
     unmeasured = tune_verdict.judge(made_up(luckier))
-    assert "50.0 tokens/s" in unmeasured.sentences[0] and "which flatter it" in unmeasured.sentences[0]
+    assert "50.0 tokens/s" in unmeasured.sentences[0] and "which overestimate it" in unmeasured.sentences[0]
     table = tune_verdict.table(made_up(luckier, better))
     assert "1.70x (1.65-1.75)" in table.partition("new rounds after the choice")[2]
+
+
+def test_the_defaults_are_recommended_if_they_are_faster_in_every_new_round():
+    alone = {ALONE: [20, 20], OURS_ALONE: [20, 20]}
+    choosing = {**alone, USUAL: [30, 30], OURS: [33, 35]}
+    faster = tune_verdict.judge(made_up(choosing, {**alone, USUAL: [36, 40], OURS: [33, 35]}))
+    assert (faster.choice.engine, faster.choice.draft_length) == USUAL and faster.best == GENAI
+    assert faster.settings[GENAI]["num_assistant_tokens"] == 5
+    assert not any("with its defaults (K = 5)" in line for line in faster.sentences)
+    once = tune_verdict.judge(made_up(choosing, {**alone, USUAL: [36, 34], OURS: [33, 35]}))
+    assert (once.choice.engine, once.choice.draft_length) == OURS
 
 
 def test_what_is_reported_is_remeasured_and_no_more():

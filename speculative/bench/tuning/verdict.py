@@ -7,7 +7,7 @@ rounds reported, as the fastest of many is partly the luckiest.
 
 import shlex
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -111,6 +111,12 @@ class TuningChoice:
         drafted, alone, sample_alone, *own = (found[setting] for setting in self.settings)
         return TuningChoice(drafted, alone, sample_alone, dict(zip(self.of_engine, own, strict=True)))
 
+    def unless_slower_than(self, usual: Figures | None) -> "TuningChoice":
+        """The same choice, but drafting with the sample's defaults (`usual`) if they were faster in every round."""
+        if not usual or max(self.drafted.over(usual)) >= 1:
+            return self
+        return replace(self, drafted=usual, of_engine={**self.of_engine, usual.setting.engine: usual})
+
 
 def figures(tuning: Session) -> list[Figures]:
     """The results the choice is based on."""
@@ -172,7 +178,7 @@ def judge(tuning: Session) -> Verdict | None:
     is_remeasured = set(choice.settings) <= set(remeasured)
     found = list(remeasured.values()) if is_remeasured else figures(tuning)
     if is_remeasured:
-        choice = choice.with_figures(remeasured)
+        choice = choice.with_figures(remeasured).unless_slower_than(remeasured.get(tuning.usual))
     best, best_alone = choice.drafted, choice.alone
     gains = best.over(best_alone)
     use_draft = is_worth_it(tuning, best, best_alone)
@@ -287,7 +293,7 @@ def _rounds(one: Figures, is_remeasured: bool) -> str:
     """How many rounds were measured, and whether before or after the choice."""
     rounds = len(one.speedups)
     counted = f"{rounds} rounds" if rounds > 1 else "one round only: give more --minutes"
-    when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which flatter it"
+    when = "measured after the choice" if is_remeasured else "the rounds that decided the choice, which overestimate it"
     return f" ({counted}; {when})"
 
 
