@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @dataclass
 class HalfOptions:
-    """What the command line asks of one half of the pair."""
+    """Options of the command line for one model of the pair."""
 
     given: str  # hub id, folder or GGUF file
     revision: str | None

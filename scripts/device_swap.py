@@ -150,7 +150,7 @@ def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where cells are kept and measured, and which are measured again."""
+    """Where cells are saved and measured, and which are measured again."""
     parser.add_argument(
         "--results",
         type=Path,

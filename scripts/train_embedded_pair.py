@@ -313,7 +313,7 @@ class Training:
         print(self.losses, f"on {DEVICE}", file=sys.stderr)
 
     def stages(self) -> list[tuple[str, Callable[[], None]]]:
-        """What each stage writes, in order, and the stage."""
+        """Output of each stage, in order, and the stage."""
         return [
             ("shallow", self.shallow),
             ("grown", self.grown),

@@ -242,7 +242,7 @@ def write_recommendation(arguments: argparse.Namespace, found: Recommendation, d
 
 @dataclass
 class Outcome:
-    """What tuning found, and how it ended."""
+    """Result of tuning, and how it ended."""
 
     tuning: Tuning
     load: harness.BackgroundLoad

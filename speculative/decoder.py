@@ -340,7 +340,7 @@ def check_ngram_size(max_ngram_size: int | None) -> None:
 
 
 def _cache_notes(main: CachedModel, draft: Proposer | None) -> str:
-    """What loading found out about the models' caches; "" if nothing."""
+    """Findings about the models' caches at load; "" without any."""
     models = {"main": main, "draft": getattr(draft, "model", None)}
     return "; ".join(f"{role}: {model.note}" for role, model in models.items() if model and model.note)
 

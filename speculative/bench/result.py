@@ -34,7 +34,7 @@ class Machine(TypedDict):
 
 
 class Environment(Machine):
-    """What every published result states. PairEnvironment has the keys that the models and a measurement add."""
+    """Environment of a published result. PairEnvironment has the keys that the models and a measurement add."""
 
     command: str  # the program and its arguments
     properties: Properties  # given with --property
@@ -192,7 +192,7 @@ class Outcomes(_CutOff):
 
 
 class Drafting(TypedDict):
-    """What the draft did; None if it is not known."""
+    """Use of the draft; None if it is not known."""
 
     acceptance_rate: float | None  # accepted / proposed draft tokens, from 0 to 1
     block_efficiency: float | None  # new tokens per main-model forward pass after the prompt
@@ -269,7 +269,7 @@ class _Ratio(TypedDict):
 
 
 class Ratio(_Ratio, total=False):
-    """How many times as fast as another method a method is, from ratios.py."""
+    """Speed of a method relative to another one, from ratios.py."""
 
     where: str  # methods of the two engines that are compared on identical texts: "alone", "K = 4"
 
@@ -318,7 +318,7 @@ class BenchmarkResult(_BenchmarkResult, total=False):
 
 
 class LoadRatio(TypedDict):
-    """How many times the throughput of another method a method has with a number of texts."""
+    """Throughput of a method relative to another one, for a number of texts."""
 
     what: str  # the two methods and the number of texts
     ratio: float  # of their throughputs
@@ -488,7 +488,7 @@ class CellFacts(_CellFacts, total=False):
 
 
 class CellAnswer(CellFacts):
-    """What the process of a cell returns, as kept in the results file."""
+    """Result of the process of a cell, as saved in the results file."""
 
     rows: list[MethodRow]  # main model alone, then each draft length
     tokens: list[list[list[int]]]  # new token ids by row and prompt
@@ -600,7 +600,7 @@ class _MethodSettings(TypedDict):
 
 
 class MethodSettings(_MethodSettings, total=False):
-    """How to load and call a decoding method; the keys of the draft are missing without one."""
+    """Arguments to load and call a decoding method; the keys of the draft are missing without one."""
 
     scheduler: Properties  # of GenAI's SchedulerConfig
     max_ngram_size: int  # of suffix decoding, alone or beside the draft
@@ -707,7 +707,7 @@ class TuneResult(TypedDict):
 
 
 class CapacityGoals(TypedDict):
-    """What a plan has to meet."""
+    """Goals of a plan."""
 
     ttft: float  # seconds to the first token
     tpot: float  # seconds per output token after the first
@@ -850,7 +850,7 @@ class CheckResult(TypedDict):
 
 
 class TextDifference(TypedDict):
-    """Where a greedy text first differs from the reference."""
+    """First difference of a greedy text from the reference."""
 
     prompt: int  # number, from 1
     token: int  # new token, from 1

@@ -1,4 +1,4 @@
-"""GGUF files as sources of models: which of them GenAI's reader converts to OpenVINO IR as they are meant.
+"""GGUF files as sources of models: which of them GenAI's reader converts to OpenVINO IR correctly.
 
 It reads three architectures, and ignores what it does not know: scaled rotary positions, for example. Everything is
 checked here from the file's metadata, before anything is converted.
@@ -58,7 +58,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 def notes(file: GgufFile) -> list[str]:
-    """Sentences on what GenAI's reader does otherwise than the file says."""
+    """Settings of the file that GenAI's reader does not apply, in sentences."""
     found = []
     splitting = file.metadata["tokenizer.ggml.pre"]
     if splitting not in SPLITS_KNOWN:

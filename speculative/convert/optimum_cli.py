@@ -1,4 +1,4 @@
-"""Runs `optimum-cli export openvino`: its arguments, and what they need."""
+"""Runs `optimum-cli export openvino`: its arguments and their requirements."""
 
 import importlib.util
 import os

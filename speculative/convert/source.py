@@ -39,7 +39,7 @@ class Wheel:
 
     @property
     def given(self) -> str:
-        """How pair.json names it as a source."""
+        """Its name in pair.json."""
         return f"pypi:{self.requirement}"
 
     def command(self) -> list[str]:
@@ -92,7 +92,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """What the pair check reads: the folder or the GGUF file."""
+        """Input of the pair check: the folder or the GGUF file."""
         return self.gguf or self.folder
 
 

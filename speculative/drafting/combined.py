@@ -267,12 +267,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
 
     def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
-        """What 1, 2, ..., `longest` more draft tokens are worth if they are copied, in tokens, float64 [longest]."""
+        """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
         estimate = self._acceptance
         return estimate.survival * estimate.of_matches.ahead_of(match.confidence(), longest).cumsum()
 
     def _of_model(self, rate: float) -> np.ndarray:
-        """What 1, 2, ... more draft tokens are worth if the first is the draft model's, in tokens, less the time to
+        """Value of 1, 2, ... more draft tokens if the first is the draft model's, in tokens, less that of the time to
         draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
         [LONGEST - drafted]."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps

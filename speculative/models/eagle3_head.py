@@ -30,8 +30,8 @@ class Entries:
         self._verified = 0  # of these, the leading ones that come from the main model's hidden states
 
     def missing(self, tokens: np.ndarray, known: int) -> list[tuple[int, int]]:
-        """What to compute, in order, for the logits after `tokens`, as (start, end): at most once many entries, which
-        come from the main model's hidden states, of which `known` (1 or more) exist; then one after the other."""
+        """Ranges (start, end) of the entries to compute, in order, for the logits after `tokens`: at most one
+        range from the main model's hidden states, of which `known` (1 or more) exist, then one entry at a time."""
         n = len(tokens) - 1  # entries needed
         same = self._common_prefix(tokens)
         start, own = min(same, self._verified), n - 1

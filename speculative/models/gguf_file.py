@@ -63,7 +63,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says about its model."""
+    """Metadata of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]  # key -> number, text, bool, or list of them

@@ -153,7 +153,7 @@ def differing(main: Path, draft: Path) -> tuple[Vocabulary, Vocabulary] | None:
 
 
 def shared_tokens(main: Path, draft: Path) -> SharedTokens | None:
-    """What the vocabularies of two IR folders share; None unless they are `differing`.
+    """Shared tokens of the vocabularies of two IR folders; None unless they are `differing`.
 
     Raises ValueError if they share no token.
     """

@@ -206,7 +206,7 @@ def _compare_same_tokenizers(main: ModelFacts, draft: ModelFacts, *, npu: bool) 
 
 
 def _compare_other_tokenizers(main: ModelFacts, draft: ModelFacts, text: str = SAMPLE) -> Iterator[Finding]:
-    """What a draft with another tokenizer can propose: the tokens that both have, where both split the text alike."""
+    """Tokens that a draft with another tokenizer can propose: those that both have, where both split the text alike."""
     ids = sorted(main.tokens.keys() | draft.tokens.keys())
     different = [i for i in ids if main.tokens.get(i) != draft.tokens.get(i)]
     shown = "; ".join(f"{i} is {_token(main, i)} in main and {_token(draft, i)} in draft" for i in different[:SHOWN])

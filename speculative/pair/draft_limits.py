@@ -1,4 +1,4 @@
-"""What a draft cannot do, in a sentence for programs that leave it out or refuse it; "" if it can."""
+"""Limits of a draft, in one sentence each: why a program skips or refuses it. "" means no limit."""
 
 from pathlib import Path
 

@@ -43,7 +43,7 @@ class DamagedFolder(UnusableFolder):
 
 
 class TokenizerRules(NamedTuple):
-    """What tokenizer.json says about splitting text."""
+    """Rules of tokenizer.json for splitting text."""
 
     merges: list[tuple[str, ...]]  # pairs
     normalizer: object

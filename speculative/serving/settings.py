@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server serves, and where."""
+    """Settings of the server and its deployment."""
 
     pair: Pair
     limits: Limits

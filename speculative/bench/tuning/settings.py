@@ -289,7 +289,7 @@ class Models:
         return Decoder(main, source, rule).generate(ids, config)
 
     def _shared_tokens(self, folder: Path, main: CachedModel, draft: DraftModel) -> SharedTokens | None:
-        """What a draft with another tokenizer shares with the main model; None for other drafts."""
+        """Tokens that a draft with another tokenizer shares with the main model; None for other drafts."""
         if folder not in self._shared:
             self._shared[folder] = shared = None if is_head(folder) else shared_tokens(self.main, folder)
             if shared:

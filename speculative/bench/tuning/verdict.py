@@ -279,7 +279,7 @@ def _sentences(tuning: Session, found: list[Figures], choice: TuningChoice, is_r
 
 
 def _questioned(tuning: Session) -> str:
-    """What a method must have to be one of `drafted`."""
+    """Property of the methods in `drafted`."""
     return "suffix decoding" if None in tuning.drafts else "a draft model"
 
 

@@ -1,1 +1,1 @@
-"""Training of a draft from nothing but the main model: its texts, what it computes for them, a draft, a verdict."""
+"""Training of a draft from the main model alone: texts, states, training, verdict."""

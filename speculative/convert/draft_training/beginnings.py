@@ -1,4 +1,4 @@
-"""Where the texts begin: with user turns that the main model writes itself, with given prompts, or with nothing.
+"""Beginnings of the training texts: user turns that the main model writes itself, given prompts, or nothing.
 
 A model with a chat template writes the user's turn when it is given the template up to that turn (Magpie: Xu et al.
 2024, arXiv 2406.08464). A model without one writes the first words of a text.

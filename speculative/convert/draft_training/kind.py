@@ -1,4 +1,4 @@
-"""What the stages ask of a kind of draft."""
+"""Interface between a kind of draft and the stages of its training."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -39,4 +39,4 @@ class Kind(ABC):
 
     @abstractmethod
     def record(self, training: Any) -> dict[str, Any]:
-        """What was chosen, for draft.json."""
+        """The chosen settings, for draft.json."""

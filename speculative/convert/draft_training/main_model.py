@@ -1,4 +1,4 @@
-"""What a training needs of the main model's IR: sizes, embeddings, hidden states and probabilities."""
+"""The main model in training, from its IR: sizes, embeddings, hidden states and probabilities."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -36,7 +36,7 @@ PACKAGES = ("openvino", "openvino-genai", "torch", "transformers")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     main: str  # as given
     out: Path
@@ -223,7 +223,7 @@ class _Stages:
         print(f"done: {self.options.out} ({size / 1e6:,.1f} MB), checkpoint/, README.md and draft.json in it")
 
     def _record(self, training: "Training", judged: dict) -> dict:
-        """What draft.json holds."""
+        """Content of draft.json."""
         return {
             "format": 1,
             "kind": self.kind.name,

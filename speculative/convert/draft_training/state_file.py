@@ -1,4 +1,4 @@
-"""What the main model computes for each text, in memory-mapped files: tokens, hidden states, probabilities."""
+"""Training data in memory-mapped files: tokens of each text, with the main model's hidden states and probabilities."""
 
 from pathlib import Path
 

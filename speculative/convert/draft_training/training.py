@@ -76,7 +76,7 @@ class Training(ABC):
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """What else a saved state holds, for the one who continues it."""
+        """Further content of a saved state, to continue the training from."""
 
     @property
     def parameters(self) -> int:

@@ -1,5 +1,5 @@
-"""Measures a draft on held-out prompts through this project's engine: acceptance by position, and speed, altogether and
-by category of prompt, beside other drafts."""
+"""Measures a draft on held-out prompts with this project's engine: acceptance by position and speed, overall and by
+category, compared with other drafts."""
 
 import time
 from collections.abc import Callable

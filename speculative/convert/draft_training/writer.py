@@ -1,4 +1,4 @@
-"""The main model writes texts: many at a time, at several temperatures, through GenAI's continuous batching."""
+"""Generates the training texts with the main model, at several temperatures, by GenAI's continuous batching."""
 
 import itertools
 import zlib

@@ -1,4 +1,4 @@
-"""What chat completions and text completions have in common.
+"""Base class of the requests for chat completions and text completions.
 
 The server rejects an unsupported field that would change the output, and names it; it rejects a field of the wrong type
 and never converts it. It accepts and ignores fields that only label a request (`user`, `metadata`, ...), nulls, and

@@ -1,4 +1,4 @@
-"""`Given`: the JSON objects that requests are made of."""
+"""`Given`: base class of the JSON objects in a request."""
 
 from typing import Any, ClassVar
 
