@@ -59,10 +59,11 @@ from speculative.bench.devices.matrix import device_list
 from speculative.bench.prompts import read_prompts, token_ids
 from speculative.bench.result import ExhaustiveCheck, Recommendation
 from speculative.bench.tuning import exhaustive as tune_exhaustive
-from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning import tables
 from speculative.bench.tuning.session import Ended
 from speculative.bench.tuning.settings import Setting, kind
 from speculative.bench.tuning.stages import Tuning
+from speculative.bench.tuning.verdict import Verdict, judge
 from speculative.cli.arguments import add_prompt_arguments, refuse_unsound, whole
 from speculative.cli.parser import Parser
 from speculative.cli.processes import ctrl_c_raises
@@ -248,7 +249,7 @@ class Outcome:
     load: harness.BackgroundLoad
     interrupted: bool
     ended: str  # the reason if it had to stop, else ""
-    verdict: tune_verdict.Verdict | None  # None: nothing was decoded for comparison
+    verdict: Verdict | None  # None: nothing was decoded for comparison
     checked: dict | None  # the comparison with every setting
 
     @property
@@ -275,7 +276,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         stack.callback(lambda: [bench.close() for bench in tuning.benches])
         load, interrupted, ended = tune(tuning)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
-        outcome = Outcome(tuning, load, bool(interrupted), ended, tune_verdict.judge(tuning), None)
+        outcome = Outcome(tuning, load, bool(interrupted), ended, judge(tuning), None)
         if arguments.exhaustive and outcome.complete:
             outcome.checked = check(tuning, outcome.verdict.choice, arguments.exhaustive)
     return outcome
@@ -313,8 +314,8 @@ def result_of(arguments: argparse.Namespace, outcome: Outcome, sentences: list[s
         "program": "tune",
         "summary": sentences,
         "environment": environment,
-        "rows": tune_verdict.rows(tuning),
-        "candidates": tune_verdict.candidates(tuning),
+        "rows": tables.rows(tuning),
+        "candidates": tables.candidates(tuning),
         "recommendation": outcome.verdict.as_dict() if outcome.verdict else None,
         "exhaustive": outcome.checked,
     }
@@ -332,7 +333,7 @@ def main() -> int:
         print(f"error: all decoding failed: {'; '.join(reasons)}", file=sys.stderr)
         return 1
     sentences = conclude(arguments, outcome)
-    print(tune_verdict.table(outcome.tuning), "", *sentences, "", sep="\n")
+    print(tables.table(outcome.tuning), "", *sentences, "", sep="\n")
     harness.write_outputs(arguments, result_of(arguments, outcome, sentences))
     return 130 if outcome.interrupted else 1 if outcome.ended else 0
 

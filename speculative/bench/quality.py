@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from speculative.bench.result import QualityFigures
 from speculative.models.cached_model import CachedModel
 
 NEAR_TIE = 0.5  # nats: the other token was at least 0.6 times as likely
@@ -80,6 +81,15 @@ class Quality:
         if self.grade != "loss":
             return True
         return default is not None and self.mean_kl <= default.mean_kl and self.real <= default.real
+
+    def figures(self) -> QualityFigures:
+        return {
+            "agreement": self.agreement,
+            "near_ties": len(self.margins) - self.real,
+            "real_differences": self.real,
+            "mean_kl": self.mean_kl,
+            "grade": self.grade,
+        }
 
     def __str__(self) -> str:
         differences = len(self.margins)

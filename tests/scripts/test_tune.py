@@ -32,14 +32,15 @@ from speculative.bench.genai import Run
 from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES
 from speculative.bench.quality import Quality, ReferenceText
 from speculative.bench.result import Recommendation, TuneResult
-from speculative.bench.tuning import exhaustive
-from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning import exhaustive, tables
+from speculative.bench.tuning.choice import choose, to_remeasure
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import LengthStage
 from speculative.bench.tuning.properties import PropertyStage
 from speculative.bench.tuning.session import Candidate
 from speculative.bench.tuning.settings import SCHEDULERS, Setting
 from speculative.bench.tuning.stages import Tuning
+from speculative.bench.tuning.verdict import judge
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
@@ -324,7 +325,7 @@ LOSES = {
 
 @pytest.mark.parametrize(("figures", "gain"), WINS.values(), ids=WINS)
 def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     found = verdict.as_dict()
     assert problems(found, Recommendation) == []
     assert found["use_draft"] and found["best"] == NATIVE and found["settings"][NATIVE]["num_assistant_tokens"] == 4
@@ -334,7 +335,7 @@ def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gai
     )
     if line:
         assert float(re.search(r": ([\d.]+)x", line)[1]) == pytest.approx(gain, abs=0.006)
-        assert str(tune_verdict.choose(made_up(figures)).alone.setting) in line
+        assert str(choose(made_up(figures)).alone.setting) in line
     else:  # what it decodes with its defaults is the fastest alone
         assert re.search(rf" {gain:.2f}x \([^)]*\) the main model alone with its defaults", verdict.sentences[0])
     assert "Why: " in verdict.reason and verdict.reason in verdict.sentences
@@ -343,7 +344,7 @@ def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gai
 
 @pytest.mark.parametrize("figures", LOSES.values(), ids=LOSES)
 def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     found = verdict.as_dict()
     best = SUFFIX_KEY if verdict.choice.copies else "alone"
     assert not found["use_draft"] and found["best"] == best and set(found["settings"]) == {"alone", best}
@@ -355,7 +356,7 @@ def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
 
 def test_a_draft_without_accepted_tokens_gains_no_time_whatever_the_clock_says():
     figures = {ALONE: [20, 20], OURS: [30, 30]}
-    verdict = tune_verdict.judge(made_up(figures, figures, gained=1))
+    verdict = judge(made_up(figures, figures, gained=1))
     assert not verdict.as_dict()["use_draft"] and "hardly any of its tokens are accepted" in verdict.reason
 
 
@@ -365,44 +366,44 @@ def test_a_draft_that_was_hardly_used_is_not_said_to_be_rejected():
     method = next(one for setting, one in tuning.choosing.methods.items() if setting.draft)
     for (run,) in method.rounds:
         run.proposed[1:] = [0] * (len(run.proposed) - 1)
-    reason = tune_verdict.judge(tuning).reason
+    reason = judge(tuning).reason
     assert "hardly any" not in reason and "drafts only 0.07 tokens per main-model forward pass" in reason
     assert "accepted with probability 0.80" in reason and "break-even" in reason
 
 
 def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does():
     figures = {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [22.5, 22.5], OURS: [40, 40]}
-    assert set(tune_verdict.judge(made_up(figures, figures)).settings) == {"alone", NATIVE}
+    assert set(judge(made_up(figures, figures)).settings) == {"alone", NATIVE}
 
 
 def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     """The luckiest of many settings that are no faster than the main model alone: measured again, it gains nothing."""
     lucky = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [23, 23]}
     sober = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20.1, 19.9]}
-    assert tune_verdict.judge(made_up(lucky)).as_dict()["use_draft"]
-    verdict = tune_verdict.judge(made_up(lucky, sober))
+    assert judge(made_up(lucky)).as_dict()["use_draft"]
+    verdict = judge(made_up(lucky, sober))
     assert not verdict.as_dict()["use_draft"] and "K = 4, default properties decodes at 1.00x" in verdict.reason
 
     better = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [33, 35]}
     luckier = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [50, 50]}
-    verdict = tune_verdict.judge(made_up(luckier, better))
+    verdict = judge(made_up(luckier, better))
     kept = verdict.as_dict()["settings"][NATIVE]
     assert [kept["throughput"], kept["speedup"], *kept["speedup_range"]] == pytest.approx([34, 1.7, 1.65, 1.75])
     assert "34.0 tokens/s" in verdict.sentences[0] and "measured after the choice" in verdict.sentences[0]
-    unmeasured = tune_verdict.judge(made_up(luckier))
+    unmeasured = judge(made_up(luckier))
     assert "50.0 tokens/s" in unmeasured.sentences[0] and "which overestimate it" in unmeasured.sentences[0]
-    table = tune_verdict.table(made_up(luckier, better))
+    table = tables.table(made_up(luckier, better))
     assert "1.70x (1.65-1.75)" in table.partition("new rounds after the choice")[2]
 
 
 def test_the_defaults_are_recommended_if_they_are_faster_in_every_new_round():
     alone = {ALONE: [20, 20], OURS_ALONE: [20, 20]}
     choosing = {**alone, USUAL: [30, 30], OURS: [33, 35]}
-    faster = tune_verdict.judge(made_up(choosing, {**alone, USUAL: [36, 40], OURS: [33, 35]}))
+    faster = judge(made_up(choosing, {**alone, USUAL: [36, 40], OURS: [33, 35]}))
     assert (faster.choice.engine, faster.choice.draft_length) == USUAL and faster.best == GENAI
     assert faster.settings[GENAI]["num_assistant_tokens"] == 5
     assert not any("with its defaults (K = 5)" in line for line in faster.sentences)
-    once = tune_verdict.judge(made_up(choosing, {**alone, USUAL: [36, 34], OURS: [33, 35]}))
+    once = judge(made_up(choosing, {**alone, USUAL: [36, 34], OURS: [33, 35]}))
     assert (once.choice.engine, once.choice.draft_length) == OURS
 
 
@@ -412,26 +413,26 @@ def test_what_is_reported_is_remeasured_and_no_more():
         (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],
     }  # fmt: skip
     tuning = made_up(figures)
-    wanted = {str(setting) for setting in tune_verdict.to_remeasure(tuning)}
+    wanted = {str(setting) for setting in to_remeasure(tuning)}
     group = "DYNAMIC_QUANTIZATION_GROUP_SIZE=256"
     assert wanted == {
         "GenAI, main alone, default properties", "ours, main alone, default properties",
         f"ours, K = 4, {group}", f"GenAI, K = 7, {group}", f"GenAI, K = 5, {group}", "GenAI, K = 5, default properties",
     }  # fmt: skip
     tuning.failed[f"ours, K = 4, {group}"] = "its process was killed"
-    assert tune_verdict.choose(tuning).drafted.throughputs == pytest.approx([41, 41])
+    assert choose(tuning).drafted.throughputs == pytest.approx([41, 41])
 
 
 def test_of_settings_as_fast_as_each_other_the_one_with_the_fewest_properties_is_taken():
     figures = {ALONE: [20, 20], (NATIVE, 4, GROUP): [50.2, 50.2], OURS: [50, 50]}
-    assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([50, 50])
+    assert choose(made_up(figures)).drafted.throughputs == pytest.approx([50, 50])
     figures[(NATIVE, 4, GROUP)] = [51, 51]
-    assert tune_verdict.choose(made_up(figures)).drafted.throughputs == pytest.approx([51, 51])
+    assert choose(made_up(figures)).drafted.throughputs == pytest.approx([51, 51])
 
 
 def test_the_lines_of_python_of_our_engine_alone_decode():
     figures = {ALONE: [20, 20], OURS_ALONE: [30, 30], OURS: [20, 20]}
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     sentence = (
         "The fastest method without a draft model, ours, main alone, default properties, is the Python code below: "
         "1.50x (1.50-1.50)"
@@ -446,7 +447,7 @@ def test_the_lines_of_python_of_our_engine_alone_decode():
 def test_a_draft_with_suffix_decoding_is_recommended_where_it_is_faster():
     both = (NATIVE, TWO_SOURCES)
     figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [24, 24], OURS: [25, 25], both: [33, 33]}
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     assert verdict.as_dict()["use_draft"] and verdict.choice.is_combined
     assert verdict.settings[NATIVE]["max_ngram_size"] == 16
     assert any(
@@ -459,7 +460,7 @@ def test_a_draft_with_suffix_decoding_is_recommended_where_it_is_faster():
 
 def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
     figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [30, 30], OURS: [25, 25]}
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     assert not verdict.as_dict()["use_draft"] and verdict.choice.copies
     fastest = "The fastest method without a draft model, ours, suffix decoding, default properties, decodes at 1.50x"
     assert any(line.startswith(fastest) for line in verdict.sentences)
@@ -470,7 +471,7 @@ def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
     assert "max_ngram_size=16" in program
     assert_decodes(program)
     figures[SUFFIX] = [21.1, 21.1]  # no faster than without a draft
-    assert not tune_verdict.judge(made_up(figures, figures)).choice.copies
+    assert not judge(made_up(figures, figures)).choice.copies
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
 def test_without_a_draft_suffix_decoding_is_recommended_by_the_rule_for_drafts(suffix, gained, gains, words):
     figures = {ALONE: [20, 20], OURS_ALONE: [25, 25], SUFFIX: suffix}
     tuning = made_up(figures, figures, gained, drafts=[])
-    verdict = tune_verdict.judge(tuning)
+    verdict = judge(tuning)
     found = verdict.as_dict()
     assert problems(found, Recommendation) == []
     best = SUFFIX_KEY if gains else "alone"
@@ -514,7 +515,7 @@ def test_without_a_draft_suffix_decoding_is_tried_with_each_property_set_left():
 @pytest.mark.parametrize("fastest", [USUAL, OURS], ids=[GENAI, NATIVE])
 def test_the_lines_of_python_with_the_draft_decode(fastest):
     figures = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [30, 30], fastest: [40, 40]}
-    verdict = tune_verdict.judge(made_up(figures, figures))
+    verdict = judge(made_up(figures, figures))
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
     assert str(DRAFT) in program and ("speculative" in program) == (fastest == OURS)
     assert_decodes(program)

@@ -12,11 +12,11 @@ from functools import partial
 
 from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES
 from speculative.bench.result import ExhaustiveCheck
+from speculative.bench.tuning.choice import figures
 from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import THRESHOLDS, LengthStage
 from speculative.bench.tuning.session import LENGTHS_BY, Clock, Contest, Session
 from speculative.bench.tuning.settings import PropertySet, Setting
-from speculative.bench.tuning.verdict import figures
 from speculative.pair.engines import GENAI, NATIVE
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)  # beyond 6, neighbours are as good as each other

@@ -5,12 +5,10 @@ import time
 import numpy as np
 
 from speculative.bench.harness import Method
-from speculative.bench.tuning import verdict as tune_verdict
+from speculative.bench.tuning.choice import to_remeasure
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.session import SAMPLE_K, Contest, Ended, Session
-from speculative.bench.tuning.settings import (
-    Setting,
-)
+from speculative.bench.tuning.settings import Setting
 from speculative.pair.engines import GENAI, NATIVE
 
 ROUNDS = 6  # of the finalists, if the budget allows
@@ -36,7 +34,7 @@ class Finals:
     def remeasure(self) -> None:
         """Measure the choice and its baselines in new rounds. The fastest of many near-equals is partly the luckiest:
         the rounds that selected it flatter it, new ones do not."""
-        settings = tune_verdict.to_remeasure(self.session)
+        settings = to_remeasure(self.session)
         if settings:
             self.compare(self.session.remeasured, settings)
 
