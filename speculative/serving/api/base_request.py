@@ -13,8 +13,8 @@ import numpy as np
 from openvino_genai import GenerationConfig
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
+from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.errors import shown
-from speculative.serving.api.given import LABEL, Given
 from speculative.serving.api.structured_output import Structure, StructuredOutputs
 from speculative.serving.api.tool_calls import ToolFormat
 
@@ -34,7 +34,7 @@ BIASES = {
 STOPS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 4}]}
 
 
-class StreamOptions(Given):
+class StreamOptions(ApiObject):
     include_usage: bool = False
     include_draft_tokens: bool = False  # an extension: `speculation` in each chunk (token_sources.py)
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
@@ -75,7 +75,7 @@ def all_tokens(top_k: Any) -> Any:
     return None if top_k in (0, -1) else top_k
 
 
-class BaseRequest(Given):
+class BaseRequest(ApiObject):
     """The fields that chat completions and text completions share."""
 
     limit_name: ClassVar[str] = "max_tokens"  # what error messages call the number of tokens

@@ -4,8 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, ValidationError, WithJsonSchema, model_validator
 
+from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.errors import described
-from speculative.serving.api.given import LABEL, Given
 from speculative.serving.api.tools import ToolCall
 
 TEXT_PART = {
@@ -16,7 +16,7 @@ TEXT_PART = {
 TEXT_OR_PARTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
 
 
-class TextPart(Given):
+class TextPart(ApiObject):
     off: ClassVar[dict[str, tuple]] = {"cache_control": LABEL}
 
     type: Literal["text"]
@@ -37,7 +37,7 @@ def joined(content: Any) -> Any:
     return "".join(texts)
 
 
-class Message(Given):
+class Message(ApiObject):
     off: ClassVar[dict[str, tuple]] = {
         "refusal": ("",),
         "function_call": ({},),

@@ -16,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
+from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import described
-from speculative.serving.api.given import LABEL, Given
 from speculative.serving.api.structured_output import Schema, Structure
 from speculative.serving.api.tool_calls import ToolFormat
 from speculative.serving.api.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names, is_object
@@ -63,7 +63,7 @@ NAMED = {
 }
 
 
-class Part(Given):
+class Part(ApiObject):
     off: ClassVar[dict[str, tuple]] = {"annotations": LABEL, "logprobs": LABEL}
 
     type: Literal["input_text", "output_text"]
@@ -82,7 +82,7 @@ def joined(content: Any) -> str:
 Content = Annotated[str, BeforeValidator(joined)]
 
 
-class Item(Given):
+class Item(ApiObject):
     off: ClassVar[dict[str, tuple]] = {"id": LABEL, "status": LABEL, "phase": LABEL}
 
 
@@ -154,7 +154,7 @@ def messages(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-class ResponsesTool(Given):
+class ResponsesTool(ApiObject):
     type: Literal["function"]
     name: str = Field(pattern=NAME)
     description: str | None = None
@@ -167,7 +167,7 @@ class ResponsesTool(Given):
         return {"type": "function", "function": {name: getattr(self, name) for name in Function.model_fields}}
 
 
-class NamedFunction(Given):
+class NamedFunction(ApiObject):
     type: Literal["function"]
     name: str
 
@@ -181,7 +181,7 @@ def chosen(choice: Any) -> Any:
     return NamedFunction.model_validate(choice)
 
 
-class TextFormat(Given):
+class TextFormat(ApiObject):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -202,13 +202,13 @@ class TextFormat(Given):
         return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_}}
 
 
-class TextOptions(Given):
+class TextOptions(ApiObject):
     off: ClassVar[dict[str, tuple]] = {"verbosity": ("medium",)}
 
     format: TextFormat | None = None
 
 
-class ResponsesStreamOptions(Given):
+class ResponsesStreamOptions(ApiObject):
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
@@ -223,7 +223,7 @@ class ResponsesChat(ChatCompletionRequest):
         return found if found is None or found.parameter == "tools" else found._replace(parameter="text.format")
 
 
-class ResponsesRequest(Given):
+class ResponsesRequest(ApiObject):
     off: ClassVar[dict[str, tuple]] = {
         "background": (False,),
         "include": ([],),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from openvino_genai import StructuredOutputConfig
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from speculative.serving.api.given import Given
+from speculative.serving.api.api_object import ApiObject
 
 MOST_CHARACTERS = 65_536  # of a schema as JSON, of a regular expression, of a grammar
 # Between the parts of JSON: nothing, a space, or one or two line ends and indentation, as in llama.cpp. Small models
@@ -55,14 +55,14 @@ SchemaOrText = Annotated[
 Source = Annotated[str | None, Field(max_length=MOST_CHARACTERS)]
 
 
-class JsonSchema(Given):
+class JsonSchema(ApiObject):
     name: str
     description: str | None = None
     schema_: Schema = Field(alias="schema")
     strict: bool | None = None  # the schema is followed in any case
 
 
-class ResponseFormat(Given):
+class ResponseFormat(ApiObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -85,7 +85,7 @@ class ResponseFormat(Given):
         return Structure(parameter, StructuredOutputConfig(json_schema=text)) if text else None
 
 
-class StructuredOutputs(Given):
+class StructuredOutputs(ApiObject):
     """vLLM's extension."""
 
     json_: SchemaOrText = Field(None, alias="json")

@@ -7,14 +7,14 @@ from openvino_genai import Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
+from speculative.serving.api.api_object import ApiObject
 from speculative.serving.api.errors import ApiError
-from speculative.serving.api.given import Given
 from speculative.serving.api.messages import Message
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
-class TokenizeRequest(Given):
+class TokenizeRequest(ApiObject):
     """A text, or the messages of a chat."""
 
     off: ClassVar[dict[str, tuple]] = {
@@ -43,7 +43,7 @@ def token_ids(tokens: Any) -> Any:
     return tokens
 
 
-class DetokenizeRequest(Given):
+class DetokenizeRequest(ApiObject):
     model: str | None = None
     tokens: Annotated[Any, BeforeValidator(token_ids), WithJsonSchema(TOKEN_IDS)]
 

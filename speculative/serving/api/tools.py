@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from speculative.serving.api.given import LABEL, Given
+from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.structured_output import Schema, with_whitespace
 
 MOST_TOOLS = 128
@@ -14,7 +14,7 @@ NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
-class Function(Given):
+class Function(ApiObject):
     name: str = Field(pattern=NAME)
     description: str | None = None
     parameters: Schema | None = None
@@ -29,16 +29,16 @@ class Function(Given):
         return with_whitespace({"type": "object", **closed, **parameters}, WHITESPACE)
 
 
-class Tool(Given):
+class Tool(ApiObject):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Given):
+class FunctionName(ApiObject):
     name: str
 
 
-class NamedTool(Given):
+class NamedTool(ApiObject):
     type: Literal["function"]
     function: FunctionName
 
@@ -53,12 +53,12 @@ def is_object(arguments: str) -> str:
     raise ValueError("should be a JSON object as a string")
 
 
-class FunctionCall(Given):
+class FunctionCall(ApiObject):
     name: str
     arguments: Annotated[str, AfterValidator(is_object)]
 
 
-class ToolCall(Given):
+class ToolCall(ApiObject):
     off: ClassVar[dict[str, tuple]] = {"index": LABEL}  # of a streamed call
 
     id: str

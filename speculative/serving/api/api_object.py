@@ -1,4 +1,4 @@
-"""`Given`: base class of the JSON objects in a request."""
+"""`ApiObject`: base class of the JSON objects in a request."""
 
 from typing import Any, ClassVar
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 LABEL = ()  # `off` of a field that labels a request or message without effect on the output: any value is accepted
 
 
-class Given(BaseModel):
+class ApiObject(BaseModel):
     """A JSON object of the API. Nulls, and unsupported fields with one of their `off` values, count as omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -20,7 +20,7 @@ class Given(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def asked_for(cls, data: Any) -> Any:
+    def drop_omitted(cls, data: Any) -> Any:
         """Remove omitted fields. Keep at most one unsupported field, for pydantic's error to name."""
         if not isinstance(data, dict):
             return data
