@@ -1,17 +1,30 @@
-"""Fixtures of the server's tests: its HTTP application over the embedded pair, without Ray. A file may have others."""
+"""Fixtures of the server's tests: its HTTP application over small models, without Ray. A file may have others."""
 
 import pytest
 
 from speculative import batch_decoder
+from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.latency_curve import LatencyCurve
 from speculative.models.spec import ModelSpec
-from tests.support.paths import DRAFT, MAIN
+from tests.support.noisy_draft import save_noisy_draft
+from tests.support.paths import DRAFT
 from tests.support.serving import Api
+
+SLOW, FAST = LatencyCurve({1: 0.030, 64: 0.060}), LatencyCurve({1: 0.002, 64: 0.004})  # seconds
+
+
+@pytest.fixture(scope="session")
+def noisy_draft(tmp_path_factory):
+    return save_noisy_draft(tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.fixture(scope="module")
-def decoder():
-    """The embedded pair in exact arithmetic."""
-    return batch_decoder.load(ModelSpec(MAIN, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), DRAFT)
+def decoder(noisy_draft):
+    """In exact arithmetic, the embedded draft, which is fast, with a noisy copy of it as its draft. As drafting would
+    not pay, the costs are those of a main model that is slower."""
+    decoder = batch_decoder.load(ModelSpec(DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), noisy_draft)
+    decoder.draft_length = BatchDraftLength(SLOW, FAST, FAST)
+    return decoder
 
 
 @pytest.fixture(scope="module")

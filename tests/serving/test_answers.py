@@ -14,7 +14,7 @@ from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion
 from speculative.serving.engine.engine_thread import QueueFull
-from tests.support.paths import MAIN
+from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -222,7 +222,7 @@ def ids_of(decoder, text):
 @pytest.fixture(scope="module")
 def reference():
     """A function: the log-softmax of the main model's logits for each of `tokens` after `prompt`: float64 [n, V]."""
-    model = cached_model.load(ModelSpec(MAIN, properties=EXACT), capacity=1024)
+    model = cached_model.load(ModelSpec(DRAFT, properties=EXACT), capacity=1024)
 
     def reference(prompt, tokens):
         model.reset()

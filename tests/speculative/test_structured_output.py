@@ -8,7 +8,6 @@ there are few such texts.
 
 import dataclasses
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -45,7 +44,8 @@ from speculative.sequence import sequence
 from tests.support.computed_once import ComputedOnce
 from tests.support.languages import REGEXES, STOP, allowed_after, grammars, words
 from tests.support.letters import shared_letters
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.noisy_draft import save_noisy_draft
+from tests.support.paths import DRAFT, ROOT
 from tests.support.steps import finish
 from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
@@ -200,10 +200,13 @@ def batch(models, source):
     return decoder
 
 
+FIXED = {"num_assistant_tokens": 3}
+SHORT = [("none", {}), ("good", {}), ("lookup", FIXED), ("two sources", {}), ("eagle3", FIXED)]
+LONG = [("good", FIXED), ("lookup", {}), ("two sources", FIXED), ("eagle3", {})]
+
+
 @pytest.mark.parametrize(
-    ("source", "options"),
-    [("none", {}), *itertools.product(["good", "lookup", "two sources", "eagle3"], [{}, {"num_assistant_tokens": 3}])],
-    ids=str,
+    ("source", "options"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
 def test_concurrent_draws_with_and_without_grammars_have_their_exact_joint_distributions(
     source, options, models, logits
@@ -251,14 +254,15 @@ def test_a_request_whose_grammar_is_too_complex_ends_alone_with_one_sentence(mod
     assert not any(other.error for other in others) and all(other.result.tokens for other in others)
 
 
-# ---- the embedded pair ----------------------------------------------------------------------------------------------
+# ---- models that write code -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def pair():
-    """The embedded pair in exact arithmetic, and its main model alone."""
+def pair(tmp_path_factory):
+    """The embedded draft, which is fast, alone and with a noisy copy of it as its draft, in exact arithmetic."""
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
-    main, draft = ModelSpec(MAIN, "CPU", exact), ModelSpec(DRAFT, "CPU", exact)
+    noisy = save_noisy_draft(tmp_path_factory.mktemp("noisy"))
+    main, draft = ModelSpec(DRAFT, "CPU", exact), ModelSpec(noisy, "CPU", exact)
     return (
         engine.load(main),
         engine.load(main, draft),
@@ -273,7 +277,7 @@ def json_config(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
-def test_json_of_the_embedded_pair_follows_its_schema(options, pair):
+def test_json_follows_its_schema(options, pair):
     _, decoder, combined, batch_decoder = pair
     results = [
         one.generate("def f(x):\n", json_config(**options), seed=seed) for one in (decoder, combined) for seed in (1, 2)
@@ -309,7 +313,7 @@ def test_greedy_tokens_with_a_draft_are_those_without(name, pair):
 
 
 def test_greedy_text_is_that_of_genai(pair):
-    pipeline = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
+    pipeline = openvino_genai.LLMPipeline(DRAFT, "CPU", EXECUTION_MODE_HINT="ACCURACY")
     for name in ("regex", "ebnf"):
         config = GenerationConfig(max_new_tokens=40, structured_output_config=StructuredOutputConfig(**GRAMMARS[name]))
         expected = pipeline.generate(["def read(path):"], config).texts[0]
@@ -322,7 +326,7 @@ def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
     free = [one.generate("def f(x):\n", json_config()) for one in (alone, decoder)]
     assert free[0].tokens == free[1].tokens
     assert all("excludes iterations with tokens that the grammar forces" in one.draft_length for one in free)
-    assert sum(free[0].accepted) > len(free[0].tokens) / 2 and len(free[1].gained) <= len(free[0].gained)
+    assert sum(free[0].accepted) > len(free[0].tokens) / 3 and len(free[1].gained) <= len(free[0].gained)
     monkeypatch.setattr(sequence, "MOST_FORCED", 0)
     plain = alone.generate("def f(x):\n", json_config())
     assert plain.tokens == free[0].tokens and not sum(plain.proposed)
@@ -336,7 +340,7 @@ def test_nothing_is_imported_until_a_request_asks():
         "d.generate('def', GenerationConfig(max_new_tokens=2, structured_output_config=structure)); "
         "print('llguidance' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, MAIN], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program, DRAFT], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["False", "True"]
 
 
