@@ -4,7 +4,8 @@ and the load at which drafting stops helping.
     python scripts/plan_capacity.py models/embedded/main models/embedded/draft --rate 5,20 --ttft-goal 0.5
 
 first measures the times of forward passes and iterations on this machine, and the acceptance on the --prompts.
-`--save-costs` saves these costs; `--costs` plans with them on any machine, without models. The simulation runs the
+`--save-costs` saves these costs; `--costs` plans with them on any machine, without models, and with the medians of
+several files: the speed of a machine, and of each start, varies. The simulation runs the
 scheduler of the server: continuous batching, chunked prompts, the queue, and the server's own draft-length policy.
 
 Requests arrive at random (Poisson) with lengths from a distribution: 512, uniform:LOW:HIGH, exponential:MEAN or
@@ -23,7 +24,8 @@ Columns of the first table ("*" marks the smallest number of replicas that meets
     cached      share of the prompt tokens that come from the prefix cache
     refused     requests rejected with status 429 / all
 
-`--against` compares a result of benchmark_batching.py or benchmark_serving.py with simulations of the same clients.
+`--against` compares a result of benchmark_batching.py or benchmark_serving.py, or the medians of several results,
+with simulations of the same clients.
 Output: tables, then one JSON object on the last line.
 """
 
@@ -41,7 +43,7 @@ from speculative import batch_decoder
 from speculative.atomic_write import atomic_write
 from speculative.bench.capacity import measuring
 from speculative.bench.capacity.cluster import ROUTINGS
-from speculative.bench.capacity.costs import Costs
+from speculative.bench.capacity.costs import Costs, median
 from speculative.bench.capacity.planner import Goals, Plan, Planner, breaking_even
 from speculative.bench.capacity.replica import Settings
 from speculative.bench.capacity.tables import checks_table, drafting_table, plans_table, sentences
@@ -75,7 +77,11 @@ def parse_arguments() -> argparse.Namespace:
     _add_goals_arguments(parser.add_argument_group("goals and settings"))
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
     parser.add_argument(
-        "--against", type=load_result, metavar="FILE", help="compare with this result of a load benchmark (JSON)"
+        "--against",
+        type=load_result,
+        nargs="+",
+        metavar="FILE",
+        help="compare with this result of a load benchmark (JSON); of several results, the medians",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
     parser.add_argument(
@@ -100,7 +106,13 @@ def parse_arguments() -> argparse.Namespace:
 def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("main", type=Path, nargs="?", help="main model (IR folder), to measure costs here")
     group.add_argument("draft", type=Path, nargs="?", help="draft: a model or an EAGLE-3 head (IR folder)")
-    group.add_argument("--costs", type=Path, metavar="FILE", help="costs written by --save-costs, instead of models")
+    group.add_argument(
+        "--costs",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="costs written by --save-costs, instead of models; of several files, the medians",
+    )
     group.add_argument("--save-costs", type=output_file, metavar="FILE", help="write the costs to FILE")
     group.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
     group.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
@@ -293,7 +305,8 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
         costs, facts = measured_costs(arguments)
     else:
         with exit_on(ValueError, status=2):
-            costs, facts = Costs.read(arguments.costs)
+            found = [Costs.read(path) for path in arguments.costs]
+        costs, facts = median([costs for costs, _ in found]), found[0][1]
     if arguments.save_costs:
         with exit_on(OSError):
             costs.save(arguments.save_costs, facts)

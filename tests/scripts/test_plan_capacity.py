@@ -43,6 +43,8 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     for key in ("rows", "plans", "drafting", "workload", "goals", "summary"):
         assert read[key] == measured[key]
     assert read["environment"]["measured"] == measured["environment"]["measured"]
+    several = as_result(run_here(PROGRAM, "--costs", saved, saved, *arguments))
+    assert several["rows"] == measured["rows"]
     kept, _ = Costs.read(saved)
     assert kept.main.passes[1] > 0 and kept.draft.passes[1] < kept.main.passes[1]
     assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
@@ -76,9 +78,13 @@ def test_a_load_benchmark_is_compared(run_here, costs, tmp_path):
         for method in ("GenAI, main alone", "ours, main alone", "ours, adaptive draft")
         for n in (1, 4)
     ]
-    facts = {"max_new_tokens": 16, "seconds": 5.0, "rounds": 1}
-    (tmp_path / "load.json").write_text(json.dumps({"rows": rows, "environment": facts}), encoding="utf-8")
-    result = as_result(run_here(PROGRAM, "--costs", costs, "--against", tmp_path / "load.json"))
+    facts, files = {"max_new_tokens": 16, "seconds": 5.0, "rounds": 1}, []
+    for i, slower in enumerate((1, 9, 2)):
+        found = {"rows": [{**row, "tpot": slower * row["tpot"]} for row in rows], "environment": facts}
+        files.append(tmp_path / f"load-{i}.json")
+        files[-1].write_text(json.dumps(found), encoding="utf-8")
+    result = as_result(run_here(PROGRAM, "--costs", costs, "--against", *files))
+    assert {one["tpot"] for one in result["checks"]} == {0.2}
     assert [(one["method"], one["clients"]) for one in result["checks"]] == [
         (method, n) for method in ("ours, main alone", "ours, adaptive draft") for n in (1, 4)
     ]

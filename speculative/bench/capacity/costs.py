@@ -3,13 +3,15 @@
 costs = measuring.measure(decoder, prompts)
 costs.save(Path("costs.json"), environment)
 costs, environment = Costs.read(Path("costs.json"))
+costs = median([costs, others])  # of several starts
 """
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from speculative.models.paged_model import rounded_up
 FORMAT = 2  # of the file
 MOST_TOKENS = 2048  # in a forward pass
 
+T = TypeVar("T")
+
 Judged = tuple[float, bool]
 """The draft's confidence in a token, and whether the main model accepts the token if it accepts those before it."""
 
@@ -29,11 +33,12 @@ Judged = tuple[float, bool]
 class ModelCosts:
     """Seconds of a model's forward passes: of the main model, or of a draft after the main model."""
 
-    passes: Mapping[int, float]  # by number of tokens, 1 included, with logits after each, over a short context
+    passes: Mapping[int, float]  # by number of tokens, 1 included, of one sequence, with logits after each
     without_logits: float = 0.0  # less, for each token without logits
     change: float = 0.0  # more, after a forward pass over another number of tokens
     context: float = 0.0  # more, for each token in the context of each sequence
     attention: float = 0.0  # more, for each token in the context of each token
+    sequence: float = 0.0  # more, for each sequence after the first
     further: Mapping[int, float] | None = None  # of a draft after itself, with its weights in the CPU caches
 
     def __post_init__(self) -> None:
@@ -41,14 +46,16 @@ class ModelCosts:
         object.__setattr__(self, "_further", _table(self.further or self.passes))
 
     def seconds(
-        self, tokens: int, rows: int, context: int = 0, attended: int = 0, changed: bool = False, further: bool = False
-    ) -> float:
-        """Seconds of a forward pass over `tokens` tokens with `rows` logits. The sequences have `context` tokens in the
-        cache, those that their tokens attend to are `attended`."""
+        self, tokens: int, rows: int, context: int = 0, attended: int = 0, changed: bool = False, further: bool = False,
+        sequences: int = 1,
+    ) -> float:  # fmt: skip
+        """Seconds of a forward pass over `tokens` tokens of `sequences` sequences with `rows` logits. The sequences
+        have `context` tokens in the cache, those that their tokens attend to are `attended`."""
         table: list[float] = getattr(self, "_further" if further else "_of")
         least = table[min(rows, MOST_TOKENS)]
         of_tokens = max(table[min(rounded_up(tokens), MOST_TOKENS)] - self.without_logits * (tokens - rows), least)
-        return of_tokens + self.change * changed + self.context * context + self.attention * attended
+        in_cache = self.context * context + self.attention * attended
+        return of_tokens + self.change * changed + self.sequence * (sequences - 1) + in_cache
 
 
 def _table(passes: Mapping[int, float]) -> list[float]:
@@ -78,10 +85,11 @@ class Costs:
 
     main: ModelCosts
     draft: ModelCosts | None = None
-    outside: Outside = Outside()
+    outside: Outside = Outside()  # with the draft, if there is one
     judged: Sequence[Sequence[Judged]] = ()  # draft tokens of each prompt's text, in their order in the text
     prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
+    outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
 
     def policy(self) -> BatchDraftLength:
         """The engine's draft-length policy, initialized with these costs."""
@@ -114,12 +122,41 @@ class Costs:
                 [[(float(confidence), bool(accepted)) for confidence, accepted in text] for text in content["judged"]],
                 content["prompt_tokens"],
                 content["shares_prefixes"],
+                Outside(**content["outside_alone"]) if content.get("outside_alone") else None,
             )
             return costs, dict(content["environment"])
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} has no costs: give a file written by --save-costs") from None
+
+
+def median(several: Sequence[Costs]) -> Costs:
+    """The medians of costs of the same models and machine, of several starts: the speed of a machine varies from minute
+    to minute, and with the place at which a process loads a model. Judged draft tokens are those of the first start."""
+    first = several[0]
+    drafts = [costs.draft for costs in several if costs.draft]
+    alone = [costs.outside_alone or costs.outside for costs in several]
+    return replace(
+        first,
+        main=_medians([costs.main for costs in several]),
+        draft=_medians(drafts) if drafts else None,
+        outside=_medians([costs.outside for costs in several]),
+        outside_alone=_medians(alone),
+    )
+
+
+def _medians(several: Sequence[T]) -> T:
+    """The medians of the fields of dataclasses: of numbers, and of tables of numbers by number of tokens."""
+    found: dict[str, Any] = {}
+    for field in fields(several[0]):  # type: ignore[arg-type]
+        values = [getattr(one, field.name) for one in several]
+        if isinstance(values[0], Mapping):
+            common = [n for n in values[0] if all(n in one for one in values)]
+            found[field.name] = {n: statistics.median(one[n] for one in values) for n in common}
+        else:
+            found[field.name] = values[0] if values[0] is None else statistics.median(values)
+    return type(several[0])(**found)
 
 
 def _model(content: dict) -> ModelCosts:

@@ -3,11 +3,12 @@
     costs = measure(decoder, prompts, max_new_tokens=64)
 
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
-without logits, and over a long context. Those of the draft were timed when the decoder was loaded. Then the decoder
-answers the prompts, 1, 4 and 16 at a time, without drafting and with a fixed draft length. The draft's forward passes
-are timed again while decoding, after the same and after another number of tokens. The time of an iteration outside its
-forward passes is distributed over iteration, requests, drafting rounds and draft tokens by least squares. For each
-draft token, the confidence and the acceptance are recorded.
+without logits, over a long context, and over several sequences. Those of the draft were timed when the decoder was
+loaded. Then the decoder answers the prompts, 1, 4 and 16 at a time: without the draft model, with it but without
+drafting, and with a fixed draft length. The draft's forward passes are timed again while decoding, after the same and
+after another number of tokens. The time of an iteration outside its forward passes is distributed over iteration,
+requests, drafting rounds and draft tokens by least squares, for the main model alone and with the draft. For each draft
+token, the confidence and the acceptance are recorded.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ from speculative.cli.progress import tqdm
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.combined import Estimate
-from speculative.models.batch_model import BatchModel, ScheduledTokens
+from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.eagle3_batch import BatchHead
 from speculative.models.paged_model import rounded_up
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)  # tokens in one forward pass
 SHORT, LONG = 64, 1024  # tokens in the context, if they fit
+SEQUENCES = 16  # with one token each, in one forward pass
 TIMES, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
 TEXTS = (1, 4, 16)  # decoded at once
 DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are judged
@@ -48,67 +50,97 @@ def measure(decoder: BatchDecoder, prompts: Sequence[np.ndarray], max_new_tokens
     may be asked for by index) of `max_new_tokens` tokens. Takes a minute."""
     main = measure_main(decoder.main)
     draft = draft_costs(decoder)
-    recorders = [Recorder(Costs(main, draft), drafted) for drafted in ([0, DRAFTED] if draft else [0])]
-    usual, each = decoder.draft_length, EACH * len(prompts)
-    numbers = {recorder: itertools.count(each * i) for i, recorder in enumerate(recorders, start=1)}
+    alone, *drafting = [Recorder(Costs(main, draft), drafted) for drafted in ([0, 0, DRAFTED] if draft else [0])]
+    usual, model, each = decoder.draft_length, decoder.draft, EACH * len(prompts)
+    numbers = {recorder: itertools.count(each * i) for i, recorder in enumerate([alone, *drafting], start=1)}
     try:
-        for texts, recorder in tqdm(list(itertools.product(TEXTS, recorders)), desc="iterations", leave=False):
-            decoder.draft_length = recorder
+        for texts, recorder in tqdm(list(itertools.product(TEXTS, numbers)), desc="iterations", leave=False):
+            decoder.draft_length, decoder.draft = recorder, None if recorder is alone else model
             with recorder.timing(decoder):
                 recorder.run(decoder, prompts, numbers[recorder], texts, max_new_tokens)
     finally:
-        decoder.draft_length = usual
+        decoder.draft_length, decoder.draft = usual, model
     if draft:
-        draft = draft_while_decoding(draft, [one for recorder in recorders for one in recorder.draft_passes])
-    judged = {i: text for i, text in sorted(recorders[-1].judged.items()) if text}
+        draft = draft_while_decoding(draft, [one for recorder in drafting for one in recorder.draft_passes])
+    judged = {i: text for i, text in sorted((drafting or [alone])[-1].judged.items()) if text}
     lengths = [len(prompts[each + i]) for i in (judged or range(len(prompts)))]
     shares = decoder.draft is None or decoder.draft.shares
-    return Costs(main, draft, outside_of(recorders), list(judged.values()), lengths, shares)
+    outside = outside_of(drafting or [alone])
+    return Costs(main, draft, outside, list(judged.values()), lengths, shares, outside_of([alone]))
 
 
 # ---- forward passes -------------------------------------------------------------------------------------------------
 
 
 def measure_main(model: BatchModel) -> ModelCosts:
-    """The costs of the main model's forward passes."""
+    """The costs of the main model's forward passes. Passes that are compared follow one another, as the speed of a
+    machine changes with time; each is run twice, because the first one may be prepared again."""
     most = min(model.context, LONG + SIZES[-1])
     ids = (np.arange(most, dtype=np.int64) * 7919 + 1) % model.vocab_size
-    slot = model.slot(most)
     short, long = (max(1, min(context, most - SIZES[-1])) for context in (SHORT, LONG))
+    sizes = [n for n in SIZES if short + n <= most]
+    last = sizes[-1]
+    slots = [model.slot(most), model.slot(short + last), *(model.slot(short + 1) for _ in range(SEQUENCES - 1))]
+    far, near = slots[:1], slots[1:]
 
-    def seconds(context: int, tokens: int, rows: int) -> float:
-        slot.start_write(context, context)  # computes them again
-        begin = time.perf_counter()
-        model.logits([ScheduledTokens(slot, ids[: context + tokens], rows)])
-        return time.perf_counter() - begin
+    def seconds(slots: Sequence[Slot], context: int, tokens: int, rows: int) -> list[float]:
+        """Of the first and the second pass over `tokens` tokens of each sequence."""
+        found = []
+        for _ in range(2):
+            for slot in slots:
+                slot.start_write(context, context)  # computes them again
+            begin = time.perf_counter()
+            model.logits([ScheduledTokens(slot, ids[: context + tokens], rows) for slot in slots])
+            found.append(time.perf_counter() - begin)
+        return found
 
-    def median(context: int, tokens: int, rows: int) -> float:
-        seconds(context, tokens, rows)
-        return statistics.median(seconds(context, tokens, rows) for _ in range(3))
-
+    rounds: list[_Round] = []
     try:
-        model.logits([ScheduledTokens(slot, ids[:most], 1)])
-        same: dict[int, list[float]] = {n: [] for n in SIZES if short + n <= most}
-        changed: dict[int, list[float]] = {n: [] for n in same}
+        model.logits([ScheduledTokens(far[0], ids, 1)])
+        for slot in near:
+            model.logits([ScheduledTokens(slot, ids[:short], 1)])
         began = time.perf_counter()
-        for i in range(TIMES + 1):  # the first one compiles kernels
-            for n in same:
-                changed[n].append(seconds(short, n, n))
-                same[n].append(seconds(short, n, n))
-            if i > 1 and time.perf_counter() - began > ENOUGH_SECONDS:
+        while len(rounds) <= TIMES:
+            times = {n: seconds(near[:1], short, n, n) for n in sizes}
+            many = times[last][1]
+            one_row, many_far = seconds(near[:1], short, last, 1)[1], seconds(far, long, last, last)[1]
+            one, one_far = seconds(near[:1], short, 1, 1)[1], seconds(far, long, 1, 1)[1]
+            in_one, in_several = seconds(near[:1], short, SEQUENCES, SEQUENCES)[1], seconds(near, short, 1, 1)[1]
+            rounds.append(_Round(times, many - one_row, many_far - many, one_far - one, in_several - in_one))
+            if len(rounds) > 2 and time.perf_counter() - began > ENOUGH_SECONDS:
                 break
-        passes = {n: statistics.median(times[1:]) for n, times in same.items()}
-        changes = [statistics.median(times[1:]) - passes[n] for n, times in changed.items()]
-        last = max(passes)
-        without = max(0.0, passes[last] - median(short, last, 1)) / max(last - 1, 1)
-        model.logits([ScheduledTokens(slot, ids[:most], 1)])
-        one = max(0.0, median(long, 1, 1) - passes[1])
-        many = max(0.0, median(long, last, last) - passes[last])
     finally:
-        slot.free_blocks()
-    attention = max(0.0, many - one) / max((last - 1) * (long - short), 1)
-    context = max(0.0, one / max(long - short, 1) - attention)
-    return ModelCosts(passes, without, max(0.0, statistics.median(changes)), context, attention)
+        for slot in slots:
+            slot.free_blocks()
+    return _costs_of(rounds[1:], short, long)  # the first one compiles kernels
+
+
+class _Round(NamedTuple):
+    """Seconds of forward passes, measured one after the other."""
+
+    passes: dict[int, list[float]]  # by number of tokens: after another number, and after the same
+    without_logits: float  # less, with a single logit
+    far_many: float  # more, of the largest number of tokens behind the long context
+    far_one: float  # the same of a single token
+    sequences: float  # more, of `SEQUENCES` tokens of as many sequences than of one
+
+
+def _costs_of(rounds: Sequence[_Round], short: int, long: int) -> ModelCosts:
+    sizes = list(rounds[0].passes)
+    more = max(sizes[-1] - 1, 1)  # tokens of the largest pass, beyond one
+    without, far_many, far_one, sequences = (
+        max(0.0, statistics.median(values)) for values in zip(*(one[1:] for one in rounds), strict=True)
+    )
+    attention = max(0.0, far_many - far_one) / (more * max(long - short, 1))
+    context = max(0.0, far_one / max(long - short, 1) - attention)
+    passes, changes = {}, []
+    for n in sizes:
+        changed, same = (statistics.median(seconds) for seconds in zip(*(one.passes[n] for one in rounds), strict=True))
+        passes[n] = max(0.0, same - short * (context + n * attention))
+        changes.append(changed - same)
+    sequence = max(0.0, sequences / (SEQUENCES - 1) - short * context)
+    change = max(0.0, statistics.median(changes))
+    return ModelCosts(passes, without / more, change, context, attention, sequence)
 
 
 def draft_costs(decoder: BatchDecoder) -> ModelCosts | None:
@@ -118,7 +150,7 @@ def draft_costs(decoder: BatchDecoder) -> ModelCosts | None:
     policy = decoder.draft_length
     first, further = ({n: curve.measured(n) for n in SIZES} for curve in (policy.draft, policy.draft_further))
     of_context = ModelCosts({1: 0.0}) if isinstance(decoder.draft, BatchHead) else measure_main(decoder.draft)
-    return ModelCosts(first, of_context.without_logits, 0.0, of_context.context, of_context.attention, further)
+    return dataclasses.replace(of_context, passes=first, change=0.0, sequence=0.0, further=further)
 
 
 class DraftPass(NamedTuple):

@@ -8,8 +8,9 @@ stops helping.
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -174,13 +175,13 @@ class Planner:
         )
         return [row(method, n, alone) for method in (alone, draft) for n in clients]
 
-    def against(self, measured: Drawn, settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
-        """Compare the rows of a load benchmark with simulations of the same clients.
+    def against(self, measured: Sequence[Drawn], settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
+        """Compare the rows of a load benchmark, the medians of several results, with simulations of the same clients.
 
-        Raises ValueError if the result has no rows of this project's engine.
+        Raises ValueError if the results have no rows of this project's engine, or other clients or texts.
         """
-        facts = measured.get("environment", {})
-        rows = [one for one in measured.get("rows", []) if one.get("method") in METHODS]
+        facts = measured[0].get("environment", {})
+        rows = [one for result in measured for one in result.get("rows", []) if one.get("method") in METHODS]
         try:
             tokens, seconds, rounds = facts["max_new_tokens"], facts["seconds"], facts["rounds"]
             clients = sorted({one["clients"] for one in rows})
@@ -189,6 +190,13 @@ class Planner:
         if not rows:
             raise ValueError("it has no rows of this project's engine: give a result of benchmark_serving.py or "
                              "benchmark_batching.py")  # fmt: skip
+        compared = [
+            ([result["environment"].get(key) for key in ("max_new_tokens", "seconds", "prompts")],
+             [(one["method"], one["clients"]) for one in result["rows"]])
+            for result in measured
+        ]  # fmt: skip
+        if compared[1:] != compared[:-1]:
+            raise ValueError("the results are of other loads: give results of the same command")
         workload = dataclasses.replace(
             self.workload, prompt=self.costs.prompt_tokens, output=lengths(str(tokens)), trace=(), cached=0.0
         )
@@ -200,19 +208,22 @@ class Planner:
                 continue
             full = dataclasses.replace(settings, with_draft=with_draft, max_num_seqs=max(clients))
             load = planner.closed_loop(full, clients, method, seconds, rounds, replicas)
-            for real in (one for one in rows if one["method"] == method):
-                simulated = row(load, real["clients"], None)
+            for n in clients:
+                real = [one for one in rows if (one["method"], one["clients"]) == (method, n)]
+                if not real:
+                    continue
+                simulated = row(load, n, None)
                 found.append(
                     {
                         "method": method,
-                        "clients": real["clients"],
-                        "throughput": real["throughput"],
+                        "clients": n,
+                        "throughput": _median(real, "throughput"),
                         "throughput_simulated": simulated["throughput"],
-                        "ttft": real["ttft"],
+                        "ttft": _median(real, "ttft"),
                         "ttft_simulated": simulated["ttft"],
-                        "tpot": real["tpot"],
+                        "tpot": _median(real, "tpot"),
                         "tpot_simulated": simulated["tpot"],
-                        "mean_draft_length": real["mean_draft_length"],
+                        "mean_draft_length": _median(real, "mean_draft_length"),
                         "mean_draft_length_simulated": simulated["mean_draft_length"],
                     }
                 )
@@ -242,6 +253,12 @@ def percentiles(values: Sequence[float], percentile: float) -> tuple[float | Non
 
 def _within(seconds: float | None, goal: float) -> bool:
     return seconds is not None and seconds <= goal
+
+
+def _median(rows: Sequence[Drawn], key: str) -> Any:
+    """The median of the rows that have a value; None if none has."""
+    values = [one[key] for one in rows if one[key] is not None]
+    return statistics.median(values) if values else None
 
 
 def _requests_per_second(span: Span) -> float:

@@ -89,6 +89,7 @@ class Replica:
         self.settings = settings
         self.policy = policy or costs.policy()
         self.draft = costs.draft if settings.with_draft else None
+        self.outside = costs.outside if self.draft else costs.outside_alone or costs.outside
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
         self.busy = 0.0  # seconds in iterations
@@ -129,7 +130,7 @@ class Replica:
             if not self.waiting and not self.running:
                 self._wake = self.environment.event()
                 yield self._wake
-            seconds = self.costs.outside.arrival * self._admit() + self._iterate()
+            seconds = self.outside.arrival * self._admit() + self._iterate()
             self.busy += seconds
             self.in_batch += seconds * len(self.running)
             yield self.environment.timeout(seconds)
@@ -169,15 +170,17 @@ class Replica:
             request.read += tokens
             rows += request.read == request.prompt
         width = rounded_up(verified + read)
-        main = self.costs.main.seconds(verified + read, rows, context, attended, width != self._width)
-        main += self.costs.outside.request * (len(decoding) + len(prompts))
+        sequences = len(decoding) + len(prompts)
+        changed = width != self._width
+        main = self.costs.main.seconds(verified + read, rows, context, attended, changed, sequences=sequences)
+        main += self.outside.request * sequences
         self._width = width
         gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, read, gained, main)
         for request in prompts:
             if request.read == request.prompt:
                 request.generated = 1
-        return drafting + main + self.costs.outside.iteration
+        return drafting + main + self.outside.iteration
 
     def _prompts(self, decoding: int) -> dict[SimulatedRequest, int]:
         """The prompt tokens of each request in the next forward pass."""
@@ -221,13 +224,13 @@ class Replica:
             width = rounded_up(computed)
             changed, self._draft_width = width != self._draft_width, width
             seconds = self.draft.seconds(computed, len(drafting), context, attended, changed, further=spent > 0)
-            seconds += self.costs.outside.token * len(drafting)
+            seconds += self.outside.token * len(drafting)
             for request in drafting:
                 confidence, _ = request.judged[request.generated + request.drafted]
                 request.drafted += 1
                 request.estimate.draft(confidence)
             self.policy.update_draft(computed, seconds)
-            spent += seconds + self.costs.outside.round
+            spent += seconds + self.outside.round
 
     def _verify(self, request: SimulatedRequest) -> int:
         """Accept the draft tokens up to the first wrong one; returns the number of new tokens."""

@@ -13,7 +13,7 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, serve
-from speculative.bench.capacity.costs import Costs, ModelCosts, Outside
+from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
 from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
 from speculative.bench.capacity.planner import Goals, Planner, breaking_even
 from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
@@ -305,6 +305,23 @@ def test_what_a_draft_takes_longer_while_decoding_is_found():
     assert found.change == pytest.approx(0.003)
     assert found.passes == pytest.approx({1: 0.0012, 64: 0.0642})
     assert found.further == pytest.approx({1: 0.0008, 64: 0.0323})
+
+
+def test_several_starts_count_by_their_medians():
+    def start(seconds):
+        main = ModelCosts({1: seconds, 4: 2 * seconds}, sequence=seconds / 10)
+        return Costs(main, SMALL, Outside(seconds), [[RIGHT]], [8], outside_alone=Outside(seconds / 2))
+
+    found = median([start(0.1), start(0.5), start(0.2)])
+    assert found == start(0.2)
+    assert found.main.seconds(4, 4, sequences=3) == pytest.approx(0.4 + 2 * 0.02)
+    assert median([dataclasses.replace(start(1.0), draft=None)]).draft is None
+
+
+def test_the_main_model_alone_takes_no_time_for_a_draft():
+    costs = Costs(ModelCosts({1: 0.1}), SMALL, Outside(0.05), [[WRONG] * 9], [9], outside_alone=Outside(0.01))
+    found = alone(costs, SimulatedRequest(1, 4))
+    assert found.end == pytest.approx(4 * 0.11)
 
 
 @pytest.mark.parametrize(("text", "mean"), [("7", 7), ("uniform:10:20", 15), ("exponential:50", 50)])
