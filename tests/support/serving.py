@@ -57,7 +57,6 @@ def ray_cluster(**head):
     with short as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", patient)
         patch.setenv("RAY_TMPDIR", folder)  # with `temp_dir`, Ray writes the address to /tmp/ray, there or not
-        patch.setenv("TMPDIR", folder)  # its replicas share the cores with no other server's
         patch.setenv("PYTHONPATH", AS_SERVED)
         patch.setenv("RAY_worker_niceness", "0")  # by default 15: other test processes would come first
         patch.setenv("RAY_health_check_period_ms", "500")  # by default 3 s: a node is lost when it misses five

@@ -71,7 +71,7 @@ def build(args: dict[str, list[str]]) -> Application:
 def bound(settings: Settings) -> Application:
     """The application: the deployment of the replicas with its arguments."""
     deployment = Replica.options(**options(settings))  # type: ignore[attr-defined]
-    return deployment.bind(settings.pair, settings.limits, settings.keys, settings.cors_origins, settings.num_cpus)
+    return deployment.bind(settings.pair, settings.limits, settings.keys, settings.cors_origins)
 
 
 def options(settings: Settings) -> dict:

@@ -12,7 +12,6 @@ from speculative.serving.engine.metrics import Metrics
 from speculative.serving.http import tracing
 from speculative.serving.http.endpoint import Endpoint
 from speculative.serving.http.tracing import Traces
-from speculative.serving.ray_serve import own_cores
 from speculative.serving.settings import Limits, Pair
 
 
@@ -20,17 +19,9 @@ from speculative.serving.settings import Limits, Pair
 @serve.ingress()
 class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self,
-        pair: Pair,
-        limits: Limits,
-        keys: frozenset[bytes] | None,
-        cors_origins: tuple[str, ...] = (),
-        num_cpus: int | None = None,
+        self, pair: Pair, limits: Limits, keys: frozenset[bytes] | None, cors_origins: tuple[str, ...] = ()
     ):
-        """`keys`: digests of the API keys (`middleware.digest`), or None. `cors_origins`: whose pages may use it.
-        `num_cpus`: cores that no other replica uses."""
-        if num_cpus:
-            own_cores.take(num_cpus)
+        """`keys`: digests of the API keys (`middleware.digest`), or None. `cors_origins`: whose pages may use it."""
         decoder = await asyncio.to_thread(
             batch_decoder.load, pair.main, pair.draft, cache_tokens=pair.cache_tokens, use_huge_pages=True,
             prefix_cache=pair.prefix_cache, subtract_penalties=True, past_answers=pair.past_answers,
