@@ -5,8 +5,8 @@ and the load at which drafting stops helping.
 
 first measures the times of forward passes and iterations on this machine, and the acceptance on the --prompts.
 `--save-costs` saves these costs; `--costs` plans with them on any machine, without models, and with the medians of
-several files: the speed of a machine, and of each start, varies. The simulation runs the
-scheduler of the server: continuous batching, chunked prompts, the queue, and the server's own draft-length policy.
+several files: the speed of a machine, and of each start, varies. The simulation runs the scheduler of the server:
+continuous batching, chunked prompts, the queue, and the server's own draft-length policy.
 
 Requests arrive at random (Poisson) with lengths from a distribution: 512, uniform:LOW:HIGH, exponential:MEAN or
 lognormal:MEDIAN:SIGMA; by default those of the prompts. `--trace` takes arrivals and lengths from JSON lines with
@@ -24,9 +24,8 @@ Columns of the first table ("*" marks the smallest number of replicas that meets
     cached      share of the prompt tokens that come from the prefix cache
     refused     requests rejected with status 429 / all
 
-`--against` compares a result of benchmark_batching.py or benchmark_serving.py, or the medians of several results,
-with simulations of the same clients.
-Output: tables, then one JSON object on the last line.
+`--against` compares a result of benchmark_batching.py or benchmark_serving.py, or the medians of several results, with
+simulations of the same clients. Output: tables, then one JSON object on the last line.
 """
 
 from speculative.cli.program import exit_on, prepare_output
