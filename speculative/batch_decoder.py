@@ -78,9 +78,9 @@ class Request:
         self.proposer: Proposer | None = None
         self.of_model: DraftModelProposer | None = None  # the proposer, or the part of it that uses the draft model
         self.suffix: SuffixProposer | None = None  # to remember its answer with
-        self.looked_up = -1  # draft tokens after which a match was looked for last
+        self.matched_at = -1  # number of draft tokens at the last search for a match
         self.confidence: Confidence | None = None  # in the last draft token
-        self.foreseen: Proposal | None = None  # the token that may be copied next: not random, so may be declined
+        self.match: Proposal | None = None  # the token that may be copied next: not random, so may be declined
         self.copied = False  # has copied a token in this iteration, although there is a draft model
         self.idle = False  # has finished drafting in this iteration
         self.is_repeatable = False  # its text must depend on nothing but its seed
@@ -102,7 +102,7 @@ class Request:
     @property
     def copy(self) -> Proposal | None:
         """The next draft token if it is a copy."""
-        return None if isinstance(self.policy, CombinedEstimate) and not self.policy.copies else self.foreseen
+        return None if isinstance(self.policy, CombinedEstimate) and not self.policy.copies else self.match
 
 
 class RequestOutput(NamedTuple):
@@ -149,13 +149,13 @@ class BatchDecoder:
         self._masks = MaskThread()
         self._shared = shared
         self._requests: list[Request] = []
-        self._came: list[Request] = []  # since the last step
+        self._new: list[Request] = []  # since the last step
         self._lock = threading.Lock()  # guards new requests and block reservations
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._came or self._requests)
+        return bool(self._new or self._requests)
 
     @property
     def cache_bytes(self) -> int:
@@ -226,7 +226,7 @@ class BatchDecoder:
                 if self.suffix:  # past answers would make seeded text depend on other requests
                     seeded = params.do_sample and params.seed is not None
                     request.proposer = CombinedProposer(self.suffix.of_request(salt, past=not seeded), model)
-            self._came.append(request)
+            self._new.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -241,8 +241,8 @@ class BatchDecoder:
         and `step` may be called again.
         """
         with self._lock:
-            self._requests += self._came
-            self._came = []
+            self._requests += self._new
+            self._new = []
         there = [request for request in self._requests if not request.cancelled and not request.error]
         gains = self._iterate(there) if there else []
         return gains + self._finalize()
@@ -281,8 +281,8 @@ class BatchDecoder:
                 step = steps[request]
                 if isinstance(request.policy, CombinedEstimate):
                     request.policy.see(step.tokens)
-                elif request.foreseen and step.accepted == step.proposed:
-                    request.policy.learn_declined(step.tokens[-1] == request.foreseen.token)
+                elif request.match and step.accepted == step.proposed:
+                    request.policy.learn_declined(step.tokens[-1] == request.match.token)
                 request.policy.update(step.proposed, step.accepted)
         gains = [self._try(request, self._gain, request, step) for request, step in steps.items()]
         return [gain for gain in gains if gain]
@@ -304,7 +304,7 @@ class BatchDecoder:
         pass also includes `read` prompt tokens."""
         for request in running:
             request.sequence.drop_draft()  # left by an iteration that failed
-            request.confidence, request.foreseen, request.idle, request.looked_up = None, None, False, -1
+            request.confidence, request.match, request.idle, request.matched_at = None, None, False, -1
             request.copied = request.waits = False
             if isinstance(request.policy, Estimate):
                 request.policy.begin()
@@ -321,8 +321,8 @@ class BatchDecoder:
             begin = time.perf_counter()
             if self.suffix:
                 for request in running:
-                    self._try(request, self._foresee, request)
-            looked_up = time.perf_counter() - begin
+                    self._try(request, self._find_match, request)
+            search_seconds = time.perf_counter() - begin
             if not (chosen := self._choose(running, read)):
                 break
             begin = time.perf_counter()
@@ -330,13 +330,13 @@ class BatchDecoder:
             for request in chosen:
                 if not request.idle:
                     self._try(request, self._propose, request)
-            self.draft_length.update_draft(computed, time.perf_counter() - begin, looked_up)
+            self.draft_length.update_draft(computed, time.perf_counter() - begin, search_seconds)
 
     def _choose(self, running: list[Request], read: int) -> list[Request]:
         """The requests that draft another token."""
         own: list[Request] = []
         others: list[Request] = []
-        histories: list[Estimate] = []  # of `others`
+        estimates: list[Estimate] = []  # of `others`
         for request in running:
             policy, drafted = request.policy, request.sequence.drafted - request.sequence.forced
             if request.idle or request.error or not self._try(request, self._can_draft, request):
@@ -344,14 +344,14 @@ class BatchDecoder:
             if isinstance(policy, Estimate):
                 if drafted < LONGEST:
                     others.append(request)
-                    histories.append(policy)
+                    estimates.append(policy)
             elif self._try(request, policy.should_draft, drafted, request.confidence):
                 own.append(request)
             else:  # ask only once: the confidence is overwritten by the next forward pass
                 request.idle = True
         tokens = read + sum(request.sequence.num_logits for request in running)
-        places = self.draft_length.choose(histories, tokens, sum(not request.copy for request in own), bool(own))
-        return own + [others[i] for i in places]
+        indices = self.draft_length.choose(estimates, tokens, sum(not request.copy for request in own), bool(own))
+        return own + [others[i] for i in indices]
 
     @staticmethod
     def _can_draft(request: Request) -> bool:
@@ -394,12 +394,12 @@ class BatchDecoder:
                 request.sequence.drop_draft()
         return computed
 
-    def _foresee(self, request: Request) -> None:
-        """Look for a token that the request may copy next, so that the policy can decide by it."""
+    def _find_match(self, request: Request) -> None:
+        """Find the token that the request may copy next, for the policy to decide on."""
         text, source, policy = request.sequence, request.proposer, request.policy
-        if request.idle or request.looked_up == text.drafted or not text.can_draft:
+        if request.idle or request.matched_at == text.drafted or not text.can_draft:
             return
-        request.looked_up = text.drafted
+        request.matched_at = text.drafted
         asked = text.token_ids, text.distribution, text.random
         if isinstance(source, CombinedProposer):
             match, can_use_model = (
@@ -407,17 +407,17 @@ class BatchDecoder:
                 source.can_use_model(text.token_ids, request.copied),
             )
             if isinstance(policy, CombinedEstimate):
-                request.foreseen = match
+                request.match = match
                 policy.foresee(match, can_use_model)
                 policy.copies = policy.prefers_copy(self.draft_length.step_worth)
             else:
-                request.foreseen = match if source.is_trusted(match) else None
-            request.idle = not request.foreseen and not can_use_model
+                request.match = match if source.is_trusted(match) else None
+            request.idle = not request.match and not can_use_model
         elif source and isinstance(policy, AcceptanceEstimate):
-            request.foreseen = text.allowed(source.propose(*asked))
-            request.idle = request.foreseen is None
-            if request.foreseen:
-                policy.foresee(request.foreseen.confidence())
+            request.match = text.allowed(source.propose(*asked))
+            request.idle = request.match is None
+            if request.match:
+                policy.foresee(request.match.confidence())
 
     def _propose(self, request: Request) -> None:
         text = request.sequence
@@ -428,7 +428,7 @@ class BatchDecoder:
         if proposal is None:
             request.idle = True
             return
-        request.foreseen, request.copied = None, request.copied or copy is not None
+        request.match, request.copied = None, request.copied or copy is not None
         text.draft(proposal)
         request.confidence = proposal.confidence
         if isinstance(request.policy, CombinedEstimate):

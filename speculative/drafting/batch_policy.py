@@ -160,15 +160,15 @@ class BatchDraftLength:
             return [probed]
         return chosen
 
-    def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
-        """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches of `looked_up` seconds."""
+    def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
+        """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches in `search_seconds`."""
         curve = self.draft_further if self._computed else self.draft
         expected = curve(tokens)
         compiles = _is_new(rounded_up(tokens), self._draft_sizes)
         self._compiles = self._compiles or compiles
         self._alone = None if self._computed or not expected or compiles else (tokens, seconds / expected)
         self._drafted, self._computed = True, self._computed or tokens > 0
-        self._drafting += seconds + looked_up
+        self._drafting += seconds + search_seconds
         self._seconds += expected
         if not compiles:
             curve.update(tokens, seconds)

@@ -950,9 +950,9 @@ class RecordingPolicy(BatchDraftLength):
         self.asked.append((len(estimates), tokens, anyway))
         return super().choose(estimates, tokens, anyway, forced)
 
-    def update_draft(self, tokens, seconds, looked_up):
+    def update_draft(self, tokens, seconds, search_seconds):
         self.read.append(tokens)
-        super().update_draft(tokens, seconds, looked_up)
+        super().update_draft(tokens, seconds, search_seconds)
 
     def update_main(self, verified, prompts, gained, seconds):
         self.verified = verified, prompts, gained

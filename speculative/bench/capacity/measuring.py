@@ -244,8 +244,8 @@ class Recorder(BatchDraftLength):
         super().choose(estimates, tokens, anyway, forced)
         return [i for i, estimate in enumerate(estimates) if estimate.drafted < self._fixed]
 
-    def update_draft(self, tokens: int, seconds: float, looked_up: float = 0.0) -> None:
-        super().update_draft(tokens, seconds, looked_up)
+    def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
+        super().update_draft(tokens, seconds, search_seconds)
         self._rounds += 1
 
     def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
