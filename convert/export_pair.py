@@ -31,7 +31,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from speculative.cli.parser import Parser
-from speculative.cli.processes import utf8_output
+from speculative.cli.processes import print_or_exit, utf8_output
 from speculative.convert import eagle3_source, gguf_source, group_size, optimum_cli, program, source
 from speculative.convert.child import Child
 from speculative.convert.errors import ConvertError
@@ -225,16 +225,17 @@ def known_pair(parser: argparse.ArgumentParser, name: str) -> dict:
 
 
 def print_known_pairs() -> None:
+    lines = []
     for name, pair in known_pairs().items():
-        print(name)
+        lines.append(name)
         for half, form in (("main", "weight_format"), ("draft", "draft_weight_format")):
             if half in pair:
                 kept = "GGUF, weights kept" if "wheel" in pair and half == "main" else "OpenVINO IR already"
-                print(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept)})")
+                lines.append(f"  {half:9} {pair[half]} ({pair[half + '_size']}; {pair.get(form, kept)})")
             else:
-                print(f"  {half:9} none: prompt lookup drafts for it")
-        for key in ("why", "licence", "device", "verified"):
-            print(f"  {key:9} {pair[key]}")
+                lines.append(f"  {half:9} none: prompt lookup drafts for it")
+        lines += [f"  {key:9} {pair[key]}" for key in ("why", "licence", "device", "verified")]
+    print_or_exit("\n".join(lines))
 
 
 def export_pair(options: argparse.Namespace) -> None:

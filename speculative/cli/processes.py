@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TextIO
 
 NEW_PROCESS_GROUP = 0x200  # subprocess.CREATE_NEW_PROCESS_GROUP, which Python defines on Windows only
 
@@ -72,6 +73,16 @@ def discard_unwritable_output() -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
+
+
+def print_or_exit(text: str, file: TextIO | None = None) -> None:
+    """Print `text`, or exit with one sentence and status 1 if it cannot be written."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        discard_unwritable_output()
+        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        sys.exit(1)
 
 
 def _report_unwritable_output() -> None:

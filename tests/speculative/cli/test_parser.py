@@ -1,6 +1,12 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from speculative.cli.parser import Parser
+from tests.support.paths import ROOT
 
 
 def test_a_wrong_argument_ends_the_program_with_one_sentence(capsys):
@@ -16,3 +22,14 @@ def test_help_keeps_the_lines_of_the_description(capsys):
     with pytest.raises(SystemExit):
         Parser(description="Draft.\n\n    python draft.py").parse_args(["--help"])
     assert "Draft.\n\n    python draft.py\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+@pytest.mark.parametrize("arguments", [("scripts/tune.py", "--help"), ("convert/export_pair.py", "--list")], ids=str)
+def test_a_short_output_that_cannot_be_written_is_one_sentence(arguments):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=buffered)
+    assert done.returncode == 1
+    assert done.stderr == b"error: the output cannot be written: No space left on device.\n"
