@@ -813,8 +813,8 @@ def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeyp
 
 def test_a_draft_and_suffix_decoding_draft_together(monkeypatch):
     sources = (DRAFT, "--suffix-decoding", "--past-answers", 300)
-    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *sources, *EXACT_MODE).pair)) as api:
-        body = {**ONE, "prompt": LONG_PROMPT, "max_tokens": 48, "ignore_eos": True}
+    with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *sources, *EXACT_MODE).pair), draft_length=8) as api:
+        body = {**ONE, "prompt": "import os\n", "max_tokens": 48, "ignore_eos": True}
         first, again = (post(api, body).json() for _ in range(2))
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
     accepted = [one["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for one in (first, again)]
