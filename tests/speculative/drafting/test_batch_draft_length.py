@@ -217,29 +217,6 @@ def test_kernels_compiled_for_new_sizes_do_not_stop_drafting():
     assert len(seen) > 8 and np.mean(drafted[-20:]) > 2
 
 
-def test_what_drafting_lost_in_large_batches_does_not_stop_it_in_small_ones():
-    """Behind 12 requests the main model takes three times as long for drafts as was measured."""
-    random, rule = np.random.default_rng(10), rule_of()
-    texts = [Text(rule, [0.8]) for _ in range(12)]
-    _, before = decode(rule, texts[:1], 60, random)
-    _, lost = decode(rule, texts, 200, random, main=lambda n: large(n) * (3 if n > 12 else 1))
-    _, after = decode(rule, texts[:1], 30, random)
-    assert np.mean(lost[-50:]) < 1 and np.mean(after) > 0.6 * np.mean(before) > 1
-
-
-def test_plain_passes_are_timed_where_their_size_is_the_same_as_before():
-    """After a pass of another size, a pass takes longer: in plain decoding it does not."""
-    random, rule, sizes = np.random.default_rng(11), rule_of(), [0]
-
-    def main(n):
-        change = 30 * (n != sizes[-1])
-        sizes.append(n)
-        return large(n) + change
-
-    rate, _ = decode(rule, [Text(rule, [0.3, 0.9])], 400, random, main=main)
-    assert rate > 0.97 / large(1)
-
-
 def test_a_draft_thought_too_slow_is_asked_again():
     """The costs were measured under background load, at twenty times their true values."""
     random = np.random.default_rng(7)
