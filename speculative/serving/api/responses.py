@@ -73,6 +73,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def __init__(self, index: int, parser: ToolParser | None = None, several: bool = True):
         super().__init__(index)
         self._parser, self._several = parser, several
+        self._drops = False  # a call after the only one that was asked for
 
     def whole(self, generation: GenerationResult) -> dict:
         content, calls = "", []
@@ -107,9 +108,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def _as_deltas(self, events: Iterable[Event]) -> list[dict]:
         deltas: list[dict] = []
         for event in events:
+            self._drops = not self._several and not isinstance(event, Text) and event.number > 0
             if isinstance(event, Text):
                 deltas.append({"content": event.text})
-            elif self._several or event.number == 0:
+            elif not self._drops:
                 if isinstance(event, Call):
                     function = {"name": event.name, "arguments": ""}
                     call = {"index": event.number, "id": event.id, "type": "function", "function": function}
@@ -119,7 +121,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
         return deltas
 
     def _reason(self, finish_reason: str) -> str:
-        called = self._parser and self._parser.calls and finish_reason == "stop"
+        is_complete = finish_reason == "stop" or self._drops  # nothing that is kept was cut
+        called = self._parser and self._parser.calls and is_complete
         return "tool_calls" if called else finish_reason
 
     _logprobs = staticmethod(of_chat)
