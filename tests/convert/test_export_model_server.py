@@ -25,7 +25,7 @@ from speculative.convert.model_server_graph import read_graph
 from speculative.pair import recommendation
 from tests.support.killing import killed_at_rename
 from tests.support.noisy_draft import save_noisy_draft
-from tests.support.paths import DRAFT, MAIN, ROOT
+from tests.support.paths import DRAFT, MAIN, ROOT, everything_in
 from tests.support.tiny_checkpoints import save_ir, train_tokenizer
 
 PROGRAM = "convert/export_model_server.py"
@@ -54,6 +54,11 @@ def out(tmp_path):
 
 
 @pytest.fixture
+def command():
+    return export_model_server.main
+
+
+@pytest.fixture
 def export(capsys):
     """Run the program, which must succeed; return its output."""
 
@@ -64,32 +69,9 @@ def export(capsys):
     return export
 
 
-@pytest.fixture
-def refuses(capsys):
-    """Run the program with arguments it must reject with this status; return its one-sentence error."""
-
-    def refuses(status, *arguments):
-        try:
-            returned = export_model_server.main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            returned = stop.code
-        error = capsys.readouterr().err
-        assert returned == status, error
-        assert "Traceback" not in error
-        lines = error.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: "), error
-        return lines[0]
-
-    return refuses
-
-
 def options_in(repository):
     """LLMCalculatorOptions as the server reads them."""
     return read_graph(Path(repository, "embedded", "graph.pbtxt").read_text(encoding="utf-8"))
-
-
-def everything_in(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def recommend(pair, best="genai", **settings):

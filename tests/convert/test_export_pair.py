@@ -26,7 +26,7 @@ from speculative.convert import optimum_cli
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import PairFolder
 from tests.support.later import transformers
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, everything_in
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
 from tests.support.waiting import PATIENCE, wait_until, wait_until_loaded
 
@@ -45,6 +45,11 @@ def irs(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
+def command():
+    return export_pair.main
+
+
+@pytest.fixture
 def optimum_runs(monkeypatch):
     """Run optimum-cli in this process; the fixture is the list of commands."""
     runs = []
@@ -57,32 +62,8 @@ def optimum_runs(monkeypatch):
     return runs
 
 
-@pytest.fixture
-def refuses(capsys):
-    """Run the program with arguments it must reject with this status; return its one-sentence error."""
-
-    def refuses(status, *arguments):
-        try:
-            returned = export_pair.main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            returned = stop.code
-        error = capsys.readouterr().err
-        assert returned == status, error
-        assert "Traceback" not in error
-        lines = error.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: "), error
-        return lines[0]
-
-    return refuses
-
-
 def pair_of(folder):
     return [folder / "main", folder / "draft"]
-
-
-def everything_in(folder):
-    """Path -> content of every file, to see that nothing changed."""
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # --- what it makes ---

@@ -52,6 +52,11 @@ def run(*arguments):
     return make_draft.main([str(argument) for argument in arguments])
 
 
+@pytest.fixture
+def command():
+    return make_draft.main
+
+
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
     return save_tiny_main(tmp_path_factory.mktemp("make_draft") / "main")
@@ -524,17 +529,6 @@ def test_layers_are_those_of_published_heads():
 
 
 # --- errors ---
-
-
-@pytest.fixture
-def refuses(capsys):
-    def refuses(status, *arguments):
-        assert run(*arguments) == status
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: "), lines
-        return lines[0]
-
-    return refuses
 
 
 def test_a_wrong_main_model_is_one_sentence(refuses, main, tmp_path):

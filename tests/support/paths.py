@@ -7,3 +7,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 MAIN = ROOT / "models/embedded/main"
 DRAFT = ROOT / "models/embedded/draft"
+
+
+def everything_in(folder: Path) -> dict[Path, bytes]:
+    """Content of every file by its path in `folder`, to see that nothing changed."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
