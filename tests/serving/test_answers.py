@@ -263,7 +263,8 @@ def test_log_probabilities_of_a_chat_have_bytes(api):
         assert (one["token"], one["logprob"], one["bytes"]) == tuple(first.values())  # greedy
         assert first["logprob"] >= second["logprob"] and bytes(one["bytes"]).decode() == one["token"]
     bare = answered(api, {**CHAT, "temperature": 0, "logprobs": True})["choices"][0]["logprobs"]["content"]
-    assert [one["logprob"] for one in bare] == [one["logprob"] for one in content]
+    expected = pytest.approx([one["logprob"] for one in content], abs=1e-4)  # passes of other sizes round differently
+    assert [one["logprob"] for one in bare] == expected
     assert all(one["top_logprobs"] == [] for one in bare)
 
 

@@ -124,7 +124,7 @@ def test_an_answer_can_be_stopped(api, show, slow, by):
     page.locator("#max-tokens").fill("400")
     page.locator("#message").fill(ASKED)
     page.keyboard.press("Enter")
-    page.locator(".answer span").first.wait_for()
+    page.locator(".answer span", has_text=re.compile(r"\w")).first.wait_for()
     assert page.locator("#send").is_disabled() and page.locator("#log").get_attribute("aria-busy") == "true"
     if by == "Escape":
         page.keyboard.press("Escape")
