@@ -25,16 +25,20 @@ def test_there_are_more_than_a_hundred_unlike_any_other():
 
 def test_the_readme_counts_what_is_there():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|[^|]*\| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE)
-    documented = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
+    rows = re.findall(
+        r"^\|(?: `(\S+)`)? \| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE
+    )
+    documented, file = {}, ""
+    for name, category, *numbers in rows:
+        file = name or file
+        documented[file, category] = tuple(int(number.replace(",", "")) for number in numbers)
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
-    seen: dict[str, list[int]] = {}
+    seen: dict[tuple[str, str], list[int]] = {}
     for name, prompts in BUNDLED.items():
         for prompt in prompts:
             category = "code" if name == "embedded_code.jsonl" else prompt.category
-            seen.setdefault(category, []).append(tokenizer.encode(prompt.text).input_ids.shape[1])
-    counted = {name: (len(n), sorted(n)[len(n) // 2], min(n), max(n)) for name, n in seen.items()}
-    assert documented == counted
+            seen.setdefault((name, category), []).append(tokenizer.encode(prompt.text).input_ids.shape[1])
+    assert documented == {key: (len(n), sorted(n)[len(n) // 2], min(n), max(n)) for key, n in seen.items()}
 
 
 def test_conversations_have_turns():
