@@ -26,7 +26,7 @@ from speculative.convert.draft_training import eagle3
 from speculative.convert.draft_training.beginnings import opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
-from speculative.convert.draft_training.head_weights import read_head
+from speculative.convert.draft_training.head_weights import TrainedHead
 from speculative.convert.draft_training.main_model import MainModel, Reading
 from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.state_file import StateFile
@@ -216,12 +216,13 @@ def test_weights_are_read_from_the_ir_of_a_head(main, made, exported):
     expected = load_file(made / "checkpoint/model.safetensors")
     model = MainModel(ModelSpec(main, "CPU", EXACT))
     for folder, tolerance in ((made, 0.02), (exported, 1e-6)):  # int8 and f32
-        initial = read_head(folder, model)
+        initial = TrainedHead(folder, model)
+        read = initial.weights()
         assert (initial.vocabulary == expected["d2t"] + np.arange(len(initial.vocabulary))).all()
-        assert {*initial.by_name} == {*expected} - {"d2t", "t2d"}
-        for name, weights in initial.by_name.items():
+        assert {*read} == {*expected} - {"d2t", "t2d"}
+        for name, weights in read.items():
             assert np.std(weights - expected[name]) <= tolerance * np.std(expected[name]), name
-    assert read_head(made, model).layers == [0, 2, 3]
+    assert TrainedHead(made, model).layers == [0, 2, 3]
 
 
 def test_training_goes_on_with_a_head(main, made, tmp_path, monkeypatch):

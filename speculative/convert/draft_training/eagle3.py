@@ -7,7 +7,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from speculative.convert.draft_training.head_weights import read_head
+from speculative.convert.draft_training.head_weights import TrainedHead
 from speculative.convert.draft_training.kind import Kind
 from speculative.convert.draft_training.main_model import MainModel, Reader
 from speculative.convert.draft_training.state_file import TextStates
@@ -36,7 +36,7 @@ class Eagle3(Kind):
         """Trains the head in the folder `init_from` further, or a new one. Raises ConvertError if the main model has no
         such layers, or the head is not one of this main model."""
         self.main = main
-        self.initial = read_head(init_from, main) if init_from else None
+        self.initial = TrainedHead(init_from, main) if init_from else None
         adds = {layer: node for layer, node in residual_adds(main.graph).items() if layer is not None}
         given = self.initial.layers if self.initial else layers
         self.layers = given or published_layers(len(adds), main.spec.folder)
@@ -69,7 +69,7 @@ class Eagle3(Kind):
 
         def beginning() -> Beginning:
             if self.initial:
-                return Beginning(self.initial.vocabulary, self.initial.by_name)
+                return Beginning(self.initial.vocabulary, self.initial.weights())
             chosen = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED)
             output = self.main.output_layer(chosen)
             return Beginning(chosen, {"lm_head.weight": output.rows, "norm.weight": output.norm} if output else {})

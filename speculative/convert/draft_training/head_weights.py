@@ -1,47 +1,47 @@
 """Reads an EAGLE-3 head from its IR, whatever its precision, so that its training can go on."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import openvino as ov
 
 from speculative.convert.draft_training import llama_weights
-from speculative.convert.draft_training.main_model import MainModel, Shape, last_product, norm_weight, shape_of
+from speculative.convert.draft_training.main_model import MainModel, last_product, norm_weight, shape_of
 from speculative.convert.errors import ConvertError
-from speculative.models.eagle3_graph import HeadGraph, check_head
+from speculative.models.eagle3_graph import HeadGraph
 
 
-class HeadWeights(NamedTuple):
-    """A head's weights float32 by the names of the published checkpoints, its sizes, the main model's token ids int64
-    [draft vocabulary] that it drafts, and the three layers of the main model that it reads."""
+class TrainedHead:
+    """The head of a main model: its sizes `shape`, the main model's token ids int64 [draft vocabulary] that it drafts,
+    and the three `layers` of the main model that it reads."""
 
-    by_name: dict[str, np.ndarray]
-    shape: Shape
-    vocabulary: np.ndarray
-    layers: list[int]
+    def __init__(self, folder: Path, main: MainModel):
+        """Raises ConvertError if the IR folder holds no head of `main`, or one of another architecture."""
+        if not (folder / "openvino_model.xml").is_file():
+            raise ConvertError(
+                f"{folder} holds no OpenVINO model; convert the head with export_pair.py, and give its folder", 2
+            )
+        try:
+            head = HeadGraph(folder)
+            graph = head.model.clone()
+            head.attach(main.graph.clone())
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConvertError(f"--init-from is no head of the main model: {error}", 2) from error
+        try:
+            self._matrices, self._norms = _parts(graph)
+        except ValueError as error:
+            raise ConvertError(f"--init-from {folder} has not the published architecture: {error}", 2) from error
+        self.shape, self.vocabulary, self.layers = shape_of(folder, main.hidden), head.targets, head.taps
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The weights float32 by the names of the published checkpoints."""
+        return self._norms | llama_weights.read_matrices(self._matrices)
 
 
-def read_head(folder: Path, main: MainModel) -> HeadWeights:
-    """Read the head of `main` in an IR folder. Raises ConvertError if it is none, or of another architecture."""
-    if not (folder / "openvino_model.xml").is_file():
-        raise ConvertError(
-            f"{folder} holds no OpenVINO model; convert the head with export_pair.py, and give its folder", 2
-        )
-    try:
-        layers = check_head(folder, main.spec.folder).taps
-        head = HeadGraph(folder)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ConvertError(f"--init-from is no head of the main model: {error}", 2) from error
-    try:
-        weights = _read(head)
-    except ValueError as error:
-        raise ConvertError(f"--init-from {folder} has not the published architecture: {error}", 2) from error
-    return HeadWeights(weights, shape_of(folder, main.hidden), head.targets, layers)
-
-
-def _read(head: HeadGraph) -> dict[str, np.ndarray]:
-    attentions = [node for node in head.model.get_ops() if node.get_type_name() == "ScaledDotProductAttention"]
-    lm_head = last_product(head.model)
+def _parts(graph: ov.Model) -> tuple[dict[str, ov.Node], dict[str, np.ndarray]]:
+    """The products with matrices, MatMul nodes, and the weights of the norms, by name."""
+    attentions = [node for node in graph.get_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+    lm_head = last_product(graph)
     if len(attentions) != 1 or lm_head is None:
         raise ValueError("its graph is not that of one decoder layer and an LM head")
     layer = llama_weights.find_matrices(attentions[0])
@@ -61,4 +61,4 @@ def _read(head: HeadGraph) -> dict[str, np.ndarray]:
     if len(found) < len(norms):
         raise ValueError("it lacks a norm with weights that the published architecture has")
     matrices = {f"midlayer.{name}": node for name, node in layer.by_name.items()}
-    return found | llama_weights.read_matrices({"fc.weight": layer.before, "lm_head.weight": lm_head, **matrices})
+    return {"fc.weight": layer.before, "lm_head.weight": lm_head, **matrices}, found
