@@ -81,13 +81,17 @@ def print_or_exit(text: str, file: TextIO | None = None) -> None:
         print(text, file=file, flush=True)
     except OSError as error:
         discard_unwritable_output()
-        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        _report_unwritable(error)
         sys.exit(1)
+
+
+def _report_unwritable(error: OSError) -> None:
+    print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
 
 
 def _report_unwritable_output() -> None:
     if error := discard_unwritable_output():
-        print(f"error: the output cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+        _report_unwritable(error)
         os._exit(1)  # an exit handler cannot set the status in another way
 
 
