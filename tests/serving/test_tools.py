@@ -197,8 +197,8 @@ class Generation:
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_stream_carries_the_calls_of_the_whole_answer(several):
-    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}), several).whole(Generation())
-    builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}), several)
+    whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)).whole(Generation())
+    builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several))
     chunks = [chunk for piece in TEXT for chunk in builder.piece(piece)] + builder.end("stop")
     calls = {}
     for chunk in chunks:
@@ -216,7 +216,7 @@ def test_a_choice_is_complete_if_only_a_dropped_call_is_cut():
         text, finish_reason = TEXT[:-30], "length"
 
     for several, reason in ((True, "length"), (False, "tool_calls")):
-        parsed = [ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}), several) for _ in range(2)]
+        parsed = [ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)) for _ in range(2)]
         chunks = [chunk for piece in Cut.text for chunk in parsed[0].piece(piece)] + parsed[0].end("length")
         assert chunks[-1]["finish_reason"] == parsed[1].whole(Cut())["finish_reason"] == reason
 

@@ -84,7 +84,7 @@ class ChatCompletionRequest(BaseRequest):
     def parser(self, form: ToolFormat | None) -> ToolParser | None:
         """A parser of the tool calls in a text."""
         names = {tool.function.name for tool in self.offered}
-        return ToolParser(form, names) if form and names else None
+        return ToolParser(form, names, self.parallel_tool_calls is not False) if form and names else None
 
     def history(self, form: ToolFormat | None) -> ChatHistory:
         """The messages and tools, as input of a chat template."""

@@ -25,9 +25,7 @@ class ResponsesBuilder:
     ):
         self._jobs = jobs
         self._parser = parser
-        self._several = asked.parallel_tool_calls is not False
         self._items: list[dict[str, Any]] = []  # all but the last are complete
-        self._drops = False  # a call after the only one that was asked for
         self._finish_reason: str | None = None
         self._number = 0  # of the next event
         choice = asked.tool_choice
@@ -44,7 +42,7 @@ class ResponsesBuilder:
             "metadata": {},
             "model": model,
             "output": [],
-            "parallel_tool_calls": self._several,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
@@ -77,7 +75,8 @@ class ResponsesBuilder:
         rest = self._events(self._parser.end()) if self._parser else b""
         if not self._items:
             rest += self._begin_item(_message())
-        self._finish_reason = "stop" if self._drops else finish_reason  # nothing that is kept was cut
+        drops = self._parser is not None and self._parser.drops
+        self._finish_reason = "stop" if drops else finish_reason  # nothing that is kept was cut
         return rest + self._end_item("incomplete" if self._finish_reason == "length" else "completed")
 
     def end(self) -> bytes:
@@ -111,14 +110,11 @@ class ResponsesBuilder:
         """The events of the text and calls that were found."""
         events = b""
         for one in found:
-            self._drops = not self._several and not isinstance(one, Text) and one.number > 0
             if isinstance(one, Text):
                 if not self._items or self._items[-1]["type"] != "message":
                     events += self._end_item("completed") + self._begin_item(_message())
                 self._items[-1]["content"][0]["text"] += one.text
                 events += self._event("response.output_text.delta", **self._place, delta=one.text, logprobs=[])
-            elif self._drops:
-                continue
             elif isinstance(one, Call):
                 events += self._end_item("completed") + self._begin_item(_call(one))
             elif isinstance(one, Arguments):

@@ -68,12 +68,11 @@ class ChoiceBuilder:
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Builds one choice of a chat completion, in which `parser` finds tool calls, only the first unless `several`."""
+    """Builds one choice of a chat completion, in which `parser` finds tool calls."""
 
-    def __init__(self, index: int, parser: ToolParser | None = None, several: bool = True):
+    def __init__(self, index: int, parser: ToolParser | None = None):
         super().__init__(index)
-        self._parser, self._several = parser, several
-        self._drops = False  # a call after the only one that was asked for
+        self._parser = parser
 
     def whole(self, generation: GenerationResult) -> dict:
         content, calls = "", []
@@ -108,29 +107,28 @@ class ChatChoiceBuilder(ChoiceBuilder):
     def _as_deltas(self, events: Iterable[Event]) -> list[dict]:
         deltas: list[dict] = []
         for event in events:
-            self._drops = not self._several and not isinstance(event, Text) and event.number > 0
             if isinstance(event, Text):
                 deltas.append({"content": event.text})
-            elif not self._drops:
-                if isinstance(event, Call):
-                    function = {"name": event.name, "arguments": ""}
-                    call = {"index": event.number, "id": event.id, "type": "function", "function": function}
-                else:
-                    call = {"index": event.number, "function": {"arguments": event.text}}
+            elif isinstance(event, Call):
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": event.number, "id": event.id, "type": "function", "function": function}
                 deltas.append({"tool_calls": [call]})
+            else:
+                deltas.append({"tool_calls": [{"index": event.number, "function": {"arguments": event.text}}]})
         return deltas
 
     def _reason(self, finish_reason: str) -> str:
-        is_complete = finish_reason == "stop" or self._drops  # nothing that is kept was cut
-        called = self._parser and self._parser.calls and is_complete
-        return "tool_calls" if called else finish_reason
+        if not self._parser or not self._parser.calls:
+            return finish_reason
+        is_complete = finish_reason == "stop" or self._parser.drops  # nothing that is kept was cut
+        return "tool_calls" if is_complete else finish_reason
 
     _logprobs = staticmethod(of_chat)
 
 
 def _choice_builder(asked: BaseRequest, index: int, form: ToolFormat | None) -> ChoiceBuilder:
     if isinstance(asked, ChatCompletionRequest):
-        return ChatChoiceBuilder(index, asked.parser(form), asked.parallel_tool_calls is not False)
+        return ChatChoiceBuilder(index, asked.parser(form))
     return ChoiceBuilder(index)
 
 

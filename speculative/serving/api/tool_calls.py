@@ -110,10 +110,13 @@ Event = Text | Call | Arguments
 
 class ToolParser:
     """Finds the calls of functions called `names` in one text. A call is one as soon as its name and the beginning of
-    its arguments are there, which are passed on as they come, whatever the model makes of them. All else is text."""
+    its arguments are there, which are passed on as they come, whatever the model makes of them. All else is text.
+    Unless `several`, the calls after the first are dropped."""
 
-    def __init__(self, form: ToolFormat, names: Set[str]):
+    def __init__(self, form: ToolFormat, names: Set[str], several: bool = True):
         self.calls = 0  # so far
+        self.drops = False  # whether the text so far ends in a call that is dropped
+        self._several = several
         self._form = form
         self._names = names
         self._rest = ""  # of the text: read, but not passed on
@@ -129,7 +132,7 @@ class ToolParser:
         events: list[Event] = []
         while True:
             before = self._read_on, self._at, len(self._rest)
-            events += self._read_on()
+            events += filter(self._is_kept, self._read_on())
             if before == (self._read_on, self._at, len(self._rest)):
                 return events
 
@@ -139,7 +142,11 @@ class ToolParser:
         over |= self._read_on == self._between and self.calls > self._first
         rest = "" if over or (self.calls and not self._rest.strip(SPACE)) else self._rest
         self._rest = ""
-        return [Text(rest)] if rest else []
+        return list(filter(self._is_kept, [Text(rest)] if rest else []))
+
+    def _is_kept(self, event: Event) -> bool:
+        self.drops = not self._several and not isinstance(event, Text) and event.number > 0
+        return not self.drops
 
     def _begin(self) -> Iterable[Event]:
         opening = self._form.opening
