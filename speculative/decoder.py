@@ -40,6 +40,7 @@ from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 from speculative.sampling.grammar import Grammars, Tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
+from speculative.sampling.proposal import Proposal
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -207,27 +208,34 @@ class Decoder:
         finally:
             self._busy.release()
 
-    def _pad_passes(self, policy: DraftLengthPolicy) -> None:
-        """Pad the main model's forward passes where that is faster than to change their size, by the policy's costs."""
+    def _plan_passes(self, policy: DraftLengthPolicy, text: Sequence) -> None:
+        """Let the policy draft trees where they can be verified. Pad the main model's forward passes where that is
+        faster than to change their size, by the policy's costs."""
         if self.draft and isinstance(policy, (AdaptiveDraftLength, LookupDraftLength)):
             if self.main.pass_width is None:
                 pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
                 self.main.pass_width = policy.costs.pass_width(pads)
             policy.pass_width = self.main.pass_width
+        if isinstance(policy, AdaptiveDraftLength):
+            policy.has_leaves = self.main.takes_leaves and text.takes_leaves
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
         while text.reads_prompt:
             text.read_prompt(self.main.logits(*text.prompt_part))
-        self._pad_passes(policy)
+        self._plan_passes(policy, text)
         while not text.is_finished:
             is_prefill = text.is_prefill
             begin = time.perf_counter()
             declined = self._draft(text, policy)
+            if policy.tree:
+                text.draft_leaves(policy.leaves()[: self.main.capacity - len(text.token_ids)])
             forced = text.forced
             drafted_at = time.perf_counter()
             with self._masks.computing([text]):
-                logits = self.main.logits(text.token_ids, last=text.num_logits)
+                logits = self.main.logits(text.token_ids, text.num_logits, text.placed_leaves)
             step = text.verify(logits)
+            if text.accepted_leaf:
+                self.main.accept_leaf(*text.accepted_leaf)
             seconds = drafted_at - begin, time.perf_counter() - drafted_at
             if (
                 declined is not None
@@ -238,12 +246,16 @@ class Decoder:
                 policy.learn_declined(step.tokens[-1] == declined)
             if isinstance(policy, CombinedDraftLength) and not forced:
                 policy.see(step.tokens)
+            if policy.tree:
+                policy.tree.learn(step.tokens)
             if not is_prefill and not forced:  # by which no source can be judged
-                policy.update(step.proposed, step.accepted, *seconds)
+                policy.update(step.proposed, step.accepted - step.ends_in_leaf, *seconds, step.ends_in_leaf)
             yield step
 
     def _draft(self, text: Sequence, policy: DraftLengthPolicy) -> int | None:
         """Draft tokens until `policy` stops. Returns the token that it declined to draft, None if it saw none."""
+        if policy.tree:
+            policy.tree.begin()
         if isinstance(self.draft, CombinedProposer):
             self._draft_combined(text, policy, self.draft)
             return None
@@ -260,11 +272,17 @@ class Decoder:
                 return proposal.token if proposal else None
             if proposal is None:
                 break
-            text.draft(proposal)
+            self._add(text, policy, proposal)
         return None
 
     @staticmethod
-    def _draft_combined(text: Sequence, policy: DraftLengthPolicy, draft: CombinedProposer) -> None:
+    def _add(text: Sequence, policy: DraftLengthPolicy, proposal: Proposal) -> None:
+        """Add a proposed draft token."""
+        text.draft(proposal)
+        if policy.tree:
+            policy.tree.draft(proposal)
+
+    def _draft_combined(self, text: Sequence, policy: DraftLengthPolicy, draft: CombinedProposer) -> None:
         """Draft tokens until `policy` stops, each from the better source, or copied from a trusted match."""
         chooses = policy if isinstance(policy, CombinedDraftLength) else None
         confidence, copied = None, False
@@ -291,7 +309,7 @@ class Decoder:
                 break
             if chooses:
                 chooses.draft(proposal, copies, time.perf_counter() - begin)
-            text.draft(proposal)
+            self._add(text, policy, proposal)
             confidence, copied = proposal.confidence, copied or copies
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:

@@ -54,6 +54,11 @@ class AcceptanceEstimate:
         return len(self._bins)
 
     @property
+    def of_drafted(self) -> list[float]:
+        """The acceptance of each of them, if those before it are accepted."""
+        return [self._of_bin(bin_) for bin_ in self._bins]
+
+    @property
     def is_due(self) -> bool:
         """Whether a probe is due: there was no draft token for long, and none was seen."""
         return self._next is None and self.plain >= self._probe_every

@@ -87,6 +87,12 @@ class CombinedEstimate:
         return self.copied.count(False)
 
     @property
+    def of_drafted(self) -> list[float]:
+        """The acceptance of each draft token, if those before it are accepted."""
+        of_draft, of_matches = iter(self.of_draft.of_drafted), iter(self.of_matches.of_drafted)
+        return [next(of_matches if copied else of_draft) for copied in self.copied]
+
+    @property
     def survival(self) -> float:
         """The probability that all draft tokens are accepted."""
         return self.of_draft.survival * self.of_matches.survival
@@ -238,8 +244,10 @@ class CombinedDraftLength(AdaptiveDraftLength):
         self._was_right = bool(self._wanted and match and tokens[0] == match.token)
         self._acceptance.see(tokens)
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        super().update(drafted, accepted, draft_seconds, main_seconds)
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None:
+        super().update(drafted, accepted, draft_seconds, main_seconds, leaf)
         if drafted:
             self._omitted.forget()
         else:
@@ -287,7 +295,9 @@ class CombinedDraftLength(AdaptiveDraftLength):
     def describe(self) -> str:
         one = self._plain_cost()
         estimate = self._acceptance
-        outcome = describe_outcome(estimate.judged, estimate.accepted, self._iterations, self._all_seconds, one)
+        outcome = describe_outcome(
+            estimate.judged, estimate.accepted, self._iterations, self._all_seconds, one, self._accepted_leaves
+        )
         return (
             f"draft model and suffix decoding: {outcome}; {estimate.describe()}; a draft step takes "
             f"{self._drafting.seconds[1] * 1000:.2f} ms, the main model {one * 1000:.1f} ms for one token"

@@ -5,10 +5,17 @@ import numpy as np
 from speculative.drafting.budget import DraftBudget, OmittedCopies
 from speculative.drafting.latency_curve import CLOCK, LatencyTable, excess
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Confidence, Costs, describe_outcome
+from speculative.drafting.policy import (
+    LONGEST,
+    AdaptiveDraftLength,
+    Confidence,
+    Costs,
+    DraftLengthPolicy,
+    describe_outcome,
+)
 
 
-class LookupDraftLength:
+class LookupDraftLength(DraftLengthPolicy):
     """Chooses the size of the next forward pass, and fills it with tokens of a match.
 
     Only for proposals that cost nothing and are not random: this policy sees them before it decides. The next token
@@ -85,7 +92,9 @@ class LookupDraftLength:
         """Record before `update` whether a declined proposal was the next token, unless a draft token was rejected."""
         self._declined_was_right = was_right
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None:
         self._acceptance.update(drafted, accepted)
         if self._declined is not None and self._declined_was_right is not None:
             self._acceptance.see(self._declined, self._declined_was_right)

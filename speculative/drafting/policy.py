@@ -14,24 +14,39 @@ import numpy as np
 from speculative.drafting.acceptance import AcceptanceEstimate, count_of_tokens, describe_acceptance
 from speculative.drafting.budget import DraftBudget
 from speculative.drafting.latency_curve import CLOCK, CLOCK_OTHERS, LatencyTable, excess, monotone
+from speculative.drafting.tree import LeafEstimate
 from speculative.models.pass_width import CHANGES, PassWidth
 from speculative.sampling.params import SamplingParams
+from speculative.sampling.proposal import Leaf
 
 Confidence = Callable[[], float]
 """The draft's confidence in its last token, from 0 to 1; computed when called."""
 
 LONGEST = 16  # most draft tokens per iteration, for adaptive policies
 STEPS = np.arange(1, LONGEST + 1)
+LEAVES = STEPS - STEPS[:, None]  # in a tree of 1, 2, ... tokens (columns) with a chain of 1, 2, ... (rows)
 FASTER = 1.06  # a forward pass over one token that takes this many times as long as one over more is padded to it
 SAME = 1.02  # forward passes whose times differ by less count as equally fast
 
 
 class DraftLengthPolicy(Protocol):
+    @property
+    def tree(self) -> LeafEstimate | None:
+        """What the policy learns of leaves; None if drafts have none."""
+        return None
+
+    def leaves(self) -> list[Leaf]:
+        """The leaves of the draft that was made in this iteration."""
+        return []
+
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         """Whether to draft another token after `drafted` ones, the last of which had `confidence` (None if none)."""
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
-        """Record the outcome of an iteration."""
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None:
+        """Record the outcome of an iteration: of `drafted` tokens, one after another, the first `accepted` ones were
+        accepted, and a `leaf` or not."""
 
     def reset(self, repeatable: bool = False) -> None:
         """Reset. With `repeatable`, decisions no longer depend on timings."""
@@ -41,24 +56,38 @@ class DraftLengthPolicy(Protocol):
 
 
 @dataclass
-class FixedDraftLength:
-    """Always K tokens."""
+class FixedDraftLength(DraftLengthPolicy):
+    """Always K tokens, one after another, and a number of leaves."""
 
     k: int
+    leaf_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._tree = LeafEstimate() if self.leaf_count else None
+
+    @property
+    def tree(self) -> LeafEstimate | None:
+        return self._tree
+
+    def leaves(self) -> list[Leaf]:
+        return self._tree.best([0.5] * self.k, self.leaf_count) if self._tree else []
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.k
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None: ...
 
-    def reset(self, repeatable: bool = False) -> None: ...
+    def reset(self, repeatable: bool = False) -> None:
+        self.__post_init__()
 
     def describe(self) -> str:
-        return f"always {count_of_tokens(self.k)}"
+        return f"always {count_of_tokens(self.k)}" + (f" and {self.leaf_count} leaves" if self.leaf_count else "")
 
 
 @dataclass
-class ConfidenceDraftLength:
+class ConfidenceDraftLength(DraftLengthPolicy):
     """Drafts until the draft's confidence falls below `threshold` (GenAI's `assistant_confidence_threshold`)."""
 
     threshold: float
@@ -67,7 +96,9 @@ class ConfidenceDraftLength:
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.longest and (not drafted or (confidence is not None and confidence() >= self.threshold))
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None: ...
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None: ...
 
     def reset(self, repeatable: bool = False) -> None: ...
 
@@ -122,7 +153,7 @@ def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
     return None
 
 
-class AdaptiveDraftLength:
+class AdaptiveDraftLength(DraftLengthPolicy):
     """Keeps drafting while a further token is worth its cost; decodes plainly while drafting is not worth it.
 
     Speculation trades expected tokens for expected time (Leviathan et al. 2023, section 3.3 and theorem 3.8). One more
@@ -133,6 +164,8 @@ class AdaptiveDraftLength:
     which is the stopping rule that maximises tokens per second. Expected tokens come from an `AcceptanceEstimate`, the
     seconds from the measured times. If not even a first token is worth its cost, decoding is plain, and a token is
     drafted periodically to probe whether that has changed.
+
+    If `has_leaves`, drafts are trees: a forward pass over n tokens has the chain and the leaves that are worth most.
 
     A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
@@ -147,6 +180,7 @@ class AdaptiveDraftLength:
         """`prior_acceptance` is the prior of the acceptance rate."""
         self.costs = costs
         self.pass_width: PassWidth | None = None  # set by a decoder: that of its main model
+        self.has_leaves = False  # set by a decoder: whether it can verify leaves
         self._prior_acceptance = prior_acceptance
         self.reset()
 
@@ -159,6 +193,11 @@ class AdaptiveDraftLength:
         self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
+        self._leaf_estimate = LeafEstimate()
+        self._leaf_gains = np.zeros((LONGEST + 1, LONGEST + 1))  # of m leaves beside a chain of k, see LeafEstimate
+        self._of_leaves = np.zeros(LONGEST + 1)  # expected tokens of the leaves beside a chain of 0, 1, ... tokens
+        self._accepted_leaves = 0
+        self._again = 0  # tokens that the next forward pass computes again: an accepted leaf
         self._budget = DraftBudget()
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
@@ -173,11 +212,11 @@ class AdaptiveDraftLength:
             self._gains = np.cumsum(self.acceptance() ** STEPS)
             if not self._may_draft():
                 return False
-            self._plan_pass(self._gains - self._rate(1) * self._drafting.seconds[1:])
+            self._plan_tree(self._gains - self._rate(1) * self._drafting.seconds[1:])
             return self._is_worth_it(0) or self._acceptance.is_due
         assert confidence is not None  # that of the last draft token
         self._acceptance.draft(confidence())
-        return drafted < LONGEST and self._is_worth_it(drafted)
+        return drafted < LONGEST - self._again and self._is_worth_it(drafted)
 
     def _may_draft(self) -> bool:
         """Whether the budget allows a draft and no plain iteration is due; otherwise the next pass is a plain one."""
@@ -185,6 +224,27 @@ class AdaptiveDraftLength:
         if not may and self.pass_width:
             self.pass_width.plan_one()
         return may
+
+    @property
+    def tree(self) -> LeafEstimate | None:
+        return self._leaf_estimate if self.has_leaves else None
+
+    def leaves(self) -> list[Leaf]:
+        width = self.pass_width.planned if self.pass_width else 0
+        free = width - 1 - self._again - len(self._leaf_estimate)
+        return self._leaf_estimate.best(self._acceptance.of_drafted, free)
+
+    def _plan_tree(self, gains: np.ndarray) -> None:
+        """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens."""
+        if not self.has_leaves:
+            self._plan_pass(gains)
+            return
+        if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
+            self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
+        trees = np.where(LEAVES < 0, -np.inf, gains[:, None] + self._leaf_gains[STEPS[:, None], LEAVES]).max(axis=0)
+        width = self._plan_pass(np.append(0.0, trees[:-1]) if self._again else trees)
+        chain = np.arange(LONGEST + 1)
+        self._of_leaves = self._leaf_gains[chain, np.maximum(width - 1 - self._again - chain, 0)]
 
     def _plan_pass(self, gains: np.ndarray) -> int:
         """Plan the size of the next forward pass, and return it; `gains` [LONGEST] is what 1, 2, ... draft tokens are
@@ -214,7 +274,9 @@ class AdaptiveDraftLength:
             return drafted + 1, False, False
         return self.pass_width.last or drafted + 1, self.pass_width.is_changed, self.pass_width.is_first
 
-    def update(self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float) -> None:
+    def update(
+        self, drafted: int, accepted: int, draft_seconds: float, main_seconds: float, leaf: bool = False
+    ) -> None:
         steps, of_model = self._draft_steps(drafted, draft_seconds)
         width, is_changed, is_first = self._last_pass(drafted)
         self._acceptance.update(drafted, accepted)
@@ -231,12 +293,14 @@ class AdaptiveDraftLength:
         inevitable = self._change * (is_changed and is_first)  # without a draft, too
         verify = float(self._verify.seconds[width]) + self._change * is_changed - inevitable
         expected = float(self._drafting.seconds[steps]) + verify
-        self._tokens = self._tokens * self.FADE + accepted + 1
+        self._tokens = self._tokens * self.FADE + accepted + leaf + 1
         self._seconds = self._seconds * self.FADE + expected
         seconds = expected if self._repeatable else max(draft_seconds + main_seconds - inevitable, 0.0)
         self._drafted_before = steps > 0
         is_plain = not drafted and width <= self._least and (not is_changed or is_first)
-        self._compare_with_plain(is_plain, accepted, expected * (1 + excess(seconds, expected)))
+        self._accepted_leaves += leaf
+        self._again = int(leaf)
+        self._compare_with_plain(is_plain, accepted + leaf, expected * (1 + excess(seconds, expected)))
         self._iterations += 1
         self._all_seconds += seconds
 
@@ -286,10 +350,14 @@ class AdaptiveDraftLength:
 
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
-        left = LONGEST - drafted
-        verify = self._passes[drafted + 2 :] - self._passes[drafted + 1]
-        seconds = verify + self._drafting.seconds[drafted + 1 :] - self._drafting.seconds[drafted]
-        return bool((self._acceptance.survival * self._gains[:left] > self._rate(drafted) * seconds).any())
+        left = LONGEST - drafted - self._again
+        needed = drafted + 1 + self._again  # tokens of the pass so far
+        verify = self._passes[needed + 1 :] - self._passes[needed]
+        seconds = verify + self._drafting.seconds[drafted + 1 :][:left] - self._drafting.seconds[drafted]
+        gains = self._acceptance.survival * self._gains[:left]
+        if self.has_leaves:  # whose places further draft tokens take
+            gains = gains + self._of_leaves[drafted + 1 :][:left] - self._of_leaves[drafted]
+        return bool((gains > self._rate(drafted) * seconds).any())
 
     def describe(self) -> str:
         tau = 1 + np.concatenate([[0], np.cumsum(self.acceptance() ** STEPS)])
@@ -306,18 +374,22 @@ class AdaptiveDraftLength:
 
     def _outcome(self, plain_seconds: float) -> str:
         judged, accepted = self._acceptance.judged, self._acceptance.accepted
-        return describe_outcome(judged, accepted, self._iterations, self._all_seconds, plain_seconds)
+        leaves = self._accepted_leaves
+        return describe_outcome(judged, accepted, self._iterations, self._all_seconds, plain_seconds, leaves)
 
 
-def describe_outcome(judged: int, accepted: int, iterations: int, seconds: float, plain_seconds: float) -> str:
+def describe_outcome(
+    judged: int, accepted: int, iterations: int, seconds: float, plain_seconds: float, leaves: int = 0
+) -> str:
     """The measured acceptance, tokens per forward pass and speedup over plain decoding, in a few words.
 
-    `judged` are the draft tokens up to the first rejected one of each iteration, `accepted` the accepted ones. All
-    iterations took `seconds`, a plain one takes `plain_seconds`.
+    `judged` are the draft tokens up to the first rejected one of each iteration, `accepted` the accepted ones, and
+    `leaves` those of draft trees. All iterations took `seconds`, a plain one takes `plain_seconds`.
     """
     acceptance = describe_acceptance(judged, accepted)
     if not judged:
         return acceptance
-    tokens = iterations + accepted
+    tokens = iterations + accepted + leaves
     each, speedup = tokens / iterations, tokens * plain_seconds / seconds
-    return f"{acceptance}, {each:.2f} tokens per forward pass, speedup {speedup:.2f}x over plain decoding"
+    of_leaves = f" ({leaves / iterations:.2f} by leaves of the draft tree)" if leaves else ""
+    return f"{acceptance}, {each:.2f} tokens per forward pass{of_leaves}, speedup {speedup:.2f}x over plain decoding"

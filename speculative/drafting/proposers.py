@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from speculative.drafting.retokenizer import Retokenizer
+from speculative.drafting.tree import top_tokens
 from speculative.models.batch_model import Slot
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_batch import HeadSlot
@@ -69,7 +70,7 @@ class DraftModelProposer:
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)
-        return Proposal(token, q, lambda: softmax_at(logits, token))
+        return Proposal(token, q, lambda: softmax_at(logits, token), lambda n: top_tokens(logits, n, without=token))
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence

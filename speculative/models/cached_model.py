@@ -9,7 +9,7 @@ only its new tokens, and a rejected draft is rolled back by leaving it out of th
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +54,7 @@ class Backend(Protocol):
     capacity: int  # longest sequence, in tokens
     chunk: int  # prompt tokens per run
     cache_bytes: int
+    takes_leaves: bool  # whether `run` accepts the parents of leaves, see `PagedModel.run`
 
     @property
     def hidden_states(self) -> np.ndarray | None:
@@ -73,7 +74,9 @@ class CachedModel:
         self.capacity = backend.capacity
         self.pass_width: PassWidth | None = None  # if set, pads the passes that give logits after each token
         self._held = np.zeros(self.capacity, np.int64)  # the tokens in the cache
-        self._length = 0
+        self._length = 0  # of these
+        self._computed = 0  # of these, the leading ones whose entries are in place; all but an accepted leaf
+        self._leaf_states = np.zeros((0, 0), np.float32)  # hidden states of the last run's leaves
         self.vocab_size = self.backend.run(0, np.zeros(1, np.int64), 1).shape[1]
         self.hidden_states: np.ndarray | None = None  # float32 [capacity, size] of the tokens in the cache
         if backend.hidden_states is not None:
@@ -82,22 +85,37 @@ class CachedModel:
         if not note:
             self._check_rollback(text)
 
-    def logits(self, tokens: np.ndarray, last: int = 1) -> np.ndarray:
+    @property
+    def takes_leaves(self) -> bool:
+        """Whether `logits` accepts leaves."""
+        return self.backend.takes_leaves
+
+    def logits(self, tokens: np.ndarray, last: int = 1, leaves: Sequence[tuple[int, int]] = ()) -> np.ndarray:
         """Logits float32 [last, V] after each of the last `last` tokens of `tokens` (int64 [n], the whole sequence).
 
-        The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`.
+        `leaves` are alternatives to the last `last` - 1 tokens, each a place in `tokens` and a token; their logits
+        follow, [last + leaves, V]. The array is a view that the next call overwrites. Raises ValueError if `tokens`,
+        with the leaves, is longer than `capacity`.
         """
         n = len(tokens)
-        if n > self.capacity:
+        if n + len(leaves) > self.capacity:
             raise ValueError(
                 f"the text has {n} tokens, but the cache only fits {self.capacity}: shorten it or raise the capacity"
             )
-        start = min(self.common_prefix(tokens), n - last)
+        start = min(self.common_prefix(tokens), self._computed, n - last)
         self._length = start  # if a run fails, nothing after `start` counts as cached
         while n - start > self.backend.chunk + last:
             self._run(start, tokens[start : start + self.backend.chunk], 1)
             start += self.backend.chunk
-        return self._run(start, tokens[start:], last)
+        return self._run(start, tokens[start:], last, leaves)
+
+    def accept_leaf(self, place: int, token: int, leaf: int) -> None:
+        """Continue with leaf number `leaf` of the last call, the `token` at `place`. The next call computes its cache
+        entry again, but its hidden state is known."""
+        if self.hidden_states is not None:
+            self.hidden_states[place] = self._leaf_states[leaf]
+            self._held[place] = token
+            self._length, self._computed = place + 1, place
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
@@ -112,17 +130,25 @@ class CachedModel:
         if self.pass_width:
             self.pass_width.reset()
 
-    def _run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
-        n = len(tokens)
-        padding = self._padding(start, n, last)
-        padded = np.append(tokens, np.full(padding, tokens[-1])) if padding else tokens
-        logits = self.backend.run(start, padded, last + padding)[:last]
-        self._length = start + n
+    def _run(self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+        n, extra = len(tokens), len(leaves)
+        padding = self._padding(start, n + extra, last + extra)
+        if not leaves:
+            padded = np.append(tokens, np.full(padding, tokens[-1])) if padding else tokens
+            logits = self.backend.run(start, padded, last + padding)[:last]
+        else:
+            more = [*leaves, *([leaves[-1]] * padding)]
+            parents = [place - start - 1 for place, _ in more]
+            padded = np.append(tokens, [token for _, token in more])
+            assert isinstance(self.backend, PagedModel)
+            logits = self.backend.run(start, padded, last + len(more), None, parents)[: last + extra]
+        self._length = self._computed = start + n
         self._held[start : self._length] = tokens
         if self.hidden_states is not None:
             states = self.backend.hidden_states
             assert states is not None
             self.hidden_states[start : self._length] = states[:n]
+            self._leaf_states = states[n : n + extra].copy()
         return logits
 
     def _padding(self, start: int, n: int, last: int) -> int:

@@ -17,6 +17,7 @@ from speculative.models.eagle3_graph import HeadGraph
 from speculative.models.paged_model import PagedModel
 from speculative.models.spec import ModelSpec
 
+PADDED = 4  # entries to which a forward pass over fewer is padded: OpenVINO prepares passes of another size again
 NEEDS_PAGED = "an EAGLE-3 draft and its main model need paged attention: run both on a CPU or GPU"
 
 
@@ -107,11 +108,16 @@ class EagleHead:
         """Compute the entries from `start` to `end`, dropping everything from `start` on."""
         self._entries.cut(start)
         states = self._states[start:end] if end <= known else self._entries.hidden
-        logits = self.backend.run(start, tokens[start + 1 : end + 1], 1, states)
+        inputs, n = tokens[start + 1 : end + 1], end - start
+        padding = PADDED - n if n < PADDED <= self.capacity - start else 0
+        if padding:  # later passes overwrite it
+            inputs = np.append(inputs, np.full(padding, inputs[-1]))
+            states = np.concatenate([states, np.zeros((padding, states.shape[1]), np.float32)])
+        logits = self.backend.run(start, inputs, 1 + padding, states)
         self._logits[0, self.targets] = logits[0]
         own = self.backend.hidden_states
         assert own is not None
-        self._entries.commit(tokens, start, end, own[-1:], verified=end <= known)
+        self._entries.commit(tokens, start, end, own[n - 1 : n], verified=end <= known)
 
 
 def has_paged_attention(device: str) -> bool:

@@ -23,6 +23,7 @@ class NpuModel:
     """`run(start, tokens, last)` over the two networks."""
 
     kind = "NPU"
+    takes_leaves = False
     hidden_states = None
 
     def __init__(

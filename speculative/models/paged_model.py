@@ -15,6 +15,8 @@ from openvino._offline_transformations import paged_attention_transformation
 from speculative.models.eagle3_graph import HIDDEN_STATE
 from speculative.models.gather_logits import keep_logits_at
 
+SLIDING_WINDOW, ALIBI_SLOPES = 10, 11  # inputs of the paged-attention operation
+
 
 class SequenceInput(NamedTuple):
     """One sequence of `run_together`: `tokens` int64 [n] at positions start, start + 1, ... of the sequence in
@@ -35,7 +37,9 @@ class PagedModel:
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
         """Modifies `model` in place. `capacity` is the number of cached tokens, over all sequences."""
         self.capacity = capacity
-        paged_attention_transformation(model)
+        self.takes_leaves = device.startswith("CPU")  # not tried on others
+        paged_attention_transformation(model, allow_qq_bias=self.takes_leaves)
+        self.takes_leaves = self.takes_leaves and not _counts_cache_entries(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
         if device.startswith("CPU"):  # OpenVINO writes the cache at every start and fails to read it (2026.4.1)
@@ -62,8 +66,10 @@ class PagedModel:
                     tensor = ov.Tensor(port.element_type, shape)
                 self._request.set_input_tensor(i, tensor)
                 self.cache_bytes += tensor.byte_size
-        self._shared: dict[str, ov.Tensor] = {}
+        self._shared: dict[str, ov.Tensor] = {}  # input tensors on numpy arrays
         self._longest = self._share("max_context_len", np.zeros((), np.int32))
+        self._has_leaves = True  # in the last run
+        self._see_all()
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
         self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
         self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
@@ -77,11 +83,20 @@ class PagedModel:
         states = self._request.get_output_tensor(self._hidden_output).data
         return states.reshape(-1, states.shape[-1])
 
-    def run(self, start: int, tokens: np.ndarray, last: int, hidden_states: np.ndarray | None = None) -> np.ndarray:
+    def run(
+        self,
+        start: int,
+        tokens: np.ndarray,
+        last: int,
+        hidden_states: np.ndarray | None = None,
+        parents: Sequence[int] = (),
+    ) -> np.ndarray:
         """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
-        `hidden_states` float32 [n, size] are an EAGLE-3 head's other input, by default zeros. Returns logits float32
-        [last, V] after each of the last `last` tokens, as a view that the next run overwrites.
+        `hidden_states` float32 [n, size] are an EAGLE-3 head's other input, by default zeros. The last tokens may be
+        leaves of a tree, which follow their `parents`, places in `tokens`, and are seen by no other token; their cache
+        entries must be overwritten by the next run. Returns logits float32 [last, V] after each of the last `last`
+        tokens, as a view that the next run overwrites.
         """
         n = len(tokens)
         end = start + n
@@ -89,6 +104,11 @@ class PagedModel:
         self._set_shapes(n, last, blocks)
         self._ids[:] = tokens
         self._positions[:] = np.arange(start, end)
+        if parents:
+            self._positions[n - len(parents) :] = start + np.array(parents) + 1
+            self._see_parents(n, parents)
+        elif self._has_leaves:
+            self._see_all()
         self._past[0] = start
         self._span[1] = n
         self._block_span[1] = blocks
@@ -120,6 +140,8 @@ class PagedModel:
         wanted = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
         wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None
+        if self._has_leaves:
+            self._see_all()
         self._put("input_ids", np.concatenate([run.tokens for run in runs]))
         if self._hidden_size:
             states = np.zeros((ends[-1], 1, self._hidden_size), np.float32)
@@ -137,6 +159,23 @@ class PagedModel:
         self._request.wait()
         logits = self._request.get_output_tensor(0).data
         return logits.reshape(-1, logits.shape[-1])[:rows]
+
+    def _see_parents(self, n: int, parents: Sequence[int]) -> None:
+        """Let the last of n tokens see none of the others but their parents, and what these see."""
+        chain = n - len(parents)
+        sees = np.tri(n, dtype=np.uint8)
+        sees[chain:] = sees[list(parents)]
+        sees[np.arange(chain, n), np.arange(chain, n)] = 1
+        self._share("qq_bias", sees.ravel())
+        self._share("qq_bias_begins", np.array([0, n * n], np.int32))
+        self._has_leaves = True
+
+    def _see_all(self) -> None:
+        """Let tokens see all those before them."""
+        if "qq_bias" in self._index:
+            self._share("qq_bias", np.zeros(0, np.uint8))
+            self._share("qq_bias_begins", np.zeros(0, np.int32))
+        self._has_leaves = False
 
     def _share(self, name: str, array: np.ndarray) -> np.ndarray:
         self._shared[name] = tensor = ov.Tensor(array, shared_memory=True)  # keeps the array alive
@@ -169,6 +208,17 @@ class PagedModel:
         if blocks != was_blocks:
             self._share("block_indices", self._all_blocks[:blocks])
         self._shape = n, last, blocks
+
+
+def _counts_cache_entries(model: ov.Model) -> bool:
+    """Whether attention depends on the number of cache entries between two tokens: by a sliding window, or by ALiBi
+    (Press et al. 2022, arXiv 2108.12409). Leaves are not at the entry of their position."""
+    for node in model.get_ops():
+        if node.get_type_name() == "PagedAttentionExtension":
+            window, slopes = (node.input_value(i).get_node() for i in (SLIDING_WINDOW, ALIBI_SLOPES))
+            if any(value.get_type_name() != "Constant" or value.data.any() for value in (window, slopes)):
+                return True
+    return False
 
 
 def rounded_up(n: int) -> int:

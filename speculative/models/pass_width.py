@@ -45,6 +45,11 @@ class PassWidth:
         self._planned = best if self._advantages[best] > CHANGES * change else now
         return self._planned
 
+    @property
+    def planned(self) -> int:
+        """The size of the next pass that fits what it needs at no further cost; 0 without a plan."""
+        return self._planned
+
     def plan_one(self) -> None:
         """Plan a pass without draft tokens."""
         self._planned = self.least

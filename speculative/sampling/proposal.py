@@ -1,4 +1,4 @@
-"""A proposed draft token with the distribution it was sampled from."""
+"""Proposed draft tokens: one with the distribution it was sampled from, and the leaves of a draft tree."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,9 +8,20 @@ import numpy as np
 from speculative.sampling.rejection_sampling import OneHot
 
 
+class Leaf(NamedTuple):
+    """An alternative `token` to the draft token at `place` of the draft (0: the first one)."""
+
+    place: int
+    token: int
+
+
 class Proposal(NamedTuple):
-    """A draft token, the distribution float32 [V] it was sampled from, and the draft's confidence, from 0 to 1."""
+    """A draft token, the distribution float32 [V] it was sampled from, and the draft's confidence, from 0 to 1.
+
+    `alternatives` gives the draft's n most likely other tokens, to be called before the draft computes anything else.
+    """
 
     token: int
     q: np.ndarray | OneHot
     confidence: Callable[[], float]
+    alternatives: Callable[[int], list[int]] = lambda n: []

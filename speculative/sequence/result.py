@@ -10,7 +10,8 @@ from speculative.sequence import metrics
 class Step(NamedTuple):
     """The new `tokens` of one forward pass of the main model; the first `accepted` are draft tokens.
 
-    `proposed` tokens were drafted. The first step of a request is the prefill, which has no draft.
+    `proposed` tokens were drafted one after another, and `leaves` beside them (see drafting/tree.py); with
+    `ends_in_leaf` the last accepted token is a leaf. The first step of a request is the prefill, which has no draft.
     """
 
     tokens: list[int]
@@ -18,6 +19,8 @@ class Step(NamedTuple):
     proposed: int
     is_complete: bool = False  # the text's grammar allows nothing more
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens, if asked for
+    leaves: int = 0
+    ends_in_leaf: bool = False
 
 
 @dataclass

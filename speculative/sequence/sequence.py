@@ -8,17 +8,27 @@
 The caller chooses the models, the batch and the draft length.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.logprobs import TokenLogprobs, token_logprobs
 from speculative.sampling.params import SamplingParams
-from speculative.sampling.proposal import Proposal
-from speculative.sampling.rejection_sampling import OneHot, verify
+from speculative.sampling.proposal import Leaf, Proposal
+from speculative.sampling.rejection_sampling import OneHot, draw, verify
 from speculative.sequence.result import Step
 
 PROMPT_LOGITS = 64  # of a prompt, in one forward pass: bounds the memory, 40 MB for a vocabulary of 150,000
 MOST_FORCED = 32  # draft tokens that the grammar forces, in one forward pass
+
+
+class AcceptedLeaf(NamedTuple):
+    """The accepted leaf `token` at `place` in the sequence, which is number `leaf` of the leaves."""
+
+    place: int
+    token: int
+    leaf: int
 
 
 class Sequence:
@@ -46,6 +56,8 @@ class Sequence:
         self._transform = Distribution(params)
         self._grammar = self._transform.grammar
         self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
+        self.leaves: list[Leaf] = []  # of the draft tree
+        self.accepted_leaf: AcceptedLeaf | None = None  # by the last `verify`
         self.forced = 0  # draft tokens that the grammar forces
         self._most_forced = MOST_FORCED // 4  # in the next forward pass; less after one that was rejected
         self.is_finished = False
@@ -68,7 +80,8 @@ class Sequence:
 
     @property
     def num_logits(self) -> int:
-        """Number of logits that `verify` needs: one after the verified tokens, one after each draft token."""
+        """Number of logits that `verify` needs: one after the verified tokens, one after each draft token. Those of the
+        leaves follow."""
         return len(self._q) + 1
 
     @property
@@ -128,6 +141,20 @@ class Sequence:
         self._tokens[self.n + len(self._q)] = proposal.token
         self._q.append(proposal.q)
 
+    @property
+    def takes_leaves(self) -> bool:
+        """Whether the draft may have leaves: not with a grammar, whose masks for them would take time."""
+        return self._grammar is None
+
+    def draft_leaves(self, leaves: list[Leaf]) -> None:
+        """Add alternatives to the draft tokens. They must not depend on what `verify` will draw."""
+        self.leaves = [leaf for leaf in leaves if leaf.token not in self.params.stop_token_ids]
+
+    @property
+    def placed_leaves(self) -> list[tuple[int, int]]:
+        """The leaves with their places in `token_ids`."""
+        return [(self.n + leaf.place, leaf.token) for leaf in self.leaves]
+
     def draft_forced(self) -> bool:
         """Draft the tokens whose bytes the grammar forces. Returns whether there are any. They are verified as any
         others, as the main model may prefer other tokens with these bytes."""
@@ -149,18 +176,31 @@ class Sequence:
     def drop_draft(self) -> None:
         """Discard all draft tokens, after the main model has failed."""
         self._q.clear()
+        self.leaves = []
         self.forced = 0
 
     def verify(self, logits: np.ndarray) -> Step:
-        """Append the accepted draft tokens and the recovered or bonus token; `logits` are the last `num_logits`."""
+        """Append the accepted draft tokens and the recovered or bonus token, after a leaf also the next one.
+
+        `logits` are the last `num_logits`, then those of the leaves.
+        """
         drafted = self._tokens[self.n : self.n + len(self._q)].tolist()
         accepted, token = verify(
             drafted, self._q, lambda i: self.distribution(logits[i], self._tokens[: self.n + i]), self.random
         )
+        gained = [*drafted[:accepted], token]
+        rows, leaves = list(range(accepted + 1)), len(self.leaves)  # rows: of the logits that gave the new tokens
+        self.accepted_leaf = None
+        if (leaf := Leaf(accepted, token)) in self.leaves:
+            index, place = self.leaves.index(leaf), self.n + accepted
+            self.accepted_leaf = AcceptedLeaf(place, token, index)
+            self._tokens[place] = token
+            rows.append(len(drafted) + 1 + index)
+            gained.append(draw(self.distribution(logits[rows[-1]], self._tokens[: place + 1]), self.random))
+            accepted += 1
         more, less = min(2 * self._most_forced, MOST_FORCED), min(accepted + 3, self._most_forced)
         self._most_forced = less if self.forced and accepted < len(drafted) else more
         self.drop_draft()
-        gained = [*drafted[:accepted], token]
         end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
         if end is not None:  # tokens after an accepted stop token are not part of the output
             gained = gained[: end + 1]
@@ -178,5 +218,5 @@ class Sequence:
         self.is_finished = end is not None or is_complete or self.n == self.max_length
         logprobs: tuple[TokenLogprobs, ...] = ()
         if top := self.params.logprobs:
-            logprobs = tuple(token_logprobs(logits[i], token, top) for i, token in enumerate(gained))
-        return Step(gained, accepted, len(drafted), is_complete, logprobs)
+            logprobs = tuple(token_logprobs(logits[row], token, top) for row, token in zip(rows, gained, strict=False))
+        return Step(gained, accepted, len(drafted), is_complete, logprobs, leaves, self.accepted_leaf is not None)

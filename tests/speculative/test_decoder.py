@@ -38,6 +38,7 @@ RULES = [
     FixedDraftLength(11),
     ConfidenceDraftLength(0.5),
     AdaptiveDraftLength(COSTS),
+    FixedDraftLength(3, 9),
     FixedDraftLength(4),
 ]
 

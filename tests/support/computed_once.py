@@ -1,5 +1,7 @@
 """A model that computes each text once, for draws of short texts from few tokens."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -13,12 +15,12 @@ class ComputedOnce:
     def __getattr__(self, name: str):
         return getattr(self._model, name)
 
-    def logits(self, tokens: np.ndarray, last: int = 1) -> np.ndarray:
+    def logits(self, tokens: np.ndarray, last: int = 1, leaves: Sequence[tuple[int, int]] = ()) -> np.ndarray:
         if self.pass_width and len(tokens) <= self._prompt:
             self.pass_width.reset()
         elif self.pass_width:
-            self.pass_width.of(last)
-        text = tokens.tobytes(), last
+            self.pass_width.of(last + len(leaves))
+        text = tokens.tobytes(), last, tuple(leaves)
         if text not in self._known:
-            self._known[text] = self._model.logits(tokens, last).copy()
+            self._known[text] = self._model.logits(tokens, last, leaves).copy()
         return self._known[text]

@@ -25,9 +25,7 @@ def test_there_are_more_than_a_hundred_unlike_any_other():
 
 def test_the_readme_counts_what_is_there():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\|(?: `(\S+)`)? \| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE
-    )
+    rows = re.findall(r"^\|(?: `(\S+)`)? \| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE)
     documented, file = {}, ""
     for name, category, *numbers in rows:
         file = name or file

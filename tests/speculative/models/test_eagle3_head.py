@@ -47,10 +47,10 @@ def folders(tmp_path_factory, head):
     return save_tiny_llama(folder / "main", seed=1, layers=LAYERS), save_head(folder / "head", head)
 
 
-def decoder_of(main, draft, k=3, capacity=128):
+def decoder_of(main, draft, k=3, capacity=128, leaves=0):
     specs = ModelSpec(main, "CPU", EXACT), ModelSpec(draft, "CPU", EXACT)
     model, draft_model = eagle3_head.load(*specs, capacity=capacity)
-    return Decoder(model, DraftModelProposer(draft_model, model.vocab_size), FixedDraftLength(k))
+    return Decoder(model, DraftModelProposer(draft_model, model.vocab_size), FixedDraftLength(k, leaves))
 
 
 class Drafts(NamedTuple):
@@ -73,16 +73,18 @@ def compare_drafts(decoder, head, monkeypatch):
 
     monkeypatch.setattr(DraftModelProposer, "propose", compared)
     settings = GenerationConfig(max_new_tokens=40, do_sample=True, ignore_eos=True)
-    accepted = proposed = 0
+    accepted = proposed = of_leaves = 0
     for step in decoder.stream(PROMPT, settings, seed=3):
         verified[0] += len(step.tokens)
+        of_leaves += step.ends_in_leaf
         accepted, proposed = accepted + step.accepted, proposed + step.proposed
+    assert bool(of_leaves) == bool(decoder.draft_length.tree)
     return Drafts(max(errors), accepted / proposed)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_every_draft_distribution_equals_one_computed_from_scratch(folders, head, monkeypatch, k):
-    drafts = compare_drafts(decoder_of(*folders, k=k), head, monkeypatch)
+@pytest.mark.parametrize("k, leaves", [(1, 0), (2, 0), (5, 0), (1, 3), (3, 6)])
+def test_every_draft_distribution_equals_one_computed_from_scratch(folders, head, monkeypatch, k, leaves):
+    drafts = compare_drafts(decoder_of(*folders, k=k, leaves=leaves), head, monkeypatch)
     print(drafts)
     assert drafts.largest_error < CLOSE and 0.2 < drafts.acceptance_rate < 0.95
 
@@ -286,10 +288,11 @@ def test_a_head_needs_paged_attention(folders):
 def shifted_hidden_states(patch):
     run = CachedModel._run
 
-    def shifted(self, start, tokens, last):
-        logits = run(self, start, tokens, last)
+    def shifted(self, start, tokens, last, *leaves):
+        logits = run(self, start, tokens, last, *leaves)
         if self.hidden_states is not None:
-            self.hidden_states[start : start + len(tokens)] = np.roll(self.backend.hidden_states, 1, axis=0)
+            states = self.backend.hidden_states[: len(tokens)]
+            self.hidden_states[start : start + len(tokens)] = np.roll(states, 1, axis=0)
         return logits
 
     patch.setattr(CachedModel, "_run", shifted)
@@ -303,9 +306,9 @@ def shifted_d2t(patch):
 def stale_hidden_states_after_a_rejection(patch):
     run = CachedModel._run
 
-    def stale(self, start, tokens, last):
+    def stale(self, start, tokens, last, *leaves):
         kept = self.hidden_states[start].copy() if self.hidden_states is not None else None
-        logits = run(self, start, tokens, last)
+        logits = run(self, start, tokens, last, *leaves)
         if kept is not None and 10 < start < self.capacity // 2:
             self.hidden_states[start] = kept
         return logits
@@ -316,6 +319,19 @@ def stale_hidden_states_after_a_rejection(patch):
 def own_hidden_states_kept_after_acceptance(patch):
     commit = Entries.commit
     patch.setattr(Entries, "commit", lambda self, *arguments, verified: commit(self, *arguments, verified=True))
+
+
+def hidden_state_of_another_leaf(patch):
+    accept = CachedModel.accept_leaf
+    patch.setattr(CachedModel, "accept_leaf", lambda self, place, token, leaf: accept(self, place, token, 5 - leaf))
+
+
+def hidden_state_of_the_rejected_token(patch):
+    def wrong(self, place, token, leaf):
+        self._held[place] = token
+        self._length, self._computed = place + 1, place
+
+    patch.setattr(CachedModel, "accept_leaf", wrong)
 
 
 def wrong_tap(patch):
@@ -344,6 +360,8 @@ def tokens_not_shifted(patch):
         shifted_d2t,
         stale_hidden_states_after_a_rejection,
         own_hidden_states_kept_after_acceptance,
+        hidden_state_of_another_leaf,
+        hidden_state_of_the_rejected_token,
         wrong_tap,
         own_embeddings,
         tokens_not_shifted,
@@ -351,6 +369,6 @@ def tokens_not_shifted(patch):
 )
 def test_the_same_comparison_finds_a_planted_bug(bug, folders, head, monkeypatch):
     bug(monkeypatch)
-    drafts = compare_drafts(decoder_of(*folders), head, monkeypatch)
+    drafts = compare_drafts(decoder_of(*folders, leaves=6), head, monkeypatch)
     print(drafts)
     assert drafts.largest_error > 50 * CLOSE

@@ -30,6 +30,24 @@ def test_single_and_joint_forward_passes_take_turns(backend):
     assert not np.allclose(alone["one"][-1], alone["other"][-1], atol=0.01)
 
 
+def test_leaves_see_their_parents_only(backend):
+    """The logits after leaves are those of the texts that end in them, before and after passes of other kinds."""
+    text, leaves = np.array([1, 5, 2, 6, 3, 0]), [(0, 4), (1, 2), (1, 7), (2, 1)]  # parents of tokens 3 to 5, tokens
+    backend.run(0, text[:3], 1)
+    for _ in range(2):
+        tokens = np.append(text[3:], [token for _, token in leaves])
+        tree = backend.run(3, tokens, 7, None, [parent for parent, _ in leaves]).copy()
+        np.testing.assert_allclose(tree[:3], backend.run(3, text[3:], 3), rtol=1e-4, atol=1e-4)
+        for row, (parent, token) in zip(tree[3:], leaves, strict=True):
+            expected = backend.run(3, np.append(text[3 : 4 + parent], token), 1)[0]
+            np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-4)
+        expected = backend.run(0, text, 6).copy()
+        backend.run(0, text[:3], 1)
+        backend.run(3, tokens, 7, None, [parent for parent, _ in leaves])
+        together = backend.run_together([SequenceInput(np.arange(2, 4, dtype=np.int32), 0, text, 6)])
+        np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_cache_bytes_count_every_layers_keys_and_values(backend):
     tokens = (backend.blocks + 1) * backend.block_size  # one block is for padding
     assert backend.cache_bytes == tokens * HEADS * HEAD_DIM * 4 * 2

@@ -42,6 +42,7 @@ from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw, residual
 from speculative.sequence import sequence
 from speculative.sequence.metrics import per_token_acceptance
+from speculative.sequence.sequence import Sequence
 from tests.support import pooled_draws
 from tests.support.computed_once import ComputedOnce
 from tests.support.letters import shared_letters
@@ -82,6 +83,7 @@ ACCEPTANCE = {  # of a draft token if those before it were: a draft is what it i
     "two sources": (0.2, 0.9),
     "two sources, eagle3": (0.1, 0.9),
 }
+TREE = "K=2+4"  # and leaves
 TWO_SOURCES = "two sources"  # suffix decoding and the good draft, or a head
 FILTERS = {
     "all tokens": {},
@@ -110,6 +112,10 @@ OTHERS = [  # settings, widths of logits and caches beyond those of all drafts a
     (TWO_SOURCES, "adaptive", 1.5, "penalties", "paged"),
     (TWO_SOURCES, "confidence", 1.0, "stop", "paged"),
     (f"{TWO_SOURCES}, eagle3", "adaptive", 1.0, "all tokens", "paged"),
+    ("eagle3", TREE, 1.0, "all tokens", "paged"),
+    ("good", TREE, 1.0, "penalties", "paged"),
+    ("useless", "K=3+9", 1.5, "stop", "paged"),
+    (TWO_SOURCES, TREE, 1.0, "top-p", "paged"),
 ]
 SHORT = [
     ("same", "K=8", 1.0, "top-p", "paged"),
@@ -252,7 +258,7 @@ def rule(name, draft):
         return AdaptiveDraftLength(Costs(draft=0.1, main={1: 1.0, LONGEST + 1: 2.0}, main_change=0.2))
     if name == "confidence":
         return ConfidenceDraftLength(0.3)
-    return FixedDraftLength(int(name.removeprefix("K=")))
+    return FixedDraftLength(*map(int, name.removeprefix("K=").split("+")))
 
 
 def settings(temperature=1.0, **more):
@@ -286,7 +292,7 @@ def sample(decoder, config, draws, length=LENGTH, seed=1):
         while len(tokens) < length and (step := next(steps, None)):  # or a stop token
             tokens += step.tokens
             proposed.append(step.proposed)
-            gained.append(len(step.tokens))
+            gained.append(len(step.tokens) - step.ends_in_leaf)
         steps.close()
         drawn.append(tokens[:length])
     return drawn, per_token_acceptance(proposed, gained)
@@ -402,10 +408,10 @@ def replacement_of_the_next_row(patch):  # as GenAI does
 def rollback_that_leaves_one_token(patch):
     run, ends = PagedModel.run, {}
 
-    def off_by_one(self, start, tokens, last):
+    def off_by_one(self, start, tokens, last, *more):
         start += 0 < start < ends.get(self, 0)
         ends[self] = start + len(tokens)
-        return run(self, start, tokens, last)
+        return run(self, start, tokens, last, *more)
 
     patch.setattr(PagedModel, "run", off_by_one)
 
@@ -422,6 +428,34 @@ def unsure_draft_tokens_taken_back(patch):
         return proposal if proposal.q[proposal.token] >= 0.3 else None
 
     patch.setattr(DraftModelProposer, "propose", sure_only)
+
+
+def logits_of_another_leaf(patch):
+    leaves = Sequence.placed_leaves.fget
+    patch.setattr(Sequence, "placed_leaves", property(lambda self: leaves(self)[::-1]))
+
+
+def the_token_after_a_leaf_given_by_the_row_that_rejected(patch):
+    verify = Sequence.verify
+
+    def wrong(self, logits):
+        rows = self.num_logits
+        return verify(self, np.concatenate([logits[:rows], *([logits[leaf.place]] for leaf in self.leaves)]))
+
+    patch.setattr(Sequence, "verify", wrong)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        logits_of_another_leaf,
+        the_token_after_a_leaf_given_by_the_row_that_rejected,
+    ],
+)
+def test_the_same_check_finds_a_bug_planted_in_the_tree(bug, load, exact_logits, monkeypatch):
+    bug(monkeypatch)
+    case = ("eagle3", TREE, 1.0, "all tokens", "paged")
+    assert check(case, load, exact_cells(exact_logits, config_of(case)), 3000)[1].p_value < FALSE_ALARM
 
 
 def draft_probabilities_of_another_temperature(patch):

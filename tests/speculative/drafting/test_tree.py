@@ -1,0 +1,117 @@
+"""Draft trees: the leaves that are worth most, by learned probabilities."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
+from speculative.drafting.tree import RANKS, LeafEstimate, top_tokens
+from speculative.sampling.proposal import Leaf, Proposal
+from speculative.sampling.rejection_sampling import OneHot
+
+FLAT = Costs(draft=0.05, main={1: 1.0, LONGEST + 1: 1.05})
+STEEP = Costs(draft=0.05, main={n: float(n) for n in range(1, LONGEST + 2)})
+
+
+def proposal(token, alternatives, confidence=0.5):
+    return Proposal(token, OneHot(token, 100), lambda: confidence, lambda n: alternatives[:n])
+
+
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=700), st.integers(0, 699), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_top_tokens_are_the_largest_logits_but_one(values, without, count):
+    logits = np.array(values, np.float32)
+    logits[logits < -40] = -np.inf
+    without %= len(logits)
+    found = top_tokens(logits, count, without)
+    rest = np.delete(logits, without)
+    expected = np.sort(rest[np.isfinite(rest)])[::-1][:count]
+    assert without not in found and len(set(found)) == len(found)
+    assert logits[found].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
+def test_gains_are_those_of_the_best_leaves(acceptance):
+    estimate = LeafEstimate()
+    gains, h = estimate.gains(acceptance, LONGEST), estimate.probabilities()
+    for k, m in itertools.product((1, 2, 5), (0, 1, 4, 9)):
+        each = sorted((acceptance**i * (1 - acceptance) * p for i in range(k) for p in h), reverse=True)
+        assert gains[k, m] == pytest.approx(sum(each[:m]))
+    assert not gains[0].any() and (np.diff(gains, axis=1) >= 0).all()
+
+
+def test_the_rank_of_the_main_models_token_is_learned():
+    """By the first rejected token, whether its alternative was a leaf or not. It decides which leaves are chosen."""
+    estimate = LeafEstimate()
+    for _ in range(200):
+        estimate.begin()
+        for token in (1, 2):
+            estimate.draft(proposal(token, [*range(10, 10 + RANKS)]))
+        estimate.learn([1, 13, 12])  # the second one is rejected, for its fourth alternative
+    assert estimate.probabilities().argmax() == 3 and estimate.probabilities()[3] > 0.9
+    assert estimate.best([0.5, 0.9], 2) == [Leaf(0, 13), Leaf(1, 13)]
+    assert estimate.best([0.5], 1) == [Leaf(0, 13)] and not estimate.best([0.5], 0)
+
+
+def test_places_without_alternatives_have_no_leaves_and_teach_nothing():
+    estimate = LeafEstimate()
+    before = estimate.probabilities().copy()
+    estimate.begin()
+    estimate.draft(proposal(1, []))
+    estimate.draft(proposal(2, [7]))
+    assert estimate.best([0.5, 0.5], 5) == [Leaf(1, 7)]
+    estimate.learn([9])
+    assert estimate.probabilities().tolist() == before.tolist()
+
+
+def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, rng=None):
+    """Draft and verify with a simulated main model; the leaves of the last iteration and the mean tokens of all."""
+    random = rng or np.random.default_rng(0)
+    policy.pass_width, leaves, gained = policy.costs.pass_width(), [], 0
+    again = 0
+    for _ in range(count):
+        policy.tree.begin() if policy.tree else None
+        drafted, confidence = 0, None
+        while policy.should_draft(drafted, confidence):
+            one = proposal(1, [10, 11, 12, 13])
+            if policy.tree:
+                policy.tree.draft(one)
+            drafted, confidence = drafted + 1, one.confidence
+        leaves = policy.leaves() if policy.tree else []
+        accepted = int(np.append(random.random(drafted) >= acceptance, True).argmax())
+        token = 10 if accepted < drafted and random.random() < leaf_share else 99
+        leaf = Leaf(accepted, token) in leaves
+        policy.pass_width.of(1 + again + drafted + len(leaves))
+        again = int(leaf)
+        if policy.tree:
+            policy.tree.learn([1] * accepted + [token])
+        policy.update(drafted, accepted, drafted * 0.05, float(policy.costs.verify()[policy.pass_width.last]), leaf)
+        gained += accepted + leaf + 1
+    return leaves, gained / count
+
+
+def test_leaves_are_drafted_where_they_cost_little():
+    tree, chain = AdaptiveDraftLength(FLAT), AdaptiveDraftLength(FLAT)
+    tree.has_leaves = True
+    leaves, with_leaves = iterations(tree)
+    none, without = iterations(chain)
+    assert leaves and not none
+    assert with_leaves > without + 0.2
+    assert "by leaves of the draft tree" in tree.describe() and "leaves" not in chain.describe()
+
+
+def test_leaves_that_cost_more_than_they_gain_are_not_drafted():
+    policy = AdaptiveDraftLength(STEEP)
+    policy.has_leaves = True
+    assert iterations(policy, leaf_share=0.1)[0] == []
+
+
+def test_a_reset_forgets_the_ranks():
+    policy = AdaptiveDraftLength(FLAT)
+    policy.has_leaves = True
+    iterations(policy, 50)
+    policy.reset()
+    assert policy.tree.probabilities().tolist() == LeafEstimate().probabilities().tolist()
