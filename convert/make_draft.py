@@ -20,7 +20,7 @@ Llama architecture), an ordinary draft model for every engine and device. Stages
               alone and other drafts (--compare)
 
 --init-from HEAD trains an existing head further, such as a published one for a fine-tuned or quantized main model, or
-for your own prompts.
+for your own prompts. It keeps its vocabulary, unless --draft-vocabulary chooses another one from the new texts.
 
 OUT gets IR, checkpoint/ (the published format, or Hugging Face's), README.md and draft.json. OUT/work keeps texts,
 states and the training state; it may be removed afterwards. Run an interrupted command again to resume it; a larger
@@ -88,9 +88,8 @@ def options(parsed: argparse.Namespace, arguments: list[str]) -> stages.Options:
         for name in names:
             if getattr(parsed, name) is not None and parsed.kind != kind:
                 raise ConvertError(f"--{name.replace('_', '-')} is for --kind {kind}; leave it out", 2)
-    for name in ("layers", "draft_vocabulary"):
-        if getattr(parsed, name) is not None and parsed.init_from:
-            raise ConvertError(f"--{name.replace('_', '-')} is that of the head of --init-from; leave it out", 2)
+    if parsed.layers is not None and parsed.init_from:
+        raise ConvertError("--layers is that of the head of --init-from; leave it out", 2)
     require_torch(parsed.device)
     return stages.Options(
         main=parsed.main,

@@ -29,6 +29,7 @@ from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
 from speculative.convert.draft_training.head_weights import TrainedHead
 from speculative.convert.draft_training.main_model import MainModel, Reading
 from speculative.convert.draft_training.pruned import Pruned
+from speculative.convert.draft_training.stages import TOP
 from speculative.convert.draft_training.state_file import StateFile
 from speculative.convert.draft_training.texts import Text, TextFile
 from speculative.convert.errors import ConvertError
@@ -239,6 +240,21 @@ def test_training_goes_on_with_a_head(main, made, tmp_path, monkeypatch):
     assert np.abs(agreement - again).max() < 0.02, (agreement, again)
     assert after["draft"] == before["draft"]
     assert f"| start | the head in {made} |" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_head_that_is_trained_further_can_get_another_vocabulary(main, made, tmp_path):
+    """With its own rows of the LM head for the tokens that it drafts already, and the main model's for the others."""
+    model = MainModel(ModelSpec(main, "CPU", EXACT))
+    kind = Eagle3(model, draft_vocabulary=350, init_from=made)
+    texts = StateFile(made / "work/states", kind.states, TOP).texts()
+    head = kind.training(tmp_path / "training.pt", texts, "cpu")
+    old, rows = TrainedHead(made, model), head.head.lm_head.weight.detach().numpy()
+    kept = np.isin(head.vocabulary, old.vocabulary)
+    assert len(head.vocabulary) == 350 and 0 < kept.sum() < 350
+    of_old, of_main = old.weights()["lm_head.weight"], model.output_layer(head.vocabulary[~kept]).rows
+    assert (rows[kept] == of_old[np.searchsorted(old.vocabulary, head.vocabulary[kept])]).all()
+    assert (rows[~kept] == of_main).all()
+    assert (head.head.fc.weight.detach().numpy() == old.weights()["fc.weight"]).all()
 
 
 # --- a pruned main model ---

@@ -68,11 +68,18 @@ class Eagle3(Kind):
             counts += np.bincount(tokens, minlength=len(counts))
 
         def beginning() -> Beginning:
-            if self.initial:
+            if self.initial and not self._draft_vocabulary:
                 return Beginning(self.initial.vocabulary, self.initial.weights())
             chosen = choose_vocabulary(counts, self._draft_vocabulary, COVERAGE, MOST_DRAFTED)
             output = self.main.output_layer(chosen)
-            return Beginning(chosen, {"lm_head.weight": output.rows, "norm.weight": output.norm} if output else {})
+            weights = {"lm_head.weight": output.rows, "norm.weight": output.norm} if output else {}
+            if self.initial:
+                known = self.initial.weights()
+                rows = output.rows if output else np.zeros((len(chosen), self.main.hidden), np.float32)
+                _, new, old = np.intersect1d(chosen, self.initial.vocabulary, return_indices=True)
+                rows[new] = known["lm_head.weight"][old]  # other tokens begin with the main model's rows
+                weights = known | {"lm_head.weight": rows}
+            return Beginning(chosen, weights)
 
         shape = self.initial.shape if self.initial else self.main.shape
         training = HeadTraining(file, shape, self.states, self.main.embeddings(), device, beginning)
