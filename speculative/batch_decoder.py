@@ -489,6 +489,10 @@ class BatchDecoder:
         return self._shared.draft_length(tokens) if self._shared else tokens
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
+        if params.tree_depth:
+            raise ValueError(
+                f"tree_depth={params.tree_depth} is not supported for many requests: leave it at 0"
+            )
         if policy := policy_from_params(params):
             return policy
         if self._is_repeatable(params):

@@ -194,7 +194,13 @@ class Decoder:
             logit_bias=logit_bias,
             prompt_logprobs=prompt_logprobs,
         )
-        return Sequence(ids, params, self.main.vocab_size, self._random)
+        sequence = Sequence(ids, params, self.main.vocab_size, self._random)
+        if params.tree_depth and not (self.main.takes_leaves and sequence.takes_leaves):
+            raise ValueError(
+                f"tree_depth={params.tree_depth} needs a main model on a CPU, with paged attention but no sliding "
+                "window or ALiBi, and no grammar: leave it at 0"
+            )
+        return sequence
 
     def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
         """Yield the steps of `text`, with the decoder locked."""
@@ -216,8 +222,7 @@ class Decoder:
                 pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
                 self.main.pass_width = policy.costs.pass_width(pads)
             policy.pass_width = self.main.pass_width
-        if isinstance(policy, AdaptiveDraftLength):
-            policy.has_leaves = self.main.takes_leaves and text.takes_leaves
+        policy.has_leaves = self.main.takes_leaves and text.takes_leaves
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:
         while text.reads_prompt:

@@ -30,6 +30,8 @@ SAME = 1.02  # forward passes whose times differ by less count as equally fast
 
 
 class DraftLengthPolicy(Protocol):
+    has_leaves: bool = False  # set by a decoder: whether it can verify leaves
+
     @property
     def tree(self) -> LeafEstimate | None:
         """What the policy learns of leaves; None if drafts have none."""
@@ -63,14 +65,14 @@ class FixedDraftLength(DraftLengthPolicy):
     leaf_count: int = 0
 
     def __post_init__(self) -> None:
-        self._tree = LeafEstimate() if self.leaf_count else None
+        self._tree = LeafEstimate()
 
     @property
     def tree(self) -> LeafEstimate | None:
-        return self._tree
+        return self._tree if self.leaf_count and self.has_leaves else None
 
     def leaves(self) -> list[Leaf]:
-        return self._tree.best([0.5] * self.k, self.leaf_count) if self._tree else []
+        return self._tree.best([0.5] * self.k, self.leaf_count)
 
     def should_draft(self, drafted: int, confidence: Confidence | None) -> bool:
         return drafted < self.k
@@ -147,7 +149,8 @@ class Costs:
 def policy_from_params(params: SamplingParams) -> DraftLengthPolicy | None:
     """The policy that a request sets: a fixed length or a confidence threshold; None if it sets neither."""
     if params.num_assistant_tokens:
-        return FixedDraftLength(params.num_assistant_tokens)
+        chain = params.tree_depth or params.num_assistant_tokens
+        return FixedDraftLength(chain, params.num_assistant_tokens - chain)
     if params.assistant_confidence_threshold:
         return ConfidenceDraftLength(params.assistant_confidence_threshold)
     return None
@@ -180,7 +183,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """`prior_acceptance` is the prior of the acceptance rate."""
         self.costs = costs
         self.pass_width: PassWidth | None = None  # set by a decoder: that of its main model
-        self.has_leaves = False  # set by a decoder: whether it can verify leaves
         self._prior_acceptance = prior_acceptance
         self.reset()
 

@@ -41,6 +41,7 @@ class SamplingParams:
     subtract_penalties: bool  # presence and frequency penalties have OpenAI's meaning instead of GenAI's
     num_assistant_tokens: int  # draft length, 0 if unset
     assistant_confidence_threshold: float  # 0 if unset
+    tree_depth: int  # of a draft tree of num_assistant_tokens tokens: a chain of this length, and leaves; 0: no tree
     seed: int | None  # None: not reproducible
     grammar: Grammar | None = None  # that the text must follow
     logprobs: int = 0  # most probable tokens of each place whose log-probabilities are wanted; 0: none are computed
@@ -94,6 +95,7 @@ class SamplingParams:
             subtract_penalties=subtract_penalties,
             num_assistant_tokens=config.num_assistant_tokens,
             assistant_confidence_threshold=config.assistant_confidence_threshold,
+            tree_depth=config.tree_depth,
             seed=config.rng_seed or None if seed is None else seed,
             grammar=grammars.compile(structure) if grammars and structure else None,
             logprobs=config.logprobs,
@@ -110,7 +112,7 @@ class SamplingParams:
 def _check_supported(config: GenerationConfig, grammars: Grammars | None) -> None:
     """Raise ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, or is
     invalid."""
-    for name in ("num_beams", "num_return_sequences", "echo", "tree_depth", "branching_factor"):
+    for name in ("num_beams", "num_return_sequences", "echo", "branching_factor"):
         value, neutral = getattr(config, name), getattr(NEUTRAL, name)
         if value != neutral:
             raise ValueError(f"{name}={value} is not supported here: leave it at {neutral}")
@@ -123,6 +125,11 @@ def _check_supported(config: GenerationConfig, grammars: Grammars | None) -> Non
         raise ValueError(f"min_new_tokens {config.min_new_tokens} is above max_new_tokens {config.max_new_tokens}")
     if config.num_assistant_tokens and config.assistant_confidence_threshold:
         raise ValueError("num_assistant_tokens and assistant_confidence_threshold exclude each other: set only one")
+    if config.tree_depth > (config.num_assistant_tokens or 0):
+        raise ValueError(
+            f"tree_depth is {config.tree_depth}, but must be at most num_assistant_tokens, all tokens of the tree: "
+            f"{config.num_assistant_tokens or 0}"
+        )
     if not 0 <= config.assistant_confidence_threshold <= 1:
         raise ValueError(
             f"assistant_confidence_threshold is {config.assistant_confidence_threshold:g}, but must be from 0 to 1"

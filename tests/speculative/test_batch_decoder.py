@@ -301,6 +301,7 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
         ([], greedy(5), "no tokens"),
         (list(range(1, 700)), greedy(5), "699 tokens"),
         ([5], greedy(5, num_beams=4), "num_beams"),
+        ([5], greedy(5, num_assistant_tokens=4, tree_depth=2), "tree_depth=2 is not supported for many requests"),
         ([5], greedy(5, do_sample=True, temperature=-1.0), "temperature"),
         ([5000], greedy(5), "5000"),
     ],

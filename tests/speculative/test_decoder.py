@@ -174,6 +174,35 @@ def test_a_draft_that_is_the_main_model_is_always_accepted(models, tokenizer):
     assert result.acceptance_rate == 1 and result.block_efficiency == 4 and result.position_acceptance == [1, 1, 1]
 
 
+def test_a_tree_of_the_config_is_a_chain_and_leaves(make):
+    steps = [*make().stream(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=2))]
+    assert {(step.proposed, step.leaves) for step in steps[1:-2]} == {(2, 6)}
+    assert any(step.ends_in_leaf for step in steps) and not any(step.leaves > 6 for step in steps)
+    texts = [make().generate(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=d)).tokens for d in (0, 2)]
+    assert texts[0] == texts[1]
+
+
+def test_a_tree_needs_paged_attention_and_no_grammar(models, make, tokenizer):
+    stateful = Decoder(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True), tokenizer=tokenizer)
+    structure = {"structured_output_config": openvino_genai.StructuredOutputConfig(regex="a+")}
+    for one, more in ((stateful, {}), (make(), structure)):
+        with pytest.raises(ValueError, match="tree_depth=2 needs a main model on a CPU"):
+            one.generate(PROMPTS[0], greedy(5, num_assistant_tokens=4, tree_depth=2, **more))
+    without = Decoder(stateful.main, DraftModelProposer(models[1], models[1].vocab_size), FixedDraftLength(2, 4))
+    assert not any(step.leaves for step in without.stream(np.arange(5), greedy(20)))
+
+
+def test_leaves_leave_room_in_the_context(models, tokenizer):
+    """Their cache entries are behind those of the draft tokens."""
+    main, draft = (cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=24) for _ in range(2))
+    decoder = Decoder(main, DraftModelProposer(draft, main.vocab_size), FixedDraftLength(2, 8))
+    config = GenerationConfig(max_new_tokens=100, ignore_eos=True)
+    steps = [*decoder.stream(np.arange(4), config)]
+    tokens = [token for step in steps for token in step.tokens]
+    assert len(tokens) == 20 and steps[1].leaves == 8 and steps[-1].leaves < 8
+    assert tokens == Decoder(main).generate(np.arange(4), config).tokens
+
+
 def test_draft_settings_of_the_config_have_genais_names(make):
     one = make(FixedDraftLength(2))
     assert set(one.generate(PROMPTS[0], greedy(30, num_assistant_tokens=5)).proposed[:-1]) == {5}

@@ -180,6 +180,7 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(name, value):
         dict(num_beams=4),
         dict(num_return_sequences=2),
         dict(echo=True),
+        dict(branching_factor=3),
         dict(structured_output_config=openvino_genai.StructuredOutputConfig(regex="a+")),
     ],
     ids=lambda config: next(iter(config)),
@@ -198,6 +199,7 @@ def test_what_is_not_supported_is_refused_by_name(config):
         (dict(num_assistant_tokens=3, assistant_confidence_threshold=0.4), "exclude each other"),
         (dict(assistant_confidence_threshold=1.5), "is 1.5, but must be from 0 to 1"),
         (dict(stop_token_ids={-3, 5}), "stop_token_ids has -3"),
+        (dict(tree_depth=3, num_assistant_tokens=2), "tree_depth is 3, but must be at most num_assistant_tokens"),
     ],
     ids=str,
 )
