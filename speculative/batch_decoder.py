@@ -490,9 +490,7 @@ class BatchDecoder:
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy | Estimate:
         if params.tree_depth:
-            raise ValueError(
-                f"tree_depth={params.tree_depth} is not supported for many requests: leave it at 0"
-            )
+            raise ValueError(f"tree_depth={params.tree_depth} is not supported for many requests: leave it at 0")
         if policy := policy_from_params(params):
             return policy
         if self._is_repeatable(params):

@@ -102,20 +102,21 @@ class CachedModel:
             raise ValueError(
                 f"the text has {n} tokens, but the cache only fits {self.capacity}: shorten it or raise the capacity"
             )
+        again = self._length - self._computed  # an accepted leaf
         start = min(self.common_prefix(tokens), self._computed, n - last)
-        self._length = start  # if a run fails, nothing after `start` counts as cached
+        self._length = self._computed = start  # if a run fails, nothing after `start` counts as cached
         while n - start > self.backend.chunk + last:
             self._run(start, tokens[start : start + self.backend.chunk], 1)
             start += self.backend.chunk
-        return self._run(start, tokens[start:], last, leaves)
+        return self._run(start, tokens[start:], last, leaves, again)
 
     def accept_leaf(self, place: int, token: int, leaf: int) -> None:
         """Continue with leaf number `leaf` of the last call, the `token` at `place`. The next call computes its cache
         entry again, but its hidden state is known."""
         if self.hidden_states is not None:
             self.hidden_states[place] = self._leaf_states[leaf]
-            self._held[place] = token
-            self._length, self._computed = place + 1, place
+        self._held[place] = token
+        self._length, self._computed = place + 1, place
 
     def common_prefix(self, tokens: np.ndarray) -> int:
         """The number of leading `tokens` in the cache."""
@@ -126,13 +127,15 @@ class CachedModel:
 
     def reset(self) -> None:
         """Clear the cache."""
-        self._length = 0
+        self._length = self._computed = 0
         if self.pass_width:
             self.pass_width.reset()
 
-    def _run(self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = ()) -> np.ndarray:
+    def _run(
+        self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = (), again: int = 0
+    ) -> np.ndarray:
         n, extra = len(tokens), len(leaves)
-        padding = self._padding(start, n + extra, last + extra)
+        padding = self._padding(start, n + extra, n == last + again)
         if not leaves:
             padded = np.append(tokens, np.full(padding, tokens[-1])) if padding else tokens
             logits = self.backend.run(start, padded, last + padding)[:last]
@@ -151,11 +154,11 @@ class CachedModel:
             self._leaf_states = states[n : n + extra].copy()
         return logits
 
-    def _padding(self, start: int, n: int, last: int) -> int:
+    def _padding(self, start: int, n: int, verifies: bool) -> int:
         """The number of tokens to add to a pass over n tokens: later passes overwrite them. None for prompts."""
         if not self.pass_width:
             return 0
-        if n != last:
+        if not verifies:
             self.pass_width.reset()
             return 0
         width = self.pass_width.of(n)

@@ -182,6 +182,23 @@ def test_a_tree_of_the_config_is_a_chain_and_leaves(make):
     assert texts[0] == texts[1]
 
 
+def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch):
+    """Leaves fill the planned size, less the accepted leaf, which is computed again."""
+    sizes, run = [], models[0].backend.run
+
+    def recorded(start, tokens, *more):
+        sizes.append(len(tokens))
+        return run(start, tokens, *more)
+
+    monkeypatch.setattr(models[0].backend, "run", recorded)
+    monkeypatch.setattr(models[0], "pass_width", None)  # that of other costs
+    costs = Costs(draft=0.75, main={1: 1.0, 6: 1.01, 17: 9.0}, main_change=0.1)
+    decoder = make(AdaptiveDraftLength(costs))
+    steps = [*decoder.stream(PROMPTS[0], greedy(300, do_sample=True, temperature=0.7), seed=1)]
+    accepted = [i for i, step in enumerate(steps[:-1]) if step.ends_in_leaf]
+    assert len(accepted) > 2 and set(sizes[accepted[0] :]) == {6}, (accepted, sizes)
+
+
 def test_a_tree_needs_paged_attention_and_no_grammar(models, make, tokenizer):
     stateful = Decoder(cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), stateful=True), tokenizer=tokenizer)
     structure = {"structured_output_config": openvino_genai.StructuredOutputConfig(regex="a+")}
