@@ -214,7 +214,7 @@ def shared_server():
 
     options = ("--max-num-seqs", 4, "--max-queue", 4, "--max-output-tokens", 300, "--timeout", 60)
     options += ("--property", "EXECUTION_MODE_HINT=ACCURACY")  # a text does not depend on the others in the batch
-    options += ("--num-assistant-tokens", 3)  # the adaptive rule drafts where it pays on this machine
+    options += ("--num-assistant-tokens", 3)  # the adaptive draft length depends on this machine
     env = {**METRICS_EXPORTED, "RAY_gcs_server_port_wait_time_s": "10"}  # until a head that was killed is given up
     servers = []
 

@@ -411,6 +411,6 @@ def test_the_known_pair_from_pypi_answers(tmp_path):
     assert "licence: Apache-2.0" in done.stdout and "context 8,192 tokens" in done.stdout
     chat = [sys.executable, str(ROOT / "samples/speculative_chat.py"), str(out / "main"), "--max-new-tokens", "40"]
     question = "What is the capital of France?\n"
-    said = subprocess.run(chat, input=question, capture_output=True, encoding="utf-8", timeout=600, cwd=ROOT)
-    assert said.returncode == 0, said.stderr
-    assert "Paris" in said.stdout
+    done = subprocess.run(chat, input=question, capture_output=True, encoding="utf-8", timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout

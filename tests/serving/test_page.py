@@ -19,7 +19,7 @@ SENT = {"model": "embedded", "stream": True, "temperature": 0, "max_tokens": 60}
 
 @pytest.fixture(scope="module", autouse=True)
 def drafting(api):
-    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
+    api.endpoint.draft_length = 4  # the adaptive draft length depends on this machine
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ QUESTION = "Write a class for a stack."
 
 @pytest.fixture(scope="module", autouse=True)
 def drafting(api):
-    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
+    api.endpoint.draft_length = 4  # the adaptive draft length depends on this machine
 
 
 def post(api, body, **headers):

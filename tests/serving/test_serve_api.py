@@ -831,5 +831,5 @@ def test_a_draft_and_suffix_decoding_draft_together(monkeypatch):
 def test_suffix_decoding_that_cannot_be_is_refused_in_one_sentence(monkeypatch, capsys, given, word):
     with pytest.raises(SystemExit) as end:
         parsed_arguments(monkeypatch, *given)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and word in said and "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and word in errors and "Traceback" not in errors

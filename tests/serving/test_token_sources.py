@@ -22,7 +22,7 @@ PATHS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def drafting(api):
-    api.endpoint.draft_length = 4  # the adaptive rule drafts where it pays on this machine
+    api.endpoint.draft_length = 4  # the adaptive draft length depends on this machine
 
 
 def chunks(api, path, options, **asked):
@@ -39,8 +39,8 @@ def choices_of(chunks):
 def test_each_token_has_its_text_and_its_source(api, path):
     events = chunks(api, path, {"include_draft_tokens": True})
     choices = choices_of(events)
-    told = [choice["speculation"] for choice in choices if "speculation" in choice]
-    tokens = [token for one in told for token in one["tokens"]]
+    blocks = [choice["speculation"] for choice in choices if "speculation" in choice]
+    tokens = [token for one in blocks for token in one["tokens"]]
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices)
     assert "".join(token["text"] for token in tokens) == text != ""
     usage = events[-1]["usage"]
@@ -48,18 +48,18 @@ def test_each_token_has_its_text_and_its_source(api, path):
     assert len(tokens) == usage["completion_tokens"]
     accepted, rejected = (details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected"))
     assert sum(token["from_draft"] for token in tokens) == accepted > 0
-    assert sum(one["draft_tokens"] for one in told) == accepted + rejected
+    assert sum(one["draft_tokens"] for one in blocks) == accepted + rejected
     passes = len(tokens) - 1 - accepted  # one token of each is the main model's own, but for a last one
-    assert passes <= sum(one["iterations"] for one in told) <= passes + 1
+    assert passes <= sum(one["iterations"] for one in blocks) <= passes + 1
 
 
 def test_what_does_not_ask_for_it_gets_the_same_stream_without_it(api):
-    def told(options):
+    def blocks(options):
         return [{**choice, "speculation": None} for choice in choices_of(chunks(api, "/completions", options))]
 
     plain = choices_of(chunks(api, "/completions", {"include_draft_tokens": False}))
     assert not any("speculation" in choice for choice in plain)
-    texts = ["".join(choice["text"] for choice in told(options)) for options in ({}, {"include_draft_tokens": True})]
+    texts = ["".join(choice["text"] for choice in blocks(options)) for options in ({}, {"include_draft_tokens": True})]
     assert texts[0] == texts[1] == "".join(choice["text"] for choice in plain)
 
 
@@ -68,14 +68,14 @@ def test_a_character_of_several_tokens_is_told_when_it_is_complete():
     ids = tokenizer.encode("a é 😀").input_ids.data[0].tolist()
     job = SimpleNamespace(result=GenerationResult())
     sources = TokenSources(job, tokenizer.decode)
-    told = []
+    blocks = []
     for i, token in enumerate(ids):
         job.result.tokens.append(token)
         job.result.from_draft.append(i % 2 == 1)
-        told.append(sources.take(last=False)["tokens"])
-    assert "".join(token["text"] for one in told for token in one) == "a é 😀"
-    assert [len(one) for one in told][-4:] == [0, 0, 0, 4]  # an emoji has four bytes, each a token here
-    assert [token["from_draft"] for one in told for token in one] == [i % 2 == 1 for i in range(len(ids))]
+        blocks.append(sources.take(last=False)["tokens"])
+    assert "".join(token["text"] for one in blocks for token in one) == "a é 😀"
+    assert [len(one) for one in blocks][-4:] == [0, 0, 0, 4]  # an emoji has four bytes, each a token here
+    assert [token["from_draft"] for one in blocks for token in one] == [i % 2 == 1 for i in range(len(ids))]
 
 
 def test_the_last_chunk_has_half_a_character():

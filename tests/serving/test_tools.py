@@ -250,15 +250,15 @@ def test_a_template_that_calls_tools_otherwise_has_them_so(decoder):
     """As SmolLM3's."""
     asked = ChatCompletionRequest.model_validate(asked_for())
     template = "{% for tool in xml_tools %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
-    told = decoder.tokenizer.apply_chat_template(asked.history(SMOLLM3), False, template)
-    assert told == "weather time What is the weather?"
+    rendered = decoder.tokenizer.apply_chat_template(asked.history(SMOLLM3), False, template)
+    assert rendered == "weather time What is the weather?"
 
 
 def test_a_template_without_tools_gets_those_of_minja(decoder):
     asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    told = decoder.tokenizer.apply_chat_template(asked.history(GENERIC), True, template)
-    assert '"description": "The weather."' in told and '"tool_calls": [' in told and "Rain." in told
+    rendered = decoder.tokenizer.apply_chat_template(asked.history(GENERIC), True, template)
+    assert '"description": "The weather."' in rendered and '"tool_calls": [' in rendered and "Rain." in rendered
 
 
 # ---- clients --------------------------------------------------------------------------------------------------------

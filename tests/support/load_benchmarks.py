@@ -40,7 +40,7 @@ def check(result, kind: type[ServingResult] | type[BatchingResult], methods, fol
         assert one["throughput"] > 0 and one["ttft"] > 0 and one["tpot"] > 0
         assert one["ttft_range"][0] <= one["ttft"] <= one["ttft_range"][1]
         if one["method"] in ("with draft", "ours, adaptive draft"):
-            assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # as far as it pays here
+            assert one["block_efficiency"] >= 1 and one["mean_draft_length"] >= 0  # none where it gains no time here
             assert not one["mean_draft_length"] or 0 <= one["acceptance_rate"] <= 1
         if one["speedup"] is not None:
             assert one["same_text"] == one["texts"] > 0  # greedy, exact: the draft changes no text

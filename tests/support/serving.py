@@ -105,7 +105,7 @@ class Server:
                 if line.startswith(beginning):
                     return line
         self.end()
-        raise AssertionError(f"the server said no {beginning!r}:\n" + "\n".join(self.lines))
+        raise AssertionError(f"the server printed no line that begins with {beginning!r}:\n" + "\n".join(self.lines))
 
     def client(self, **options) -> "openai.OpenAI":
         """A client without retries: a test should see the first response."""

@@ -79,7 +79,7 @@ def conversations(folders):
     system, user = random.integers(0, 8, (3, BLOCK)), random.integers(0, 8, (2, BLOCK))
     requests, texts = [], []
     for seed in range(36):
-        if seed % 3 == 2:  # goes on with what was said before
+        if seed % 3 == 2:  # continues an earlier text
             earlier = int(random.integers(len(requests)))
             prompt = np.concatenate([requests[earlier][0], texts[earlier].tokens])
         else:

@@ -130,7 +130,7 @@ def test_the_same_tokenizer_needs_no_translation(folders, tmp_path):
 
 
 def test_tokenizers_whose_irs_differ_in_the_numbers_of_nodes_only_are_not_loaded(tmp_path, monkeypatch):
-    """Every export numbers its nodes anew; loading two vocabularies takes seconds for large ones."""
+    """Every export numbers its nodes differently; loading two vocabularies takes seconds for large ones."""
     loaded = []
     monkeypatch.setattr(vocabulary, "read", loaded.append)
     xml = "openvino_tokenizer.xml"
