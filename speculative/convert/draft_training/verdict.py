@@ -141,7 +141,7 @@ def lines(verdict: dict) -> list[str]:
         for way, speed in figures["tokens_per_second"].items():
             passes = figures["tokens_per_main_pass"][way]
             times = f", {_times(figures, way)}" if way != "main alone" else ""
-            found.append(f"    {way:{width}} {passes:.2f} tokens per main pass, {speed:.0f} tokens/s{times}")
+            found.append(f"    {way:{width}} {passes:.2f} tokens per forward pass, {speed:.0f} tokens/s{times}")
         for name, part in verdict["categories"].items():
             shares = _shares(part[mode]["acceptance_by_position"])
             prompts = _prompts(part["held_out_prompts"])
