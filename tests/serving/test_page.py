@@ -81,7 +81,8 @@ def test_an_answer_streams_with_the_draft_tokens_marked(api, show):
     assert tokens == usage["completion_tokens"]
     assert marked == usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     assert page.inner_text("#source") == "the draft model"
-    for figure, words in {"acceptance": r"\d+ %", "efficiency": r"\d\.\d\d", "speed": r"\d+\.\d"}.items():
+    # no speed if the browser got all tokens at once, which a busy machine can cause
+    for figure, words in {"acceptance": r"\d+ %", "efficiency": r"\d\.\d\d", "speed": r"\d+\.\d|–"}.items():
         assert re.fullmatch(words, page.inner_text(f"#{figure}"))
     assert page.inner_text(".figures").startswith(f"{tokens} tokens · ")
 
