@@ -34,7 +34,7 @@ def costs(tmp_path):
 
 
 def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, monkeypatch):
-    for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 1), ("SIZES", (1, 4, 16, 64))):
+    for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 4), ("SIZES", (1, 4, 16, 64))):
         monkeypatch.setattr(measuring, name, value)
     saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
     few = ["--max-prompts", "3", "--max-new-tokens", "12"]
@@ -46,7 +46,7 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     several = as_result(run_here(PROGRAM, "--costs", saved, saved, *arguments))
     assert several["rows"] == measured["rows"]
     kept, _ = Costs.read(saved)
-    assert kept.main.passes[1] > 0 and kept.draft.passes[1] > 0
+    assert kept.main.passes[1] > 0 and kept.draft.passes[1] < kept.main.passes[1]
     assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
     assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
 

@@ -279,7 +279,7 @@ def test_no_prompt_is_answered_from_a_cache():
             one.decode(ids)
             times.append(time.process_time() - begin)
         seconds[keep] = min(times)
-    assert seconds[False] > 2 * seconds[True]
+    assert seconds[False] > 3 * seconds[True]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a device of Linux")
