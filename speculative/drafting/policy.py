@@ -233,7 +233,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def leaves(self) -> list[Leaf]:
         width = self.pass_width.planned if self.pass_width else 0
-        free = width - 1 - self._again - len(self._leaf_estimate)
+        free = width - 1 - self._again - self._leaf_estimate.drafted
         return self._leaf_estimate.best(self._acceptance.of_drafted, free)
 
     def _plan_tree(self, gains: np.ndarray) -> None:

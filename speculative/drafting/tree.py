@@ -32,12 +32,10 @@ class LeafEstimate:
         """Start an iteration."""
         self._drafted: list[tuple[int, list[int]]] = []
 
-    def __len__(self) -> int:
+    @property
+    def drafted(self) -> int:
         """Draft tokens in this iteration."""
         return len(self._drafted)
-
-    def __bool__(self) -> bool:
-        return True
 
     def draft(self, proposal: Proposal) -> None:
         """Record a draft token. To be called before its draft computes anything else."""

@@ -37,12 +37,12 @@ class PagedModel:
     def __init__(self, model: ov.Model, device: str, properties: dict, capacity: int):
         """Modifies `model` in place. `capacity` is the number of cached tokens, over all sequences."""
         self.capacity = capacity
-        self.takes_leaves = device.startswith("CPU")  # not tried on others
-        paged_attention_transformation(model, allow_qq_bias=self.takes_leaves)
-        self.takes_leaves = self.takes_leaves and not _counts_cache_entries(model)
+        on_cpu = device.startswith("CPU")
+        paged_attention_transformation(model, allow_qq_bias=on_cpu)  # not tried on other devices
+        self.takes_leaves = on_cpu and not _counts_cache_entries(model)
         keep_logits_at(model, axis=0)
         core = ov.Core()
-        if device.startswith("CPU"):  # OpenVINO writes the cache at every start and fails to read it (2026.4.1)
+        if on_cpu:  # OpenVINO writes the cache at every start and fails to read it (2026.4.1)
             properties = {name: value for name, value in properties.items() if name != "CACHE_DIR"}
         compiled = core.compile_model(model, device, properties)
         self._request = compiled.create_infer_request()
@@ -68,7 +68,6 @@ class PagedModel:
                 self.cache_bytes += tensor.byte_size
         self._shared: dict[str, ov.Tensor] = {}  # input tensors on numpy arrays
         self._longest = self._share("max_context_len", np.zeros((), np.int32))
-        self._has_leaves = True  # in the last run
         self._see_all()
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
         self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`

@@ -30,7 +30,7 @@ class PassWidth:
         self.is_changed = True  # whether the last pass had another size than the one before
         self.is_first = True  # whether the last pass was the first one after a prompt: its size changes in any case
         self._spent = 0.0  # seconds, on padding since the last change
-        self._planned = 0
+        self.planned = 0  # size of the next pass; 0 without a plan
         self._advantages = np.zeros(len(self._seconds))  # of each size over the present one, since the last change
 
     def plan(self, worth: np.ndarray, change: float) -> int:
@@ -42,22 +42,17 @@ class PassWidth:
         now = self.last or self.least
         self._advantages[1:] = np.maximum(self._advantages[1:] + worth - worth[now - 1], 0.0)
         best = int(self._advantages.argmax())
-        self._planned = best if self._advantages[best] > CHANGES * change else now
-        return self._planned
-
-    @property
-    def planned(self) -> int:
-        """The size of the next pass that fits what it needs at no further cost; 0 without a plan."""
-        return self._planned
+        self.planned = best if self._advantages[best] > CHANGES * change else now
+        return self.planned
 
     def plan_one(self) -> None:
         """Plan a pass without draft tokens."""
-        self._planned = self.least
+        self.planned = self.least
 
     def of(self, n: int) -> int:
         """The number of tokens of a pass in which n are needed, n or more."""
         width = max(n, self.least, self._of_plan(n) or self._kept(n)) if self._pads else n
-        self._planned = 0
+        self.planned = 0
         self.is_changed, self.is_first = width != self.last, not self.last
         if width != (self.last or self.least):
             self._spent = 0.0
@@ -67,9 +62,9 @@ class PassWidth:
 
     def _of_plan(self, n: int) -> int:
         """The planned size, or n if so much padding takes longer than the changes that it avoids; 0 without a plan."""
-        changes = CHANGES if self._planned == self.last else 1.0
-        padding = float(self._seconds[self._planned] - self._seconds[n]) if n < self._planned else 0.0
-        return n if padding > changes * self._change else self._planned
+        changes = CHANGES if self.planned == self.last else 1.0
+        padding = float(self._seconds[self.planned] - self._seconds[n]) if n < self.planned else 0.0
+        return n if padding > changes * self._change else self.planned
 
     def _kept(self, n: int) -> int:
         """The size of the last pass, if padding to it costs little enough, else n."""
