@@ -28,6 +28,7 @@ class Comparison:
         self.plain_seen = 0  # iterations without a draft
         self.plain_change = plain_change  # iterations without a draft: seconds taken / as measured at the start
         self.in_a_row = 0  # consecutive iterations with a draft
+        self.compared_after = AdaptiveDraftLength.COMPARED_FIRST
         self.lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
 
     @property
@@ -41,10 +42,12 @@ class Comparison:
         worth, taken = self.lately.tolist()
         if self.plain_seen < AdaptiveDraftLength.SURE and self.budget.is_low(self.plain_change):
             return True
-        return self.in_a_row >= AdaptiveDraftLength.COMPARED and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        return self.in_a_row >= self.compared_after and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
     def see_plain(self, seconds: float, measured: float) -> None:
         """Learn from an iteration without a draft, which took `measured` seconds when costs were measured."""
+        if self.in_a_row >= self.compared_after:
+            self.compared_after = min(2 * self.compared_after, AdaptiveDraftLength.COMPARED_LAST)
         self.in_a_row = 0
         self.plain_seen += 1
         weight = max(CLOCK, 1 / (self.plain_seen + 1))

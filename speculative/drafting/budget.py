@@ -17,8 +17,8 @@ class DraftBudget:
     """
 
     SHARE = 0.003
-    START = 8.0
-    MOST = 16.0  # cap on savings: limits the loss once a text becomes hard for the draft
+    START = 12.0
+    MOST = 64.0  # cap on savings: the loss of a few hard texts, so that the draft is still used for those after them
 
     FADE = 0.95  # decay of the recent tokens and seconds per iteration
 

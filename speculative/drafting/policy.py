@@ -175,7 +175,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     FADE = 0.99  # decay of the recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    COMPARED = 64  # consecutive iterations with a draft after which one without times plain decoding
+    COMPARED_FIRST, COMPARED_LAST = 64, 512  # consecutive iterations with a draft after which one without times plain
+    # decoding; doubled after each, as it costs two changes of the forward pass's size
     SURE = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
@@ -204,6 +205,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
         self._in_a_row = 0  # consecutive iterations with a draft
+        self._compared_after = self.COMPARED_FIRST
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._drafted_before = False  # in the last iteration, by the draft model
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
@@ -316,6 +318,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             self._in_a_row += 1
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
         else:
+            if self._in_a_row >= self._compared_after:
+                self._compared_after = min(2 * self._compared_after, self.COMPARED_LAST)
             self._in_a_row = 0
             self._plain_seen += 1
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
@@ -335,7 +339,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately.tolist()
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
-        due = self._in_a_row >= self.COMPARED and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
+        due = self._in_a_row >= self._compared_after and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
         return unsure or due
 
     def acceptance(self) -> float:
