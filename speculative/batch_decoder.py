@@ -264,6 +264,7 @@ class BatchDecoder:
             return []
 
         begin = time.perf_counter()
+        self.main.pass_width = self.draft_length.pass_width
         with self._masks.computing(request.sequence for request, part in parts.items() if part.last):
             logits = self.main.logits(list(parts.values()))
         forced = {request for request in running if request.sequence.forced}
@@ -588,7 +589,7 @@ def load(
             source = BatchHead(draft_model, batch, context)
         else:
             source = BatchModel(draft_model, context, prefix_cache)
-    policy = BatchDraftLength(*cost_model.measure_batched(main_model, draft_model))
+    policy = cost_model.measure_batched(main_model, draft_model)
     tokenizer = openvino_genai.Tokenizer(str(main.folder))
     return BatchDecoder(
         batch, source, policy, tokenizer, stop_ids_of(main.folder, tokenizer), subtract_penalties, shared, suffix

@@ -17,6 +17,10 @@ from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 from speculative.models.paged_model import rounded_up
+from speculative.models.pass_width import CHANGES, PassWidth
+
+WIDEST = 64  # tokens of the widest forward pass that is padded to the size of another one
+UNUSED = np.array([rounded_up(n) != n for n in range(1, WIDEST + 1)])  # sizes that no forward pass has
 
 
 class Comparison:
@@ -72,17 +76,24 @@ class BatchDraftLength:
     requests alike, or the recent rate if that is higher. A `DraftBudget` bounds the loss against plain decoding,
     however wrong the estimates are. OpenVINO compiles kernels in the first forward pass of a
     size; drafting needs many sizes, plain decoding one. As that time is spent only once, it is not judged.
+
+    A forward pass of another size than the last takes longer, so its size is planned, and draft tokens that fit into it
+    take no time to verify.
     """
 
     FADE = AdaptiveDraftLength.FADE
     PROBE_AFTER = 64  # iterations without any draft after which one token is drafted: costs change, too
 
-    def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve):
+    def __init__(self, main: LatencyCurve, draft: LatencyCurve, draft_further: LatencyCurve, main_change: float = 0.0):
         """Latencies of forward passes: of the main model, of the draft model after the main model, and of the draft
-        model after itself (its weights are in the CPU caches)."""
+        model after itself (its weights are in the CPU caches). `main_change`: additional seconds of a forward pass of
+        the main model of another size than the last."""
         self.main = main
         self.draft = draft
         self.draft_further = draft_further
+        self.main_change = main_change
+        self.pass_width = PassWidth(main(np.arange(WIDEST + 1)), main_change)
+        self._pass_seconds = main.seconds  # of the next forward pass, by the tokens that it needs
         self._all = AcceptanceEstimate()
         self._matches = MatchEstimate()  # likewise for copied tokens, beside a draft model
         self._rate = 0.0  # tokens per second to beat, in this iteration
@@ -93,7 +104,6 @@ class BatchDraftLength:
         self._computed = False  # likewise, by the draft model
         self._alone: tuple[int, float] | None = None  # its only drafting round: tokens, seconds / expected seconds
         self._main_sizes: set[int] = set()  # of the forward passes so far, padding included
-        self._last_size = 0  # likewise, of the main model's last one
         self._draft_sizes: set[int] = set()
         self._compiles = False  # a forward pass of this iteration is the first one of its size
         self._plain = 0  # consecutive iterations without a draft
@@ -137,11 +147,39 @@ class BatchDraftLength:
         case. `forced`: some requests with their own policy draft, by copying or by the draft model.
         """
         self._forced = self._forced or forced or anyway > 0
-        if not self._without:
+        begins = not self._without
+        if begins:
             self._without = self._without_draft(tokens)
-        if not estimates or (self._comparison.is_due and not self._drafted) or self._comparison.left <= 0:
+            self._pass_seconds = self.main.seconds
+        if not estimates:
             return []
+        if (self._comparison.is_due and not self._drafted) or self._comparison.left <= 0:
+            if begins:
+                self.pass_width.plan_one()
+            return []
+        if begins and tokens <= WIDEST:
+            self._plan_pass(np.array([estimate.mean() for estimate in estimates]), tokens)
         return self._wanted(estimates, tokens, anyway)
+
+    def _plan_pass(self, acceptance: np.ndarray, tokens: int) -> None:
+        """Plan the size of the main model's next forward pass. It has `tokens` tokens, and draft tokens for requests
+        that are accepted with the probabilities `acceptance`."""
+        chance = acceptance[:, None] ** STEPS  # [requests, steps]
+        order = np.argsort(-chance, axis=None, kind="stable")[: WIDEST - tokens]  # the most promising first
+        step = order % LONGEST
+        before = np.tril(step[:, None] == step, -1).sum(axis=1)  # draft tokens that have the same drafting round
+        of_first, of_further = (cost(before + 1) - cost(before) for cost in (self.draft, self._further))
+        gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, of_further, of_first))
+        best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit
+        sizes = np.arange(1, WIDEST + 1)
+        seconds, last = self.main.seconds, self.pass_width.last
+        worth = best[np.clip(sizes - tokens, 0, len(order))] - self._rate * seconds[np.maximum(sizes, tokens)]
+        worth[UNUSED] = -np.inf
+        width = self.pass_width.plan(worth, self._rate * self.main_change)
+        if width > tokens:
+            dropped = seconds[: width + 1] + self.main_change * (CHANGES if width == last else 1.0)
+            self._pass_seconds = seconds + self.main_change * (width == last)
+            self._pass_seconds[: width + 1] = np.minimum(seconds[width], dropped)
 
     def _wanted(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])
@@ -178,8 +216,7 @@ class BatchDraftLength:
 
     def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
         """Record a main forward pass over `verified` and `prompts` prompt tokens that generated `gained` tokens."""
-        size = rounded_up(verified + prompts)
-        changed, self._last_size = size != self._last_size, size
+        size, changed = self.pass_width.last or rounded_up(verified + prompts), self.pass_width.is_changed
         compiles = _is_new(size, self._main_sizes)
         self._compiles = self._compiles or compiles
         self._plain = 0 if self._drafted else self._plain + 1
@@ -187,12 +224,12 @@ class BatchDraftLength:
             tokens, ratio = self._alone
             self.draft_further.update(tokens, self.draft_further(tokens) * ratio)
         if verified:
-            self._seconds += self.main(verified)
+            self._seconds += self.main(verified) if prompts else self.main(size) + self.main_change * changed
             self._tokens = self._tokens * self.FADE + gained
             self._usual = self._usual * self.FADE + self._alike * self._seconds
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds, changed)
         if not compiles:
-            self.main.update(verified + prompts, seconds)
+            self.main.update(size, seconds - self.main_change * changed)
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""
@@ -228,7 +265,8 @@ class BatchDraftLength:
         further = self._further(computed) - self._further(anyway)
         next_ = further if self._computed else self.draft(computed) - self.draft(anyway)
         seconds = next_ + (STEPS - 1) * further
-        seconds = seconds + self.main(tokens + n * STEPS) - self.main(tokens)
+        of_main, longest = self._pass_seconds, len(self._pass_seconds) - 1
+        seconds = seconds + of_main[np.minimum(tokens + n * STEPS, longest)] - of_main[min(tokens, longest)]
         net = gains.cumsum(axis=0) - self._rate * seconds
         texts, _ = np.unravel_index(net.argmax(), net.shape)
         return order[: texts + 1].tolist() if net.max() > 0 else []

@@ -17,6 +17,7 @@ import numpy as np
 import openvino as ov
 
 from speculative.atomic_write import atomic_write
+from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve
 from speculative.drafting.policy import LONGEST, Costs
 from speculative.models.cached_model import CachedModel
@@ -43,6 +44,11 @@ class Seconds(NamedTuple):
     draft_further: dict[int, float]
     main_changed: dict[int, float]
 
+    @property
+    def change(self) -> float:
+        """The additional seconds of a forward pass of the main model over another number of tokens than the last."""
+        return max(float(np.median([self.main_changed[n] - self.main[n] for n in self.main])), 0.0)
+
 
 def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
     """Measure the costs for `AdaptiveDraftLength` (about a second for a 1 B model).
@@ -57,8 +63,7 @@ def measure(main: CachedModel, draft: CachedModel | EagleHead | None) -> Costs:
         seconds = Seconds(
             *({n: min(of_n, new[n]) for n, of_n in old.items()} for old, new in zip(seconds, again, strict=True))
         )
-    change = float(np.median([seconds.main_changed[n] - seconds.main[n] for n in seconds.main]))
-    return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0), max(change, 0.0))
+    return Costs(seconds.draft.get(1, 0.0), seconds.main, seconds.draft_further.get(1, 0.0), seconds.change)
 
 
 def _in_disorder(seconds: dict[int, float]) -> bool:
@@ -67,10 +72,11 @@ def _in_disorder(seconds: dict[int, float]) -> bool:
     return any(fewer > DISORDER * more for i, fewer in enumerate(times) for more in times[i + 1 :])
 
 
-def measure_batched(main: CachedModel, draft: CachedModel | EagleHead | None) -> list[LatencyCurve]:
-    """Measure the costs for `BatchDraftLength` (a few seconds for a 1 B model): a curve for each of `Seconds`."""
+def measure_batched(main: CachedModel, draft: CachedModel | EagleHead | None) -> BatchDraftLength:
+    """A `BatchDraftLength` with measured costs (takes a few seconds for a 1 B model)."""
     seconds = _clock(main, draft, [(n, n) for n in MEASURED_BATCHED], ENOUGH_SECONDS)
-    return [LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds[:3]]
+    main_curve, first, further = (LatencyCurve(by_tokens or {1: 0.0}) for by_tokens in seconds[:3])
+    return BatchDraftLength(main_curve, first, further, seconds.change)
 
 
 def _clock(

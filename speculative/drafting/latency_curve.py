@@ -1,5 +1,6 @@
 """Latency of a forward pass by its number of tokens: measured once, then updated while decoding."""
 
+import functools
 from collections.abc import Mapping
 from typing import overload
 
@@ -8,6 +9,7 @@ import numpy as np
 CLOCK = 0.1  # weight of the newest time: load, heat and longer contexts change the costs
 CLOCK_OTHERS = 0.02  # least weight for other numbers of tokens; more for near ones
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048])
+SIZES = np.arange(KNOTS[-1] + 1)
 
 
 def excess(seen: float, expected: float) -> float:
@@ -62,7 +64,7 @@ class LatencyCurve:
             slope = (seconds[-1] - seconds[-2]) / (n[-1] - n[-2])
             self._measured += slope * np.maximum(KNOTS - n[-1], 0)
         self._change = np.ones(len(KNOTS))  # learned / measured
-        self._of = self._table()
+        self.seconds = self._table()
 
     @overload
     def __call__(self, n: int) -> float: ...
@@ -72,7 +74,7 @@ class LatencyCurve:
 
     def __call__(self, n: np.ndarray | int) -> np.ndarray | float:
         """Seconds of forward passes over n tokens; 0 for n = 0."""
-        return self._of[np.minimum(n, KNOTS[-1])]
+        return self.seconds[np.minimum(n, KNOTS[-1])]
 
     def measured(self, n: int) -> float:
         """Seconds of a forward pass over n tokens as measured, before any update."""
@@ -83,13 +85,21 @@ class LatencyCurve:
         expected = self(n)
         if expected > 0:
             self._change -= self.FADE * np.maximum(self._change - np.interp(n, KNOTS, self._change), 0)
-            self._change *= rescaling(0.25 ** np.abs(np.log2(KNOTS / n)), seconds, expected)
-            self._of = self._table()
+            self._change *= rescaling(_nearness(n), seconds, expected)
+            self.seconds = self._table()
 
     def most(self, seconds: float, beside: int) -> int:
         """Number of tokens that fit into a forward pass of `seconds` besides `beside` tokens."""
-        return int(np.count_nonzero(self._of[beside + 1 :] <= seconds))
+        return int(np.count_nonzero(self.seconds[beside + 1 :] <= seconds))
 
     def _table(self) -> np.ndarray:
         """Seconds of forward passes over 0, 1, ... tokens."""
-        return np.concatenate(([0.0], np.interp(np.arange(1, KNOTS[-1] + 1), KNOTS, self._measured * self._change)))
+        table = np.interp(SIZES, KNOTS, self._measured * self._change)
+        table[0] = 0.0
+        return table
+
+
+@functools.cache
+def _nearness(n: int) -> np.ndarray:
+    """The nearness of KNOTS to n."""
+    return 0.25 ** np.abs(np.log2(KNOTS / n))

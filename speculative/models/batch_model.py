@@ -16,7 +16,8 @@ import numpy as np
 from speculative.models.block_pool import BlockPool, BlockTable
 from speculative.models.cached_model import CachedModel
 from speculative.models.eagle3_head import EagleHead
-from speculative.models.paged_model import PagedModel, SequenceInput
+from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
+from speculative.models.pass_width import PassWidth
 
 TRIED = 24  # tokens to test whether rolled-back tokens leave traces; they fit in one block
 
@@ -157,6 +158,7 @@ class BatchModel:
             )
         self.vocab_size = model.vocab_size
         self.context = min(context or model.capacity, model.capacity)
+        self.pass_width: PassWidth | None = None  # if set, pads the forward passes
         self.cache_bytes = model.backend.cache_bytes
         self.pool = BlockPool(model.backend.blocks, model.backend.block_size)
         self.shares = share
@@ -184,7 +186,8 @@ class BatchModel:
             start = ScheduledTokens(slot, tokens, last).start
             slot.start_write(start, len(tokens))
             runs.append(SequenceInput(slot.blocks(len(tokens)), start, tokens[start:], last))
-        logits = self._backend.run_together(runs)
+        width = rounded_up(sum(len(run.tokens) for run in runs))
+        logits = self._backend.run_together(runs, width=self.pass_width.of(width) if self.pass_width else width)
         end = 0
         for part, run in zip(parts, runs, strict=True):
             part.slot.commit(run.start, run.tokens)

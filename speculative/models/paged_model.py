@@ -118,10 +118,13 @@ class PagedModel:
         self._request.wait()
         return self._request.get_output_tensor(0).data.reshape(last, -1)
 
-    def run_together(self, runs: Sequence[SequenceInput], hidden_states: np.ndarray | None = None) -> np.ndarray:
+    def run_together(
+        self, runs: Sequence[SequenceInput], hidden_states: np.ndarray | None = None, width: int = 0
+    ) -> np.ndarray:
         """One forward pass over the tokens of all `runs`; `start` works as in `run`. Sequences may share blocks that
-        end before their start. Token and row counts are `rounded_up`; padding goes to a block of its own.
-        `hidden_states` float32 [sum of tokens, size] are an EAGLE-3 head's other input, by default zeros.
+        end before their start. Token and row counts are `rounded_up`, tokens to `width` if that is more; padding goes
+        to a block of its own. `hidden_states` float32 [sum of tokens, size] are an EAGLE-3 head's other input, by
+        default zeros.
 
         Returns logits float32 [sum of last, V], in order, as a view that the next run overwrites. `run` uses the first
         blocks of the cache for its sequence, so calling it overwrites sequences in these blocks.
@@ -130,8 +133,9 @@ class PagedModel:
             raise ValueError("a sequence is longer than its blocks")  # OpenVINO would write out of bounds
         tokens = sum(len(run.tokens) for run in runs)
         rows = sum(run.last for run in runs)
-        if padding := rounded_up(tokens) - tokens:
-            runs = [*runs, SequenceInput(self._nobodys_block, 0, np.zeros(padding, np.int64), 0)]
+        padding = np.zeros(max(rounded_up(tokens), width) - tokens, np.int64)
+        parts = (padding[i : i + self.block_size] for i in range(0, len(padding), self.block_size))
+        runs = [*runs, *(SequenceInput(self._nobodys_block, 0, part, 0) for part in parts)]
         counts = np.array([len(run.tokens) for run in runs])
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]

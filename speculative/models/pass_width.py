@@ -26,7 +26,8 @@ class PassWidth:
 
     def reset(self) -> None:
         """Forget the last pass and the plan for the next one."""
-        self.last = 0  # tokens of the last pass, padding included; 0: it was a prompt's
+        self.last = 0  # tokens of the last pass, padding included; 0: it was a prompt's, or wider than any to plan
+        self._size = 0  # tokens of the last pass, also of a wide one
         self.is_changed = True  # whether the last pass had another size than the one before
         self.is_first = True  # whether the last pass was the first one after a prompt: its size changes in any case
         self._spent = 0.0  # seconds, on padding since the last change
@@ -53,11 +54,11 @@ class PassWidth:
         """The number of tokens of a pass in which n are needed, n or more."""
         width = max(n, self.least, self._of_plan(n) or self._kept(n)) if self._pads else n
         self.planned = 0
-        self.is_changed, self.is_first = width != self.last, not self.last
+        self.is_changed, self.is_first = width != self._size, not self.last
         if width != (self.last or self.least):
             self._spent = 0.0
             self._advantages[:] = 0.0
-        self.last = width if width < len(self._seconds) else 0
+        self.last, self._size = width if width < len(self._seconds) else 0, width
         return width
 
     def _of_plan(self, n: int) -> int:

@@ -330,7 +330,7 @@ def test_a_request_that_fails_leaves_the_others_alone(make, alone, monkeypatch):
     assert bad.finished and last.step.tokens == [] and "highest logit is nan" in str(bad.error)
 
     run_together = PagedModel.run_together
-    monkeypatch.setattr(PagedModel, "run_together", lambda self, runs: 1 / 0)
+    monkeypatch.setattr(PagedModel, "run_together", lambda self, runs, **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         decoder.step()
     monkeypatch.setattr(PagedModel, "run_together", run_together)
@@ -636,7 +636,7 @@ def rows_swapped_between_texts(patch):
 def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
     run_together, ends = PagedModel.run_together, {}
 
-    def off_by_one(self, runs):
+    def off_by_one(self, runs, **options):
         wrong = []
         for run in runs:
             text = id(self), int(run.blocks[0])
@@ -644,7 +644,7 @@ def rollback_that_leaves_one_token(patch, room=MAIN_ROOM):
             start = run.start + (0 < run.start < ends.get(text, 0) and in_block and self.capacity == room)
             ends[text] = start + len(run.tokens)
             wrong.append(run._replace(start=start))
-        return run_together(self, wrong)
+        return run_together(self, wrong, **options)
 
     patch.setattr(PagedModel, "run_together", off_by_one)
 
@@ -730,8 +730,9 @@ def test_inferences_have_few_sizes():
     assert len(set(sizes[:320])) <= 52
 
 
+@pytest.mark.parametrize("width", [0, 120])  # the latter needs more than one block of padding
 @pytest.mark.parametrize("tokens", [16, 17, 33, 39, 100])
-def test_padding_changes_nothing(models, tokens):
+def test_padding_changes_nothing(models, tokens, width):
     """Each row equals that of its sequence alone, and the caches of other sequences are unchanged."""
     backend = models[1].backend
     text = (np.arange(tokens, dtype=np.int64) * 7919 + 1) % models[1].vocab_size
@@ -740,10 +741,28 @@ def test_padding_changes_nothing(models, tokens):
     one, other = (SequenceInput(blocks, 0, text, tokens) for blocks in ends)
     alone = backend.run_together([one]).copy()
     backend.run_together([other._replace(tokens=text[::-1])])  # at the table's end, beside the padding
-    both = backend.run_together([run._replace(start=tokens - 3, tokens=text[-3:], last=3) for run in (one, other)])
-    assert both.shape[0] == 6
+    runs = [run._replace(start=tokens - 3, tokens=text[-3:], last=3) for run in (one, other)]
+    both = backend.run_together(runs, width=width)
+    assert both.shape[0] == 6 and backend._request.get_tensor("input_ids").shape[0] == max(6, width)
     np.testing.assert_allclose(both[:3], alone[-3:], rtol=1e-3, atol=1e-3)
     assert not np.allclose(both[3:], alone[-3:], atol=0.1)
+
+
+def test_passes_are_padded_to_one_size_where_a_change_takes_long(tiny):
+    """The texts stay the same."""
+    sizes, texts = [], []
+    for change in (0.0, 100.0):
+        rule = BatchDraftLength(LatencyCurve({1: 1.0, 64: 3.0}), LatencyCurve({1: 0.2}), LatencyCurve({1: 0.1}), change)
+        decoder = BatchDecoder(BatchModel(tiny[0], 64), BatchModel(tiny[1], 64), rule)
+        requests = [decoder.add_request(prompt, greedy(40)) for prompt in ([1, 5], [2, 7, 3], [4])]
+        sizes.append([])
+        while decoder.has_unfinished_requests:
+            decoder.step()
+            sizes[-1].append(rule.pass_width.last)
+        texts.append([request.result.tokens for request in requests])
+    assert texts[0] == texts[1]
+    changes = [sum(one != other for one, other in itertools.pairwise(of)) for of in sizes]
+    assert changes[1] < 5 < changes[0]
 
 
 def test_an_inference_has_one_of_the_few_sizes(models):

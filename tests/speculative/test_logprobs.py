@@ -174,8 +174,8 @@ def test_log_probabilities_of_a_prompt_are_computed_in_parts(kind, load, main):
     name = "run" if kind is one_at_a_time else "run_together"
     run = getattr(backend, name)
 
-    def counted(*arguments):
-        found = run(*arguments)
+    def counted(*arguments, **options):
+        found = run(*arguments, **options)
         rows.append(len(found))
         return found
 

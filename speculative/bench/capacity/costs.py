@@ -94,8 +94,9 @@ class Costs:
     def policy(self) -> BatchDraftLength:
         """The engine's draft-length policy, initialized with these costs."""
         draft = self.draft or ModelCosts({1: 0.0})
-        curves = self.main.passes, draft.passes, draft.further or draft.passes
-        return BatchDraftLength(*(LatencyCurve(dict(by_tokens)) for by_tokens in curves))
+        passes = self.main.passes, draft.passes, draft.further or draft.passes
+        main, first, further = (LatencyCurve(dict(by_tokens)) for by_tokens in passes)
+        return BatchDraftLength(main, first, further, self.main.change)
 
     @property
     def acceptance(self) -> float | None:

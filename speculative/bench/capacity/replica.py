@@ -96,7 +96,7 @@ class Replica:
         self.in_batch = 0.0  # seconds in iterations, of each request
         self._beginnings: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
         self._wake = environment.event()
-        self._width = self._draft_width = 0  # tokens of the last forward pass, and of the draft's
+        self._draft_width = 0  # tokens of the draft's last forward pass
         environment.process(self.run())
 
     @property
@@ -169,12 +169,13 @@ class Replica:
             attended += request.read * tokens
             request.read += tokens
             rows += request.read == request.prompt
-        width = rounded_up(verified + read)
+        tokens = verified + read
+        width = self.policy.pass_width.of(rounded_up(tokens))
         sequences = len(decoding) + len(prompts)
-        changed = width != self._width
-        main = self.costs.main.seconds(verified + read, rows, context, attended, changed, sequences=sequences)
+        changed = self.policy.pass_width.is_changed
+        padded = width if width > rounded_up(tokens) else tokens
+        main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
         main += self.outside.request * sequences
-        self._width = width
         gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, read, gained, main)
         for request in prompts:

@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from speculative.drafting.batch_policy import BatchDraftLength
+from speculative.drafting.batch_policy import WIDEST, BatchDraftLength
 from speculative.drafting.latency_curve import KNOTS, LatencyCurve
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
+from speculative.models.paged_model import rounded_up
 
 
 def long(value):
@@ -50,8 +51,9 @@ class Text:
         self.estimate, self.chances = rule.estimate(), chances
 
 
-def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0):
-    """Tokens per second, and draft tokens by iteration. The draft's confidence equals its acceptance probability."""
+def decode(rule, texts, iterations, random, main=large, draft=small, further=None, prompts=0, change=0.0):
+    """Tokens per second, and draft tokens by iteration. The draft's confidence equals its acceptance probability. A
+    forward pass of the main model of another size than the last takes `change` more."""
     gained = seconds = 0
     drafted = []
     for _ in range(iterations):
@@ -75,7 +77,8 @@ def decode(rule, texts, iterations, random, main=large, draft=small, further=Non
             took = float(cost(len(chosen))) * random.normal(1, 0.1)
             rule.update_draft(len(chosen), took)
             tokens, spent = tokens + len(chosen), spent + took
-        took = float(main(tokens + prompts)) * random.normal(1, 0.05)
+        width = rule.pass_width.of(rounded_up(tokens + prompts))
+        took = (float(main(width)) + change * rule.pass_width.is_changed) * random.normal(1, 0.05)
         rule.update_main(tokens, prompts, sum(accepted) + len(texts), took)
         for text, n in zip(texts, accepted, strict=True):
             text.estimate.update(text.estimate.drafted, n)
@@ -167,6 +170,28 @@ def test_never_slower_than_no_draft_by_more_than_a_hundredth(dearer, chances, te
         each = [Text(rule, chances) for _ in range(texts)]
         rates.append(decode(rule, each, 2000, np.random.default_rng(seed), main=main)[0])
     assert np.mean(rates) > 0.99 * texts / large(texts)
+
+
+def little(n):
+    """SmolLM2-135M on an AMD EPYC, in ms; a change of size takes 4.4 more."""
+    return np.interp(n, [0, 1, 2, 4, 8, 16, 32, 64], [0, 8.2, 9.1, 9.8, 11.4, 13.6, 18, 27])
+
+
+@pytest.mark.parametrize(("texts", "gain"), [(1, 1.05), (4, 1.03)])
+def test_a_pass_keeps_its_size_where_a_change_takes_long(texts, gain):
+    """It is padded then, and draft tokens take the places: as fast as a fixed length, which never changes the size."""
+    chances, rates = [0.2, 0.8], []
+    for known in (0.0, 4.4):
+        rule = BatchDraftLength(curve(little), curve(small), curve(small), known)
+        each = [Text(rule, chances) for _ in range(texts)]
+        rates.append(decode(rule, each, 1000, np.random.default_rng(5), little, change=4.4)[0])
+    assert rates[1] > gain * rates[0] and rates[1] > 0.95 * best_alike(chances, texts, little)
+
+
+def test_a_wide_pass_is_not_padded():
+    rule = BatchDraftLength(curve(large), curve(small), curve(small), 1000.0)
+    sizes = [rule.pass_width.of(n) for n in (8, 4, WIDEST + 16, WIDEST + 16, 4)]
+    assert sizes == [8, 8, WIDEST + 16, WIDEST + 16, 4] and rule.pass_width.is_changed
 
 
 def test_why_tells_what_was_measured():

@@ -217,9 +217,9 @@ def counted_tokens(decoder):
     for model in models_of(decoder):
         run = model._backend.run_together
 
-        def counted(runs, run=run, model=model):
+        def counted(runs, run=run, model=model, **options):
             computed[model] += sum(len(one.tokens) for one in runs)
-            return run(runs)
+            return run(runs, **options)
 
         model._backend.run_together = counted
     try:
@@ -348,7 +348,7 @@ def test_what_fails_is_not_shared(tiny, monkeypatch):
     prompt = np.random.default_rng(7).integers(0, 8, 80)
     request = decoder.add_request(prompt, greedy(20))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder.main._backend, "run_together", lambda runs: 1 / 0)
+        patch.setattr(decoder.main._backend, "run_together", lambda runs, **_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             decoder.step()
     assert not decoder.main.pool._shared
