@@ -51,7 +51,7 @@ class Writer:
         self._stop_ids = set(stop_ids_of(main.folder, self._tokenizer))
         self._longest = longest
         self._vocabulary = vocabulary
-        self._random = np.random.default_rng(len(file.texts))
+        self._random = np.random.default_rng()  # new texts, also where an earlier training had the same prompts
         self._file = file
         self._begun = itertools.count()
         given = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
