@@ -13,6 +13,17 @@ from tests.support.serving import Api
 SLOW, FAST = LatencyCurve({1: 0.030, 64: 0.060}), LatencyCurve({1: 0.002, 64: 0.004})  # seconds
 
 
+class Untimed(BatchDraftLength):
+    """Decides by the given costs, whatever time this machine takes."""
+
+    def update_draft(self, tokens, seconds, search_seconds=0.0):
+        curve = self.draft_further if self._computed else self.draft
+        super().update_draft(tokens, float(curve(tokens)))
+
+    def update_main(self, verified, prompts, gained, seconds):
+        super().update_main(verified, prompts, gained, float(self.main(verified + prompts)))
+
+
 @pytest.fixture(scope="session")
 def noisy_draft(tmp_path_factory):
     return save_noisy_draft(tmp_path_factory.mktemp("noisy"))
@@ -23,7 +34,7 @@ def decoder(noisy_draft):
     """In exact arithmetic, the embedded draft, which is fast, with a noisy copy of it as its draft. As drafting would
     not pay, the costs are those of a main model that is slower."""
     decoder = batch_decoder.load(ModelSpec(DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), noisy_draft)
-    decoder.draft_length = BatchDraftLength(SLOW, FAST, FAST)
+    decoder.draft_length = Untimed(SLOW, FAST, FAST)
     return decoder
 
 
