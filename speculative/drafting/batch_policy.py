@@ -11,16 +11,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate
-from speculative.drafting.budget import DraftBudget
+from speculative.drafting.budget import ComparisonSchedule, DraftBudget
 from speculative.drafting.combined import CombinedEstimate, Estimate
 from speculative.drafting.latency_curve import CLOCK, LatencyCurve, excess
 from speculative.drafting.match_estimate import MatchEstimate
 from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength
 from speculative.models.paged_model import rounded_up
-from speculative.models.pass_width import CHANGES, PassWidth
+from speculative.models.pass_width import PassWidth
 
 WIDEST = 64  # tokens of the widest forward pass that is padded to the size of another one
-UNUSED = np.array([rounded_up(n) != n for n in range(1, WIDEST + 1)])  # sizes that no forward pass has
+SIZES = np.arange(1, WIDEST + 1)
+UNUSED = np.array([rounded_up(n) != n for n in SIZES.tolist()])  # sizes that no forward pass has
 
 
 class Comparison:
@@ -31,8 +32,7 @@ class Comparison:
         self.budget = DraftBudget()
         self.plain_seen = 0  # iterations without a draft
         self.plain_change = plain_change  # iterations without a draft: seconds taken / as measured at the start
-        self.in_a_row = 0  # consecutive iterations with a draft
-        self.compared_after = AdaptiveDraftLength.COMPARED_FIRST
+        self.schedule = ComparisonSchedule()
         self.lately = np.zeros(2)  # iterations with a draft: tokens, and those of plain decoding in the same time
 
     @property
@@ -46,20 +46,18 @@ class Comparison:
         worth, taken = self.lately.tolist()
         if self.plain_seen < AdaptiveDraftLength.SURE and self.budget.is_low(self.plain_change):
             return True
-        return self.in_a_row >= self.compared_after and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
+        return self.schedule.is_due and worth < AdaptiveDraftLength.CLEAR_GAIN * taken
 
     def see_plain(self, seconds: float, measured: float) -> None:
         """Learn from an iteration without a draft, which took `measured` seconds when costs were measured."""
-        if self.in_a_row >= self.compared_after:
-            self.compared_after = min(2 * self.compared_after, AdaptiveDraftLength.COMPARED_LAST)
-        self.in_a_row = 0
+        self.schedule.see_plain()
         self.plain_seen += 1
         weight = max(CLOCK, 1 / (self.plain_seen + 1))
         self.plain_change *= 1 + weight * excess(seconds, self.plain_change * measured)
 
     def see_drafted(self, worth: float, taken: float) -> None:
         """Record an iteration with a draft: its tokens per request, and its time in plain iterations."""
-        self.in_a_row += 1
+        self.schedule.see_drafted()
         self.lately = self.lately * AdaptiveDraftLength.FADE + (worth, taken)
         self.budget.update(self.plain_change, taken * self.plain_change, worth)
 
@@ -137,8 +135,12 @@ class BatchDraftLength:
     @property
     def step_worth(self) -> float:
         """Cost of the next forward pass of the draft model, in tokens of each request in it."""
-        curve = self.draft_further if self._computed else self.draft
-        return self._rate * curve(self._texts) / max(self._texts, 1)
+        return self._rate * self.of_round(self._texts) / max(self._texts, 1)
+
+    @property
+    def of_round(self) -> LatencyCurve:
+        """Seconds of the draft model's next forward pass in this iteration."""
+        return self.draft_further if self._computed else self.draft
 
     def choose(self, estimates: Sequence[Estimate], tokens: int, anyway: int, forced: bool = False) -> list[int]:
         """The indices of the `estimates` to draft another token for.
@@ -171,15 +173,11 @@ class BatchDraftLength:
         of_first, of_further = (cost(before + 1) - cost(before) for cost in (self.draft, self._further))
         gains = np.cumsum(chance.ravel()[order] - self._rate * np.where(step, of_further, of_first))
         best = np.maximum.accumulate(np.append(0.0, gains))  # by the draft tokens that fit
-        sizes = np.arange(1, WIDEST + 1)
-        seconds, last = self.main.seconds, self.pass_width.last
-        worth = best[np.clip(sizes - tokens, 0, len(order))] - self._rate * seconds[np.maximum(sizes, tokens)]
+        seconds = self.main.seconds
+        worth = best[np.clip(SIZES - tokens, 0, len(order))] - self._rate * seconds[np.maximum(SIZES, tokens)]
         worth[UNUSED] = -np.inf
-        width = self.pass_width.plan(worth, self._rate * self.main_change)
-        if width > tokens:
-            dropped = seconds[: width + 1] + self.main_change * (CHANGES if width == last else 1.0)
-            self._pass_seconds = seconds + self.main_change * (width == last)
-            self._pass_seconds[: width + 1] = np.minimum(seconds[width], dropped)
+        if self.pass_width.plan(worth, self._rate * self.main_change) > tokens:
+            self._pass_seconds = self.pass_width.seconds_of_planned(seconds, self.main_change)
 
     def _wanted(self, estimates: Sequence[Estimate], tokens: int, anyway: int) -> list[int]:
         survival = np.array([estimate.survival for estimate in estimates])
@@ -203,7 +201,7 @@ class BatchDraftLength:
 
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
         """Record a drafting round: `tokens` tokens in `seconds`, after a search for matches in `search_seconds`."""
-        curve = self.draft_further if self._computed else self.draft
+        curve = self.of_round
         expected = curve(tokens)
         compiles = _is_new(rounded_up(tokens), self._draft_sizes)
         self._compiles = self._compiles or compiles

@@ -1,4 +1,4 @@
-"""Draft budget: a token bucket that limits the loss of drafting against plain decoding."""
+"""Draft budget: a token bucket that limits the loss of drafting, and when to compare it with plain decoding."""
 
 import numpy as np
 
@@ -43,6 +43,31 @@ class DraftBudget:
         if tokens is not None:
             self._seconds += seconds
             self._tokens += tokens
+
+
+class ComparisonSchedule:
+    """When to time an iteration without a draft again: after 64 consecutive ones with a draft, then after twice as many
+    each time, because it costs two changes of the forward pass's size."""
+
+    FIRST, LAST = 64, 512
+
+    def __init__(self) -> None:
+        self._in_a_row = 0  # consecutive iterations with a draft
+        self._after = self.FIRST
+
+    @property
+    def is_due(self) -> bool:
+        return self._in_a_row >= self._after
+
+    def see_drafted(self) -> None:
+        """Record an iteration with a draft."""
+        self._in_a_row += 1
+
+    def see_plain(self) -> None:
+        """Record an iteration without a draft."""
+        if self.is_due:
+            self._after = min(2 * self._after, self.LAST)
+        self._in_a_row = 0
 
 
 class OmittedCopies:

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from speculative.drafting.acceptance import AcceptanceEstimate, count_of_tokens, describe_acceptance
-from speculative.drafting.budget import DraftBudget
+from speculative.drafting.budget import ComparisonSchedule, DraftBudget
 from speculative.drafting.latency_curve import CLOCK, CLOCK_OTHERS, LatencyTable, excess, monotone
 from speculative.drafting.tree import LeafEstimate
-from speculative.models.pass_width import CHANGES, PassWidth
+from speculative.models.pass_width import PassWidth
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Leaf
 
@@ -175,8 +175,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     FADE = 0.99  # decay of the recent tokens and seconds per iteration
     SPREAD = 0.6  # weight of a forward pass's time for one of a token more or less
-    COMPARED_FIRST, COMPARED_LAST = 64, 512  # consecutive iterations with a draft after which one without times plain
-    # decoding; doubled after each, as it costs two changes of the forward pass's size
     SURE = 4  # plain iterations after which measured losses are trusted
     CLEAR_GAIN = 1.5  # speedup above which plain decoding is not timed
 
@@ -204,8 +202,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._budget = DraftBudget()
         self._plain_seconds = float(self._verify.seconds[1])  # of an iteration without a draft, learned from these only
         self._plain_seen = 0
-        self._in_a_row = 0  # consecutive iterations with a draft
-        self._compared_after = self.COMPARED_FIRST
+        self._comparisons = ComparisonSchedule()
         self._lately = np.zeros(2)  # tokens and seconds of iterations with a draft, with decay
         self._drafted_before = False  # in the last iteration, by the draft model
         self._iterations, self._all_seconds = 0, 0.0  # since the last reset
@@ -258,12 +255,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return 1
         rate = self._rate(1)
         worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
-        last = self.pass_width.last
         width = self.pass_width.plan(worth, rate * self._change)
-        seconds, change = self._verify.seconds, self._change
-        self._passes = seconds + change * (width == last)
-        dropped = seconds[: width + 1] + change * (CHANGES if width == last else 1.0)
-        self._passes[: width + 1] = np.minimum(seconds[width], dropped)
+        self._passes = self.pass_width.seconds_of_planned(self._verify.seconds, self._change)
         return width
 
     @property
@@ -315,12 +308,10 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _compare_with_plain(self, is_plain: bool, accepted: int, seconds: float) -> None:
         """Record what the iteration lost or saved against plain decoding."""
         if not is_plain:
-            self._in_a_row += 1
+            self._comparisons.see_drafted()
             self._lately = self._lately * self.FADE + (accepted + 1, seconds)
         else:
-            if self._in_a_row >= self._compared_after:
-                self._compared_after = min(2 * self._compared_after, self.COMPARED_LAST)
-            self._in_a_row = 0
+            self._comparisons.see_plain()
             self._plain_seen += 1
             weight = max(CLOCK, 1 / (self._plain_seen + 1))
             if not self._repeatable:
@@ -339,7 +330,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
         tokens, seconds = self._lately.tolist()
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
-        due = self._in_a_row >= self._compared_after and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
+        due = self._comparisons.is_due and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
         return unsure or due
 
     def acceptance(self) -> float:

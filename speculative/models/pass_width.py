@@ -46,6 +46,17 @@ class PassWidth:
         self.planned = best if self._advantages[best] > CHANGES * change else now
         return self.planned
 
+    def seconds_of_planned(self, seconds: np.ndarray, change: float) -> np.ndarray:
+        """Seconds of the planned pass, changes of size included, by the tokens that it will need. `seconds` [n] are
+        those of passes over 0, 1, ... tokens; a change of size takes `change` more."""
+        width, planned = self.planned, seconds + change * (self.planned == self.last)
+        planned[: width + 1] = np.minimum(seconds[width], seconds[: width + 1] + self._changes() * change)
+        return planned
+
+    def _changes(self) -> float:
+        """The changes of size that padding to the planned size avoids."""
+        return CHANGES if self.planned == self.last else 1.0
+
     def plan_one(self) -> None:
         """Plan a pass without draft tokens."""
         self.planned = self.least
@@ -63,9 +74,8 @@ class PassWidth:
 
     def _of_plan(self, n: int) -> int:
         """The planned size, or n if so much padding takes longer than the changes that it avoids; 0 without a plan."""
-        changes = CHANGES if self.planned == self.last else 1.0
         padding = float(self._seconds[self.planned] - self._seconds[n]) if n < self.planned else 0.0
-        return n if padding > changes * self._change else self.planned
+        return n if padding > self._changes() * self._change else self.planned
 
     def _kept(self, n: int) -> int:
         """The size of the last pass, if padding to it costs little enough, else n."""

@@ -17,8 +17,7 @@ class Untimed(BatchDraftLength):
     """Decides by the given costs, whatever time this machine takes."""
 
     def update_draft(self, tokens, seconds, search_seconds=0.0):
-        curve = self.draft_further if self._computed else self.draft
-        super().update_draft(tokens, float(curve(tokens)))
+        super().update_draft(tokens, float(self.of_round(tokens)))
 
     def update_main(self, verified, prompts, gained, seconds):
         super().update_main(verified, prompts, gained, float(self.main(verified + prompts)))

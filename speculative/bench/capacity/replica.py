@@ -170,10 +170,11 @@ class Replica:
             request.read += tokens
             rows += request.read == request.prompt
         tokens = verified + read
-        width = self.policy.pass_width.of(rounded_up(tokens))
+        size = rounded_up(tokens)
+        width = self.policy.pass_width.of(size)
         sequences = len(decoding) + len(prompts)
         changed = self.policy.pass_width.is_changed
-        padded = width if width > rounded_up(tokens) else tokens
+        padded = width if width > size else tokens
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
         main += self.outside.request * sequences
         gained = sum(map(self._verify, decoding))
