@@ -196,6 +196,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
         self._leaf_estimate = LeafEstimate()
         self._leaf_gains = np.zeros((LONGEST + 1, LONGEST + 1))  # of m leaves beside a chain of k, see LeafEstimate
+        self._tree_gains = np.where(LEAVES < 0, -np.inf, 0.0)  # of the leaves in trees of 1, 2, ... tokens (columns)
         self._of_leaves = np.zeros(LONGEST + 1)  # expected tokens of the leaves beside a chain of 0, 1, ... tokens
         self._accepted_leaves = 0
         self._again = 0  # tokens that the next forward pass computes again: an accepted leaf
@@ -242,7 +243,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return
         if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
             self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
-        trees = np.where(LEAVES < 0, -np.inf, gains[:, None] + self._leaf_gains[STEPS[:, None], LEAVES]).max(axis=0)
+            self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
+        trees = (gains[:, None] + self._tree_gains).max(axis=0)
         width = self._plan_pass(np.append(0.0, trees[:-1]) if self._again else trees)
         chain = np.arange(LONGEST + 1)
         self._of_leaves = self._leaf_gains[chain, np.maximum(width - 1 - self._again - chain, 0)]

@@ -1,6 +1,5 @@
 """Proposers of draft tokens: their protocol, and the draft model. `suffix.py` proposes tokens without a model."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -13,10 +12,13 @@ from speculative.models.eagle3_batch import HeadSlot
 from speculative.models.eagle3_head import EagleHead
 from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.proposal import Proposal
-from speculative.sampling.rejection_sampling import OneHot, draw
+from speculative.sampling.rejection_sampling import Probabilities, draw
 
-Transform = Callable[[np.ndarray, np.ndarray], np.ndarray | OneHot]
-"""Maps the logits float32 [V] after the given tokens (int64 [n]) to the distribution float32 [V] to sample from."""
+
+class Transform(Protocol):
+    def __call__(self, logits: np.ndarray, tokens: np.ndarray, targets: np.ndarray | None = None) -> Probabilities:
+        """Map the `logits` float32 [V] after `tokens` (int64 [n]) to the distribution float32 [V] to sample from. With
+        `targets` int64 [m], ascending, there are logits for these token ids only, float32 [m]."""
 
 
 class Proposer(Protocol):
@@ -62,15 +64,21 @@ class DraftModelProposer:
         ids = self.draft_ids(tokens)
         if ids is None:
             return None
-        logits = self._main_logits(self.model.logits(ids)[0])
+        logits, targets = self._main_logits(self.model.logits(ids)[0])
         try:
-            q = transform(logits, tokens)
+            q = transform(logits, tokens) if targets is None else transform(logits, tokens, targets)
         except NothingAllowed:
             return None
         token = draw(q, random)
         if self.retokenizer:
             self.retokenizer.draft(token)
-        return Proposal(token, q, lambda: softmax_at(logits, token), lambda n: top_tokens(logits, n, without=token))
+        place = token if targets is None else int(targets.searchsorted(token))
+
+        def alternatives(n: int) -> list[int]:
+            places = top_tokens(logits, n, without=place)
+            return places if targets is None else targets[places].tolist()
+
+        return Proposal(token, q, lambda: softmax_at(logits, place), alternatives)
 
     def reset(self) -> None:
         if not isinstance(self.model, Slot):  # a slot belongs to one sequence
@@ -78,14 +86,16 @@ class DraftModelProposer:
         if self.retokenizer:
             self.retokenizer.reset()
 
-    def _main_logits(self, logits: np.ndarray) -> np.ndarray:
-        """The draft's logits by the main model's token ids: float32 [V]."""
+    def _main_logits(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The draft's logits by the main model's token ids, float32 [V]; or those that it has, and their token ids."""
         if self.retokenizer:
-            return self.retokenizer.shared.main_logits(logits)
+            return logits[self.retokenizer.shared.draft_ids], self.retokenizer.shared.main_ids
+        if self.model.targets is not None:
+            return logits, self.model.targets
         logits = logits[: self._vocab_size]
         if len(logits) < self._vocab_size:
             logits = np.pad(logits, (0, self._vocab_size - len(logits)), constant_values=-np.inf)
-        return logits
+        return logits, None
 
 
 def softmax_at(logits: np.ndarray, token: int) -> float:

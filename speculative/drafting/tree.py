@@ -79,13 +79,15 @@ class LeafEstimate:
             return []
         accepted = np.array(acceptance[:places])
         reached = np.cumprod(np.append(1.0, accepted[:-1])) * (1 - accepted)
-        order = np.argsort(-np.outer(reached, self.probabilities()), axis=None, kind="stable")
-        leaves = []
-        for place, rank in (divmod(int(i), RANKS) for i in order):
+        order = np.argsort(-np.outer(reached, self.probabilities()), axis=None, kind="stable").tolist()
+        leaves: list[Leaf] = []
+        for place, rank in (divmod(i, RANKS) for i in order):
             alternatives = self._drafted[place][1]
             if rank < len(alternatives):
                 leaves.append(Leaf(place, alternatives[rank]))
-        return leaves[:count]
+            if len(leaves) == count:
+                break
+        return leaves
 
 
 def top_tokens(logits: np.ndarray, count: int, without: int) -> list[int]:

@@ -28,6 +28,8 @@ class Slot:
     To `DraftModelProposer` it acts as a model of one sequence whose logits are already computed.
     """
 
+    targets: np.ndarray | None = None  # int64 [n], ascending: the token ids that its logits are of; None: 0, 1, ...
+
     def __init__(self, table: BlockTable, capacity: int, model: "BatchModel"):
         self.capacity = capacity  # longest sequence, in tokens
         self.rows = np.zeros((0, 0), np.float32)  # [last, V]: set by the caller from the output of `BatchModel.logits`

@@ -67,6 +67,8 @@ class Backend(Protocol):
 class CachedModel:
     """One sequence of one model. Not thread-safe."""
 
+    targets: np.ndarray | None = None  # int64 [n], ascending: the token ids that its logits are of; None: 0, 1, ...
+
     def __init__(self, backend: Backend, text: np.ndarray | None = None, note: str = ""):
         """`text` (int64 [24 or more]) is the input of the rollback check, by default pseudo-random tokens. `note` is
         the finding of an earlier rollback check; if given, the check is skipped."""

@@ -14,8 +14,9 @@ from speculative.models.paged_model import SequenceInput
 class HeadSlot(Slot):
     """A sequence's slot in the head's cache, beside its slot `main` in the main model's."""
 
-    def __init__(self, table: BlockTable, capacity: int, model: BatchModel, main: Slot):
+    def __init__(self, table: BlockTable, capacity: int, model: "BatchHead", main: Slot):
         super().__init__(table, capacity, model)
+        self.targets = model.targets
         self.main = main
         self.entries = Entries(capacity)
 
@@ -36,7 +37,7 @@ class BatchHead(BatchModel):
         """Takes over `head`, which must not be used directly. `context` is its longest sequence in tokens."""
         super().__init__(head, context, share=False)
         self._main = main
-        self._targets = head.targets
+        self.targets, self._order = head.targets, head.order
 
     def slot(self, tokens: int, salt: bytes = b"", main: Slot | None = None) -> HeadSlot:
         """A slot for the draft of a sequence of up to `tokens` tokens, whose slot in the main model is `main`."""
@@ -45,10 +46,10 @@ class BatchHead(BatchModel):
         return HeadSlot(self.pool.reserve(tokens, salt), tokens, self, main)
 
     def logits(self, parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
-        """Logits float32 [1, V] after the tokens of each part, over the main model's vocabulary."""
+        """Logits float32 [1, draft vocabulary] after the tokens of each part, of the `targets`."""
         slots, texts = [cast(HeadSlot, part.slot) for part in parts], [part.tokens for part in parts]
         known = [slot.known(tokens) for slot, tokens in zip(slots, texts, strict=True)]
-        logits = [np.full((1, self.vocab_size), -np.inf, np.float32) for _ in parts]
+        logits = [np.zeros((1, len(self.targets)), np.float32) for _ in parts]
         todo = {i: slot.entries.missing(texts[i], known[i]) for i, slot in enumerate(slots)}
         while todo := {i: spans for i, spans in todo.items() if spans}:  # once, unless an iteration has failed
             spans = {i: rest.pop(0) for i, rest in todo.items()}
@@ -65,5 +66,5 @@ class BatchHead(BatchModel):
             for row, (i, (start, end)) in zip(rows, spans.items(), strict=True):
                 last += end - start
                 slots[i].entries.commit(texts[i], start, end, own_states[last : last + 1], verified=end <= known[i])
-                logits[i][0, self._targets] = row
+                logits[i][0] = row[self._order]
         return logits

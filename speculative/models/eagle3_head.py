@@ -2,7 +2,7 @@
 
     main, head = eagle3_head.load(ModelSpec("models/main"), ModelSpec("models/head"))
     main.logits(tokens[:-1])
-    logits = head.logits(tokens)  # over the main model's vocabulary
+    logits = head.logits(tokens)  # of the draft vocabulary, head.targets
 
 Entry t of the head's cache comes from token t + 1 and the hidden state of token t. The main model has the hidden states
 of verified tokens; behind them the head continues with its own, one entry at a time. Such entries are replaced as soon
@@ -64,27 +64,31 @@ class Entries:
 class EagleHead:
     """One sequence of an EAGLE-3 head, as a draft of `main`, whose sequence is the same. Not thread-safe.
 
-    To `DraftModelProposer` it is a draft model with the main model's vocabulary.
+    To `DraftModelProposer` it is a draft model that reads the main model's vocabulary and drafts a part of it.
     """
 
     def __init__(self, model: CachedModel, main: CachedModel, targets: np.ndarray):
-        """Takes over `model`, the compiled head, which must not be used directly. `targets` int64 [draft vocabulary]
-        are the main model's token ids. Raises ValueError if one of them has no paged cache."""
+        """Takes over `model`, the compiled head, which must not be used directly. Its logits are of the main model's
+        token ids `targets` int64 [draft vocabulary]. Raises ValueError if one of them has no paged cache."""
         if not isinstance(model.backend, PagedModel) or main.hidden_states is None:
             raise ValueError(NEEDS_PAGED)
         self.backend = model.backend
         self.note = model.note
         self.capacity = model.capacity  # longest sequence, in tokens
         self.vocab_size = main.vocab_size
-        self.targets = targets
+        is_sorted = bool((np.diff(targets) > 0).all())
+        self.order = slice(None) if is_sorted else targets.argsort()  # of its logits, by token id
+        self.targets = targets[self.order]
         self._main = main
         self._states = main.hidden_states
-        self._logits = np.full((1, main.vocab_size), -np.inf, np.float32)  # tokens that the head never drafts
+        self._logits = np.zeros((1, len(targets)), np.float32)
+        self._padded_tokens = np.zeros(PADDED, np.int64)
+        self._padded_states = np.zeros((PADDED, self._states.shape[1]), np.float32)
         self._entries = Entries(self.capacity)
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits float32 [1, V] after `tokens` (int64 [2 or more], the whole sequence), -inf for tokens outside the
-        draft vocabulary. The main model must have computed a prefix of `tokens`.
+        """Logits float32 [1, draft vocabulary] of the `targets` after `tokens` (int64 [2 or more], the whole sequence).
+        The main model must have computed a prefix of `tokens`.
 
         The array is a view that the next call overwrites. Raises ValueError if `tokens` is longer than `capacity`, or
         the main model has not computed their first token.
@@ -111,10 +115,10 @@ class EagleHead:
         inputs, n = tokens[start + 1 : end + 1], end - start
         padding = PADDED - n if n < PADDED <= self.capacity - start else 0
         if padding:  # later passes overwrite it
-            inputs = np.append(inputs, np.full(padding, inputs[-1]))
-            states = np.concatenate([states, np.zeros((padding, states.shape[1]), np.float32)])
+            self._padded_tokens[:n], self._padded_states[:n] = inputs, states
+            inputs, states = self._padded_tokens, self._padded_states
         logits = self.backend.run(start, inputs, 1 + padding, states)
-        self._logits[0, self.targets] = logits[0]
+        self._logits[0] = logits[0, self.order]
         own = self.backend.hidden_states
         assert own is not None
         self._entries.commit(tokens, start, end, own[n - 1 : n], verified=end <= known)

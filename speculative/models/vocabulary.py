@@ -113,9 +113,8 @@ class SharedTokens:
     def fit(self, main_size: int, draft_size: int) -> None:
         """Leave out the tokens that the models have no logits for; the sizes are their numbers of logits."""
         self.pairs = {ours: theirs for ours, theirs in self.pairs.items() if ours < main_size and theirs < draft_size}
-        self.main_ids = np.array([*self.pairs], np.int64)
-        self.draft_ids = np.array([*self.pairs.values()], np.int64)
-        self._main_size = main_size
+        self.main_ids = np.array(sorted(self.pairs), np.int64)
+        self.draft_ids = np.array([self.pairs[token] for token in self.main_ids.tolist()], np.int64)
 
     def alike(self, text: str) -> tuple[float, float]:
         """The share of the main model's tokens of `text` that the draft shares, and of those that the draft's tokenizer
@@ -131,12 +130,6 @@ class SharedTokens:
             matches = SequenceMatcher(None, pieces, drafted, autojunk=False).get_matching_blocks()
             alike += sum(match.size for match in matches)
         return shared / max(count, 1), alike / max(count, 1)
-
-    def main_logits(self, logits: np.ndarray) -> np.ndarray:
-        """Scatter the draft's logits [draft V] to the main model's tokens: float32 [V], -inf where none is shared."""
-        scattered = np.full(self._main_size, -np.inf, np.float32)
-        scattered[self.main_ids] = logits[self.draft_ids]
-        return scattered
 
     def draft_length(self, tokens: int) -> int:
         """About how many tokens of the draft, at most, a text of `tokens` tokens of the main model has."""

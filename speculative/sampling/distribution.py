@@ -21,7 +21,7 @@ import numpy as np
 
 from speculative.sampling.grammar import NothingAllowed
 from speculative.sampling.params import SamplingParams
-from speculative.sampling.rejection_sampling import OneHot
+from speculative.sampling.rejection_sampling import OneHot, Probabilities, Sparse
 
 
 class Distribution:
@@ -36,15 +36,26 @@ class Distribution:
         stop = params.stop_token_ids
         self.grammar = params.grammar.state(stop, params.all_stop_token_ids) if params.grammar else None
 
-    def __call__(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray | OneHot:
+    def __call__(
+        self,
+        logits: np.ndarray,
+        prompt: np.ndarray,
+        generated: np.ndarray,
+        tokens: np.ndarray | None = None,
+        size: int = 0,
+    ) -> Probabilities:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
-        `logits` float32 [V] are not modified. Raises ValueError if they contain NaN or their maximum is infinite, and
-        NothingAllowed if the grammar allows no token that has a logit. After the end of the text, all are allowed.
+        `logits` float32 [V] are not modified. With `tokens` int64 [n], ascending, there are logits for these of all
+        `size` tokens only, float32 [n]; the others have probability 0. Raises ValueError if logits contain NaN or their
+        maximum is infinite, and NothingAllowed if the grammar allows no token that has a logit. After the end of the
+        text, all are allowed.
         """
         params = self._params
+        if tokens is not None and (self.grammar or self._penalises(generated)):
+            logits, tokens = _spread(logits, tokens, size, -np.inf), None
         logits = self._penalised(logits, prompt, generated)
-        size, mask = len(logits), self.grammar.mask(generated) if self.grammar else None
+        size, mask = size or len(logits), self.grammar.mask(generated) if self.grammar else None
         allowed = mask.ids if mask and mask.are_allowed else None
         if allowed is not None:
             logits = logits[allowed]
@@ -59,7 +70,8 @@ class Distribution:
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:
-            return OneHot(best if allowed is None else int(allowed[best]), size)
+            ids = tokens if allowed is None else allowed
+            return OneHot(best if ids is None else int(ids[best]), size)
 
         kept = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
         weights = logits[kept] - logits[best]
@@ -72,16 +84,26 @@ class Distribution:
         if params.top_p < 1:
             weights *= nucleus(weights, params.top_p * total)
         weights /= weights.sum()
+        if tokens is not None:
+            order = slice(None) if isinstance(kept, slice) else kept.argsort()
+            return Sparse(tokens[kept][order], weights[order], size)
         if allowed is not None:
             return _spread(weights, allowed[kept], size)
         return weights if isinstance(kept, slice) else _spread(weights, kept, size)
 
+    def _penalises(self, generated: np.ndarray) -> bool:
+        """Whether steps 0 to 3 change anything."""
+        params = self._params
+        counts = params.presence_penalty != 0 or params.frequency_penalty != 0
+        too_short = len(generated) < params.min_new_tokens
+        return too_short or (counts and len(generated) > 0) or params.repetition_penalty != 1 or len(self._biased) > 0
+
     def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
         params = self._params
+        if not self._penalises(generated):
+            return logits
         too_short = len(generated) < params.min_new_tokens
         counted = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
-        if not too_short and not counted and params.repetition_penalty == 1 and not len(self._biased):
-            return logits
         logits = logits.copy()
         logits[self._biased] += self._bias
         if too_short:
@@ -137,7 +159,7 @@ def nucleus(weights: np.ndarray, mass: float) -> np.ndarray:
     return inside
 
 
-def _spread(probabilities: np.ndarray, tokens: np.ndarray, size: int) -> np.ndarray:
-    everywhere = np.zeros(size, np.float32)
-    everywhere[tokens] = probabilities
+def _spread(values: np.ndarray, tokens: np.ndarray, size: int, others: float = 0.0) -> np.ndarray:
+    everywhere = np.full(size, others, np.float32)
+    everywhere[tokens] = values
     return everywhere

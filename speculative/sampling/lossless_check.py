@@ -17,7 +17,7 @@ import numpy as np
 
 from speculative.sampling.distribution import Distribution
 from speculative.sampling.params import SamplingParams
-from speculative.sampling.rejection_sampling import OneHot
+from speculative.sampling.rejection_sampling import Probabilities
 
 OTHER = -1
 """Stands for all next tokens that are too rare to be listed individually."""
@@ -29,7 +29,7 @@ Cells = dict[tuple[int, ...], float]
 """Probabilities of mutually exclusive sequences, which sum to 1. A sequence that ends in OTHER stands for all with that
 prefix whose next token is not listed after it."""
 
-NextToken = Callable[[tuple[int, ...]], np.ndarray | OneHot]
+NextToken = Callable[[tuple[int, ...]], Probabilities]
 """The distribution [V] of the token after those generated so far."""
 
 
@@ -57,7 +57,7 @@ def main_alone(main: Model, prompt: np.ndarray, params: SamplingParams) -> NextT
     the tokens generated so far, processed as `params` say and computed without a cache."""
     transform = Distribution(params)
 
-    def next_token(generated: tuple[int, ...]) -> np.ndarray | OneHot:
+    def next_token(generated: tuple[int, ...]) -> Probabilities:
         main.reset()
         tokens = np.array(generated, np.int64)
         logits = main.logits(np.concatenate([prompt, tokens]))[0]

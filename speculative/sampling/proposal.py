@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
-from speculative.sampling.rejection_sampling import OneHot
+from speculative.sampling.rejection_sampling import Probabilities
 
 
 class Leaf(NamedTuple):
@@ -22,6 +20,6 @@ class Proposal(NamedTuple):
     """
 
     token: int
-    q: np.ndarray | OneHot
+    q: Probabilities
     confidence: Callable[[], float]
     alternatives: Callable[[int], list[int]] = lambda n: []

@@ -7,7 +7,7 @@ same draft: `verify_block`. The engine calls `verify`.
 Notation of the papers: p is the main model's next-token distribution, q the draft's, K the draft length; V is the
 vocabulary size. A distribution is an array [V] of probabilities, float32 or float64, that sum to 1 within its
 precision. Greedy decoding is not a special case: its distributions are 1 at one token and 0 elsewhere; `OneHot`
-represents them without an array.
+represents them without an array, as `Sparse` does for a draft with a smaller vocabulary.
 
 Draft tokens are accepted in order, each with probability min(1, p / q) of that token. The first rejected one is
 replaced by the recovered token, sampled from norm(max(0, p - q)), and those after it are discarded. If all are
@@ -18,7 +18,7 @@ There are no models, timings, counters or prints in this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,6 +46,33 @@ class OneHot:
         return array
 
 
+class Sparse:
+    """A distribution over `size` tokens that is 0 outside `tokens` (int64 [n], ascending), which have `probabilities`
+    (float32 [n]): of a draft with a smaller vocabulary."""
+
+    __slots__ = ("probabilities", "size", "tokens")
+
+    def __init__(self, tokens: np.ndarray, probabilities: np.ndarray, size: int):
+        self.tokens = tokens
+        self.probabilities = probabilities
+        self.size = size
+
+    def __getitem__(self, token: int) -> float:
+        place = int(self.tokens.searchsorted(token))
+        return float(self.probabilities[place]) if place < len(self.tokens) and self.tokens[place] == token else 0.0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __array__(self, dtype: type | None = None, copy: bool | None = None) -> np.ndarray:
+        array: np.ndarray = np.zeros(self.size, dtype or np.float32)
+        array[self.tokens] = self.probabilities
+        return array
+
+
+Probabilities: TypeAlias = np.ndarray | OneHot | Sparse
+
+
 class Acceptance(NamedTuple):
     """The result of one iteration: keep the first `accepted` draft tokens, then add the recovered or bonus `token`."""
 
@@ -53,7 +80,7 @@ class Acceptance(NamedTuple):
     token: int
 
 
-def draw(probabilities: np.ndarray | OneHot, random: np.random.Generator) -> int:
+def draw(probabilities: Probabilities, random: np.random.Generator) -> int:
     """Sample a token from `probabilities` [V] with one random number; a token of probability 0 is never sampled.
 
     Inverse transform sampling in two levels: block sums select the block, and only that block is summed token by
@@ -63,6 +90,8 @@ def draw(probabilities: np.ndarray | OneHot, random: np.random.Generator) -> int
     """
     if isinstance(probabilities, OneHot):
         return probabilities.token
+    if isinstance(probabilities, Sparse):
+        return int(probabilities.tokens[draw(probabilities.probabilities, random)])
     blocks = np.add.reduceat(probabilities, np.arange(0, len(probabilities), BLOCK)).cumsum(dtype=np.float64)
     if not blocks[-1] > 0:
         raise ValueError(f"cannot sample a token from probabilities that sum to {blocks[-1]}")
@@ -75,23 +104,34 @@ def draw(probabilities: np.ndarray | OneHot, random: np.random.Generator) -> int
     return block * BLOCK + int(token)
 
 
-def residual(p: np.ndarray | OneHot, q: np.ndarray | OneHot) -> np.ndarray | OneHot:
+def residual(p: Probabilities, q: Probabilities) -> Probabilities:
     """Return norm(max(0, p - q)) [V], the distribution of the recovered token that replaces a rejected one.
 
     Returns p if p exceeds q nowhere, which happens only when equal distributions differ by rounding.
     """
     if isinstance(p, OneHot):  # p exceeds q at that token only
         return p
-    excess = p - np.asarray(q)
-    np.maximum(excess, 0, out=excess)
+    excess = _excess(np.array(p), q)
     total = excess.sum()
     return excess / total if total > 0 else p
 
 
+def _excess(p: np.ndarray, q: Probabilities) -> np.ndarray:
+    """max(0, p - q) [V], in place of `p`."""
+    if isinstance(q, OneHot):
+        p[q.token] = max(p[q.token] - 1, 0)
+    elif isinstance(q, Sparse):
+        p[q.tokens] = np.maximum(p[q.tokens] - q.probabilities, 0)
+    else:
+        p -= q
+        np.maximum(p, 0, out=p)
+    return p
+
+
 def verify_tokens(
     drafted: Sequence[int],
-    q: Sequence[np.ndarray | OneHot],
-    p: Callable[[int], np.ndarray | OneHot],
+    q: Sequence[Probabilities],
+    p: Callable[[int], Probabilities],
     random: np.random.Generator,
 ) -> Acceptance:
     """Accept or reject the draft tokens in order, then sample the recovered or bonus token from the main model.
@@ -115,8 +155,8 @@ def verify_tokens(
 
 def verify_block(
     drafted: Sequence[int],
-    q: Sequence[np.ndarray | OneHot],
-    p: Callable[[int], np.ndarray | OneHot],
+    q: Sequence[Probabilities],
+    p: Callable[[int], Probabilities],
     random: np.random.Generator,
 ) -> Acceptance:
     """As `verify_tokens`, but decide on the draft tokens together: the same distribution of the output, from as many
@@ -129,7 +169,7 @@ def verify_block(
     `p` is called in order, for all draft tokens unless the main model excludes one: its weight, and those after it, are
     0. Raises ValueError if a draft token has probability 0 in the draft's distribution.
     """
-    rows: list[np.ndarray | OneHot] = []
+    rows: list[Probabilities] = []
     weights = [1.0]
     for i, (x, q_i) in enumerate(zip(drafted, q, strict=True)):
         q_x = float(q_i[x])
@@ -146,9 +186,7 @@ def verify_block(
     while weights[i] < 1:  # the longest first; weights[0] is 1
         number = random.random()
         if number < weights[i]:  # otherwise rejected, whatever the sum is
-            excess = np.asarray(rows[i]) * weights[i]
-            excess -= np.asarray(q[i])
-            np.maximum(excess, 0, out=excess)
+            excess = _excess(np.asarray(rows[i]) * weights[i], q[i])
             total = float(excess.sum())
             if number * (total + 1 - weights[i]) < total:
                 return Acceptance(i, draw(excess, random))
@@ -156,9 +194,7 @@ def verify_block(
     return Acceptance(i, draw(residual(rows[i], q[i]), random))
 
 
-def verify_match(
-    drafted: Sequence[int], p: Callable[[int], np.ndarray | OneHot], random: np.random.Generator
-) -> Acceptance:
+def verify_match(drafted: Sequence[int], p: Callable[[int], Probabilities], random: np.random.Generator) -> Acceptance:
     """As `verify_tokens` for draft tokens that are not random: sample from the main model as long as that gives them.
 
     The text is that of plain decoding with the same random numbers, and each token is accepted with the same
@@ -173,8 +209,8 @@ def verify_match(
 
 def verify(
     drafted: Sequence[int],
-    q: Sequence[np.ndarray | OneHot],
-    p: Callable[[int], np.ndarray | OneHot],
+    q: Sequence[Probabilities],
+    p: Callable[[int], Probabilities],
     random: np.random.Generator,
 ) -> Acceptance:
     """Verify by `verify_match` if no draft token is random, else by `verify_block`; arguments as in `verify_tokens`."""

@@ -16,7 +16,7 @@ from speculative.sampling.distribution import Distribution
 from speculative.sampling.logprobs import TokenLogprobs, token_logprobs
 from speculative.sampling.params import SamplingParams
 from speculative.sampling.proposal import Leaf, Proposal
-from speculative.sampling.rejection_sampling import OneHot, draw, verify
+from speculative.sampling.rejection_sampling import OneHot, Probabilities, draw, verify
 from speculative.sequence.result import Step
 
 PROMPT_LOGITS = 64  # of a prompt, in one forward pass: bounds the memory, 40 MB for a vocabulary of 150,000
@@ -55,7 +55,7 @@ class Sequence:
         self._tokens[: self.n] = prompt
         self._transform = Distribution(params)
         self._grammar = self._transform.grammar
-        self._q: list[np.ndarray | OneHot] = []  # the distributions that the draft tokens were sampled from
+        self._q: list[Probabilities] = []  # the distributions that the draft tokens were sampled from
         self.leaves: list[Leaf] = []  # of the draft tree
         self.accepted_leaf: AcceptedLeaf | None = None  # by the last `verify`
         self.forced = 0  # draft tokens that the grammar forces
@@ -126,9 +126,11 @@ class Sequence:
         """Generated and draft tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def distribution(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray | OneHot:
-        """The next-token distribution after `tokens`, a prefix of this sequence, from `logits` float32 [V]."""
-        return self._transform(logits, tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :])
+    def distribution(self, logits: np.ndarray, tokens: np.ndarray, targets: np.ndarray | None = None) -> Probabilities:
+        """The next-token distribution after `tokens`, a prefix of this sequence, from `logits` float32 [V], or [n] if
+        they are those of the tokens `targets` int64 [n], ascending, only."""
+        prompt, generated = tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :]
+        return self._transform(logits, prompt, generated, targets, self._vocab_size)
 
     def allowed(self, proposal: Proposal | None) -> Proposal | None:
         """The proposal of the next token, None if the grammar forbids it."""

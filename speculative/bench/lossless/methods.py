@@ -229,7 +229,7 @@ def exact_cells(main: CachedModel, requests: Requests) -> lossless_check.Cells:
     resolution = max(lossless_check.EXPECTED / max(requests.draws, requests.genai_draws), FINEST)
     with tqdm(unit=" forward passes", desc="exact distribution", leave=False, dynamic_ncols=True) as bar:
 
-        def counted(tokens: tuple[int, ...]) -> np.ndarray | lossless_check.OneHot:
+        def counted(tokens: tuple[int, ...]) -> lossless_check.Probabilities:
             bar.update()
             return next_token(tokens)
 

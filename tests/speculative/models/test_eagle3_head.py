@@ -126,8 +126,14 @@ def test_a_text_may_go_back_and_another_begin(folders):
 def test_tokens_outside_the_draft_vocabulary_have_probability_0(folders):
     decoder = decoder_of(*folders)
     decoder.main.logits(PROMPT)
-    logits = decoder.draft.model.logits(np.append(PROMPT, 3))[0]
-    assert np.flatnonzero(np.isfinite(logits)).tolist() == KNOWN.tolist()
+    tokens = np.append(PROMPT, 3)
+    text = decoder._sequence(tokens, GenerationConfig(do_sample=True, max_new_tokens=4))
+    proposal = decoder.draft.propose(tokens, text.distribution, decoder._random)
+    assert np.flatnonzero(np.asarray(proposal.q)).tolist() == KNOWN.tolist()
+    others = proposal.alternatives(VOCABULARY)
+    assert sorted([proposal.token, *others]) == KNOWN.tolist()
+    likely = np.asarray(proposal.q)[others]
+    assert (np.diff(likely) <= 0).all() and proposal.confidence() == pytest.approx(proposal.q[proposal.token])
 
 
 def test_greedy_text_is_that_of_the_main_model_alone(folders):
@@ -142,8 +148,8 @@ def test_a_head_reads_no_further_than_its_context(folders):
     decoder = decoder_of(*folders)
     decoder.main.logits(np.zeros(50, np.int64))
     decoder.draft.model.capacity = 50
-    assert decoder.draft.propose(np.zeros(50, np.int64), lambda logits, _: np.full(8, 0.125), decoder._random)
-    assert decoder.draft.propose(np.zeros(51, np.int64), lambda logits, _: np.full(8, 0.125), decoder._random) is None
+    assert decoder.draft.propose(np.zeros(50, np.int64), lambda logits, *_: np.full(8, 0.125), decoder._random)
+    assert decoder.draft.propose(np.zeros(51, np.int64), lambda logits, *_: np.full(8, 0.125), decoder._random) is None
     with pytest.raises(ValueError, match="its cache fits 50"):
         decoder.draft.model.logits(np.zeros(51, np.int64))
 

@@ -115,6 +115,32 @@ def test_draws_tell_temperatures_apart(tmp_path):
 # Whole texts: the tokens before count.
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        dict(do_sample=True),
+        dict(do_sample=True, temperature=0.6, top_k=4),
+        dict(do_sample=True, top_p=0.7),
+        dict(do_sample=True, min_p=0.2),
+        dict(do_sample=True, repetition_penalty=1.4),
+        dict(do_sample=True, presence_penalty=0.5),
+        dict(do_sample=True, frequency_penalty=-0.3, top_k=3),
+        dict(do_sample=True, min_new_tokens=9, stop_token_ids={11}),
+    ],
+    ids=str,
+)
+def test_logits_of_some_tokens_are_those_of_a_model_that_excludes_the_others(config):
+    random = np.random.default_rng(0)
+    some, prompt, text = np.arange(1, 40, 2), np.array([3, 11, 8]), np.array([9, 9, 20])
+    logits, all_logits = random.normal(0, 2, 20).astype(np.float32), np.full(40, -np.inf, np.float32)
+    all_logits[some] = logits
+    target = distribution(config)
+    row = target(logits, prompt, text, some, 40)
+    assert len(row) == 40
+    np.testing.assert_allclose(row, target(all_logits, prompt, text), atol=1e-6)
+
+
 def distribution(config, **defaults):
     return Distribution(SamplingParams.resolve(GenerationConfig(**config), **defaults))
 

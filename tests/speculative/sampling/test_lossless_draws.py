@@ -481,9 +481,11 @@ def draft_probabilities_of_its_whole_vocabulary(patch):
 
 def penalties_that_forget_the_last_token(patch):
     call = Distribution.__call__
-    patch.setattr(
-        Distribution, "__call__", lambda self, logits, prompt, generated: call(self, logits, prompt, generated[:-1])
-    )
+
+    def wrong(self, logits, prompt, generated, *targets):
+        return call(self, logits, prompt, generated[:-1], *targets)
+
+    patch.setattr(Distribution, "__call__", wrong)
 
 
 BUGS = [
@@ -505,8 +507,8 @@ BUGS = [
 def colder_later_tokens(patch):
     call = Distribution.__call__
 
-    def wrong(self, logits, prompt, generated):
-        return call(self, logits / np.float32(0.9) if len(generated) else logits, prompt, generated)
+    def wrong(self, logits, prompt, generated, *targets):
+        return call(self, logits / np.float32(0.9) if len(generated) else logits, prompt, generated, *targets)
 
     patch.setattr(Distribution, "__call__", wrong)
 

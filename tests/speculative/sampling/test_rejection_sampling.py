@@ -20,9 +20,11 @@ from speculative.sampling import rejection_sampling
 from speculative.sampling.rejection_sampling import (
     Acceptance,
     OneHot,
+    Sparse,
     draw,
     residual,
     speculative_decoding,
+    verify_block,
     verify_match,
 )
 from speculative.sampling.rejection_sampling import verify_tokens as verify
@@ -446,8 +448,12 @@ def test_greedy_text_is_the_main_models_whatever_the_draft():
 
 
 @pytest.mark.parametrize("p", [OneHot(2, 4), np.array([0.5, 0.2, 0.2, 0.1])], ids=["p certain", "p"])
-@pytest.mark.parametrize("q", [OneHot(1, 4), OneHot(2, 4), np.array([0.1, 0.2, 0.3, 0.4])], ids=["q 1", "q 2", "q"])
-def test_certain_is_its_array(p, q):
+@pytest.mark.parametrize(
+    "q",
+    [OneHot(1, 4), OneHot(2, 4), np.array([0.1, 0.2, 0.3, 0.4]), Sparse(np.array([1, 3]), np.array([0.25, 0.75]), 4)],
+    ids=["q 1", "q 2", "q", "q of two tokens"],
+)
+def test_certain_or_sparse_is_its_array(p, q):
     assert np.asarray(OneHot(2, 4)).tolist() == [0, 0, 1, 0] and len(OneHot(2, 4)) == 4
     arrays = np.asarray(p, np.float64), np.asarray(q, np.float64)
     for x in np.flatnonzero(arrays[1]):
@@ -457,3 +463,15 @@ def test_certain_is_its_array(p, q):
             ours = verify([x], [q], lambda _: p, np.random.default_rng(seed))
             theirs = verify([x], [arrays[1]], lambda _: arrays[0], np.random.default_rng(seed))
             assert ours == theirs
+            ours = verify_block([x, x], [q, q], lambda _: p, np.random.default_rng(seed))
+            theirs = verify_block([x, x], [arrays[1]] * 2, lambda _: arrays[0], np.random.default_rng(seed))
+            assert ours == theirs
+
+
+def test_a_sparse_distribution_is_0_elsewhere():
+    q = Sparse(np.array([2, 5, 7]), np.array([0.125, 0.375, 0.5], np.float32), 9)
+    assert len(q) == 9 and np.asarray(q).tolist() == [0, 0, 0.125, 0, 0, 0.375, 0, 0.5, 0]
+    assert [q[token] for token in range(9)] == np.asarray(q).tolist()
+    random = np.random.default_rng(0)
+    counts = np.bincount([draw(q, random) for _ in range(4000)], minlength=9)
+    assert not counts[np.asarray(q) == 0].any() and np.allclose(counts / 4000, q, atol=0.03)
