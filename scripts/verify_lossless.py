@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     add_paths_argument(parser, PATHS)
     add_sample_arguments(parser)
     parser.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
-    parser.add_argument("--draft-device", help="device of the draft model (default: the main model's)")
+    parser.add_argument("--draft-device", default="CPU", help="device of the draft model (default: CPU)")
     parser.add_argument(
         "--property",
         **PROPERTY,
@@ -138,7 +138,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(arguments: argparse.Namespace, requests: Requests, properties: dict, cells: int) -> LosslessEnvironment:
-    draft = {"draft": str(arguments.draft), "draft_device": arguments.draft_device or arguments.device}
+    draft = {"draft": str(arguments.draft), "draft_device": arguments.draft_device}
     return {
         "main": str(arguments.main),
         "device": arguments.device,

@@ -395,7 +395,7 @@ def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
         (["no/such/folder", DRAFT], 2, "no/such/folder"),
         (["no/such/folder"], 2, "error: there is no folder no/such/folder"),
         ([MAIN, "--paths", "engine,lookup"], 2, "error: --paths engine requires a draft: add its folder, or measure"),
-        ([MAIN, "--draft-device", "CPU"], 2, "error: --draft-device requires a draft: add its folder"),
+        ([MAIN, "--draft-device", "GPU"], 2, "error: --draft-device requires a draft: add its folder"),
         ([MAIN, DRAFT, "--draws", "0"], 2, "0"),
         ([MAIN, DRAFT, "--draws", "99"], 2, "99"),
         ([MAIN, DRAFT, "--temperature", "0"], 2, "--temperature"),
