@@ -83,9 +83,9 @@ FIGURES = {
         6,
     ),
     "sources-smollm2": Figure(
-        f"scripts/benchmark.py {CHAT} {MIXED} --paths genai,lookup,engine,sampled -k 3 --max-prompts 22 "
+        f"scripts/benchmark.py {CHAT} {MIXED} --paths genai,lookup,engine,sampled -k 3 --max-prompts 33 "
         "--max-new-tokens 96 --rounds 1 --no-starts",
-        15,
+        18,
     ),
     "structured-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} --prompts scripts/prompts/structured.jsonl --paths lookup,engine -k 3 "
