@@ -69,8 +69,8 @@ FIGURES = {
     ),
     "eagle3-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} --paths genai,engine,sampled -k 3 --prompts scripts/prompts/instructions.jsonl "
-        "--max-prompts 8 --starts 2 --rounds 1 --huge-pages --no-starts",
-        9,
+        "--max-prompts 16 --starts 2 --rounds 1 --huge-pages --no-starts",
+        10,
     ),
     "benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
