@@ -207,6 +207,14 @@ def test_the_batched_comparison_finds_hidden_states_of_another_request(folders, 
     assert compare_batched_drafts(folders, head, monkeypatch).largest_error > 50 * CLOSE
 
 
+def test_the_draft_vocabulary_may_have_any_order(folders, head, tmp_path, monkeypatch):
+    other = replace(head, targets=head.targets[[3, 0, 5, 1, 4, 2]])
+    those = folders[0], save_head(tmp_path / "head", other)
+    with monkeypatch.context() as patch:
+        assert compare_drafts(decoder_of(*those), other, patch).largest_error < CLOSE
+    assert compare_batched_drafts(those, other, monkeypatch).largest_error < CLOSE
+
+
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
