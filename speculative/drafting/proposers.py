@@ -66,7 +66,7 @@ class DraftModelProposer:
             return None
         logits, targets = self._main_logits(self.model.logits(ids)[0])
         try:
-            q = transform(logits, tokens) if targets is None else transform(logits, tokens, targets)
+            q = transform(logits, tokens, targets)
         except NothingAllowed:
             return None
         token = draw(q, random)

@@ -41,20 +41,22 @@ class Distribution:
         logits: np.ndarray,
         prompt: np.ndarray,
         generated: np.ndarray,
-        tokens: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
         size: int = 0,
     ) -> Probabilities:
         """Return the probabilities float32 [V] of the token that follows `prompt` and `generated` (token ids, int64).
 
-        `logits` float32 [V] are not modified. With `tokens` int64 [n], ascending, there are logits for these of all
+        `logits` float32 [V] are not modified. With `targets` int64 [n], ascending, there are logits for these of all
         `size` tokens only, float32 [n]; the others have probability 0. Raises ValueError if logits contain NaN or their
         maximum is infinite, and NothingAllowed if the grammar allows no token that has a logit. After the end of the
         text, all are allowed.
         """
         params = self._params
-        if tokens is not None and (self.grammar or self._penalises(generated)):
-            logits, tokens = _spread(logits, tokens, size, -np.inf), None
-        logits = self._penalised(logits, prompt, generated)
+        penalises = self._penalises(generated)
+        if targets is not None and (self.grammar or penalises):
+            logits, targets = _spread(logits, targets, size, -np.inf), None
+        if penalises:
+            logits = self._penalised(logits, prompt, generated)
         size, mask = size or len(logits), self.grammar.mask(generated) if self.grammar else None
         allowed = mask.ids if mask and mask.are_allowed else None
         if allowed is not None:
@@ -70,7 +72,7 @@ class Distribution:
                 f"the model's highest logit is {logits[best]}: run it with INFERENCE_PRECISION_HINT=f32, or check it"
             )
         if self.greedy:
-            ids = tokens if allowed is None else allowed
+            ids = targets if allowed is None else allowed
             return OneHot(best if ids is None else int(ids[best]), size)
 
         kept = largest(logits, params.top_k) if 0 < params.top_k < len(logits) else slice(None)
@@ -84,9 +86,9 @@ class Distribution:
         if params.top_p < 1:
             weights *= nucleus(weights, params.top_p * total)
         weights /= weights.sum()
-        if tokens is not None:
+        if targets is not None:
             order = slice(None) if isinstance(kept, slice) else kept.argsort()
-            return Sparse(tokens[kept][order], weights[order], size)
+            return Sparse(targets[kept][order], weights[order], size)
         if allowed is not None:
             return _spread(weights, allowed[kept], size)
         return weights if isinstance(kept, slice) else _spread(weights, kept, size)
@@ -100,8 +102,6 @@ class Distribution:
 
     def _penalised(self, logits: np.ndarray, prompt: np.ndarray, generated: np.ndarray) -> np.ndarray:
         params = self._params
-        if not self._penalises(generated):
-            return logits
         too_short = len(generated) < params.min_new_tokens
         counted = len(generated) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
         logits = logits.copy()

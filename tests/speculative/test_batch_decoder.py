@@ -810,7 +810,7 @@ def fails_while_drafting(request, patch):
         request.proposer,
         "propose",
         lambda tokens, transform, random: propose(
-            tokens, lambda logits, text: transform(logits * np.float32(np.inf), text), random
+            tokens, lambda logits, *text: transform(logits * np.float32(np.inf), *text), random
         ),
     )
 
@@ -1030,7 +1030,7 @@ def test_a_draft_is_not_asked_about_tokens_it_does_not_know(narrow, tiny):
     finish(decoder)
     assert [bool(sum(requests[known].result.proposed)) for known in (True, False)] == [True, False]
     one = DraftModelProposer(narrow, tiny[0].vocab_size)
-    proposals = [one.propose(np.array(prompts[known]), lambda logits, _: softmax(logits), np.random.default_rng(0))
+    proposals = [one.propose(np.array(prompts[known]), lambda logits, *_: softmax(logits), np.random.default_rng(0))
                  for known in (True, False)]  # fmt: skip
     assert proposals[0].q[6:].tolist() == [0, 0] and proposals[1] is None
 

@@ -381,7 +381,11 @@ def the_draft_knows_no_grammar(patch):
 
     def wrong(self, tokens, transform, random):
         free = Distribution(dataclasses.replace(transform.__self__.params, grammar=None))
-        return propose(self, tokens, lambda logits, text: free(logits, PROMPT, text[len(PROMPT) :]), random)
+
+        def unmasked(logits, text, targets):
+            return free(logits, PROMPT, text[len(PROMPT) :], targets, VOCABULARY)
+
+        return propose(self, tokens, unmasked, random)
 
     patch.setattr(DraftModelProposer, "propose", wrong)
 
