@@ -26,13 +26,16 @@ from speculative.cli.program import exit_on, prepare_output
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from speculative.bench.harness import BackgroundLoad, environment
 from speculative.bench.load.arguments import add_load_arguments, write_load_outputs
-from speculative.bench.load.clients import Target, closed_loop, only_model
+from speculative.bench.load.clients import Target, closed_loop, only_model, round_trip
 from speculative.bench.load.metrics import EACH, Load, Span, break_even, counted, losses, row, table, take_turns
+from speculative.bench.load.processor_time import Meter
 from speculative.bench.load.server import StartedServer
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
 from speculative.bench.result import LoadRow
@@ -108,11 +111,18 @@ def temperature(text: str) -> float:
     return value
 
 
-def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Target]:
-    """The endpoints by method name; started servers are stopped by `stack`.
+def threads_of(arguments: argparse.Namespace) -> int:
+    """The inference threads of a replica."""
+    given = dict(arguments.property).get("INFERENCE_NUM_THREADS")
+    return int(given or max(usable_cores() // arguments.replicas, 1))
+
+
+def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str, Target], list[StartedServer]]:
+    """The endpoints by method name, and the servers started for them, which `stack` stops.
 
     Raises ValueError if a URL is not a usable server, RuntimeError if a server does not start.
     """
+    servers: dict[str, StartedServer] = {}
     if arguments.url:
         urls = {DRAFT: arguments.url} | ({ALONE: arguments.baseline_url} if arguments.baseline_url else {})
     else:
@@ -124,12 +134,11 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
             "--max-queue",
             str(max(arguments.max_concurrency)),
         ]
-        if (replicas := arguments.replicas) > 1:
-            options += ["--replicas", replicas, "--num-cpus", max(usable_cores() // replicas, 1)]
+        if arguments.replicas > 1:
+            options += ["--replicas", arguments.replicas, "--num-cpus", threads_of(arguments)]
         draft = [arguments.draft] if arguments.draft else []
         draft += ["--suffix-decoding"] if arguments.suffix_decoding else []
         draft += ["--past-answers", arguments.past_answers] if arguments.past_answers else []
-        servers = {}
         with ctrl_c_waits():
             for name, its_draft in ((DRAFT, draft), (ALONE, [])):
                 servers[name] = StartedServer([arguments.main, *its_draft, *options])
@@ -137,20 +146,24 @@ def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Targ
         urls = {name: server.url() for name, server in servers.items()}
     key = os.environ.get("OPENAI_API_KEY", "") if arguments.url else ""
     found = {name: Target(url.rstrip("/"), arguments.model or "", key, arguments.chat) for name, url in urls.items()}
-    return {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
+    targets = {name: one._replace(model=one.model or only_model(one)) for name, one in found.items()}
+    return targets, list(servers.values())
 
 
-def loads(name: str, server: Target, prompts: list[Prompt], settings: dict) -> list[Load]:
-    """The methods to measure on a server: any answers, and answers that follow the prompts' JSON schemas."""
+def loads(name: str, server: Target, prompts: list[Prompt], settings: dict, meter: Meter | None) -> list[Load]:
+    """The methods to measure on a server: any answers, and answers that follow the prompts' JSON schemas. `meter` reads
+    the processor time of all servers."""
     texts, schemas = [prompt.text for prompt in prompts], [prompt.json_schema for prompt in prompts]
 
-    def free(clients: int, seconds: float, first: int) -> Span:
-        return closed_loop(server, clients, seconds, texts, settings, first)
+    def run(clients: int, seconds: float, first: int, schemas: Sequence[str] = ()) -> Span:
+        before = meter and meter.read()
+        span = closed_loop(server, clients, seconds, texts, settings, first, schemas)
+        return span._replace(processor_time=meter.since(before, span)) if meter else span
 
     def constrained(clients: int, seconds: float, first: int) -> Span:  # other numbers: the server caches prompts
-        return closed_loop(server, clients, seconds, texts, settings, first + EACH // 2, schemas)
+        return run(clients, seconds, first + EACH // 2, schemas)
 
-    return [Load(name, free), *([Load(name + CONSTRAINED, constrained)] if any(schemas) else [])]
+    return [Load(name, run), *([Load(name + CONSTRAINED, constrained)] if any(schemas) else [])]
 
 
 def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -> list[str]:
@@ -161,16 +174,39 @@ def summary(rows: list[LoadRow], done: int, asked: int, other: BackgroundLoad) -
     for method in dict.fromkeys(one["method"] for one in rows):
         best = max((one for one in rows if one["method"] == method), key=lambda one: one["throughput"])
         lines.append(f"Peak throughput {method}: {best['throughput']:.0f} tokens/s, with {counted(best['clients'])}.")
+    lines += processor_use(rows)
     lines.append(losses(rows))
     if done < asked:
         lines.append(f"Interrupted: {done} of {asked} rounds completed; only these are shown.")
     return [*lines, other.sentence] if other.sentence else lines
 
 
-def measure(
-    arguments: argparse.Namespace, prompts: list[Prompt]
-) -> tuple[list[Load], dict[str, Target], BackgroundLoad, bool]:
-    """The methods with their rounds, the servers, the background load, and whether all rounds were completed.
+def processor_use(rows: list[LoadRow]) -> list[str]:
+    """The cores in use where the servers needed most of them beside their engines."""
+    cores = {
+        one["name"]: {key: time[key] / time["seconds"] for key in ("engines", "servers", "clients")}  # type: ignore[literal-required]
+        for one in rows
+        if (time := one.get("processor_time"))
+    }
+    if not cores:
+        return []
+    name, used = max(cores.items(), key=lambda one: one[1]["servers"] + one[1]["clients"])
+    return [
+        f"Of {counted(usable_cores(), 'core')}, the engines used {used['engines']:.2f}, HTTP, proxies and Ray "
+        f"{used['servers']:.2f} and the clients {used['clients']:.2f} ({name})."
+    ]
+
+
+class Measured(NamedTuple):
+    methods: list[Load]  # with their rounds
+    servers: dict[str, Target]
+    round_trip: float | None  # seconds of a request without inference; None with --url
+    other: BackgroundLoad
+    complete: bool  # all rounds
+
+
+def measure(arguments: argparse.Namespace, prompts: list[Prompt]) -> Measured:
+    """Start the servers, if asked to, and put them under load.
 
     Raises KeyboardInterrupt without a complete round, and what `endpoints` raises.
     """
@@ -178,22 +214,19 @@ def measure(
     if arguments.main:
         settings["ignore_eos"] = True
     with ctrl_c_raises(), ExitStack() as stack:
-        servers = endpoints(arguments, stack)
+        servers, started = endpoints(arguments, stack)
+        meter = Meter(started, threads_of(arguments)) if started else None
         there = [name for name in (ALONE, DRAFT) if name in servers]
-        methods = [method for name in there for method in loads(name, servers[name], prompts, settings)]
+        methods = [method for name in there for method in loads(name, servers[name], prompts, settings, meter)]
+        latency = round_trip(servers[there[0]], [prompt.text for prompt in prompts]) if started else None
         with BackgroundLoad() as other:
             complete = take_turns(methods, arguments.max_concurrency, arguments.seconds, arguments.rounds)
-    return methods, servers, other, complete
+    return Measured(methods, servers, latency, other, complete)
 
 
-def result_of(
-    arguments: argparse.Namespace,
-    prompts: list[Prompt],
-    methods: list[Load],
-    servers: dict[str, Target],
-    other: BackgroundLoad,
-) -> dict:
+def result_of(arguments: argparse.Namespace, prompts: list[Prompt], measured: Measured) -> dict:
     """The program's result, as written in JSON."""
+    methods, servers, latency, other, _ = measured
     by_name = {method.name: method for method in methods}
     rows = [
         row(method, n, by_name.get(method.name.replace(DRAFT, ALONE)))
@@ -206,7 +239,11 @@ def result_of(
     done = len(methods[0].rounds[arguments.max_concurrency[0]])
     facts = {
         **environment(arguments, other),
-        **({"servers": ", ".join(server.url for server in servers.values())} if arguments.url else {}),
+        **(
+            {"servers": ", ".join(server.url for server in servers.values())}
+            if arguments.url
+            else {"replicas": arguments.replicas, "threads": threads_of(arguments), "round_trip": latency}
+        ),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
@@ -231,10 +268,10 @@ def main() -> int:
             refuse_in_native(arguments)
             token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
-        methods, servers, other, complete = measure(arguments, prompts)
-    result = result_of(arguments, prompts, methods, servers, other)
+        measured = measure(arguments, prompts)
+    result = result_of(arguments, prompts, measured)
     written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
-    return 1 if not written else 0 if complete else 130
+    return 1 if not written else 0 if measured.complete else 130
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ simulations of the same clients. Output: tables, then one JSON object on the las
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from speculative.bench.capacity.cluster import ROUTINGS
 from speculative.bench.capacity.costs import Costs, median
 from speculative.bench.capacity.planner import Goals, Plan, Planner, breaking_even
 from speculative.bench.capacity.replica import Settings
+from speculative.bench.capacity.sharing import ServerCosts
 from speculative.bench.capacity.tables import checks_table, drafting_table, plans_table, sentences
 from speculative.bench.capacity.workload import Lengths, Workload, lengths, read_trace
 from speculative.bench.harness import BackgroundLoad, environment, output_file, write_outputs
@@ -111,6 +113,13 @@ def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         metavar="FILE",
         help="costs written by --save-costs, instead of models; of several files, the medians",
+    )
+    group.add_argument(
+        "--server",
+        type=server_costs,
+        metavar="FILE",
+        help="a result of benchmark_serving.py (JSON): replicas share their cores with HTTP, proxies and clients as "
+        "there (default: these have their own)",
     )
     group.add_argument("--save-costs", type=output_file, metavar="FILE", help="write the costs to FILE")
     group.add_argument("--device", default="CPU", help="device of the main model (default: CPU)")
@@ -264,6 +273,13 @@ def load_result(text: str) -> Drawn:
     return result
 
 
+def server_costs(text: str) -> ServerCosts:
+    try:
+        return ServerCosts.of(load_result(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +322,8 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
         with exit_on(ValueError, status=2):
             found = [Costs.read(path) for path in arguments.costs]
         costs, facts = median([costs for costs, _ in found]), found[0][1]
+    if arguments.server:
+        costs = dataclasses.replace(costs, server=arguments.server)
     if arguments.save_costs:
         with exit_on(OSError):
             costs.save(arguments.save_costs, facts)

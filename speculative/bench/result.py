@@ -93,8 +93,12 @@ class ServingSettings(TypedDict):
     rounds: int  # complete rounds
 
 
-class StartedServersEnvironment(PairEnvironment, ServingSettings):
+class StartedServersEnvironment(PairEnvironment, ServingSettings, total=False):
     """The environment of scripts/benchmark_serving.py if it started the servers."""
+
+    replicas: int  # of each server
+    threads: int  # of each replica's engine, for inference
+    round_trip: float  # seconds that a request takes without inference
 
 
 class RunningServersEnvironment(Environment, ServingSettings):
@@ -199,7 +203,18 @@ class Drafting(TypedDict):
     mean_draft_length: float | None  # draft tokens of a text per main-model forward pass
 
 
-class LoadRow(Outcomes, Drafting):
+class ProcessorTime(TypedDict):
+    """Processor seconds of a load, until its last answer. Servers that share the engines' cores slow them down."""
+
+    seconds: float  # elapsed
+    engines: float  # of the busiest threads of each replica: those of inference, and the engine's own
+    servers: float  # of everything else in the servers: HTTP, proxies, Ray
+    clients: float
+    requests: int
+    pieces: int  # of text, streamed
+
+
+class _LoadRow(Outcomes, Drafting):
     """A method under load with a number of clients, relative to the main model alone in the same rounds."""
 
     name: str  # method and number of clients
@@ -217,6 +232,12 @@ class LoadRow(Outcomes, Drafting):
     same_text: int | None  # answers equal to the baseline's; None if sampled
     texts: int  # answers compared with the baseline's
     requests: int  # sent
+
+
+class LoadRow(_LoadRow, total=False):
+    """Also with the processor time, where it is measured."""
+
+    processor_time: ProcessorTime  # over all rounds; missing in process and with --url
 
 
 class Loading(TypedDict):

@@ -26,6 +26,14 @@ STRUCTURED = "scripts/prompts/structured.jsonl"
 def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
     result = load_benchmarks.measure(SERVING, tmp_path, "--seconds", 1, env={"PYTHONPATH": AS_SERVED})
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
+    assert (result["environment"]["replicas"], result["environment"]["threads"]) == (1, 1)
+    assert 0 < result["environment"]["round_trip"] < 5
+    for one in result["rows"]:
+        time = one["processor_time"]
+        assert time["requests"] == one["requests"] and one["requests"] <= time["pieces"] <= 12 * one["requests"]
+        assert time["seconds"] > 1 and min(time["engines"], time["servers"], time["clients"]) > 0
+        assert time["engines"] <= 2.2 * time["seconds"]  # two threads
+    assert any("the engines used" in line for line in result["summary"])
 
 
 def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):

@@ -94,6 +94,19 @@ def test_a_load_benchmark_is_compared(run_here, costs, tmp_path):
     assert result["plans"] == [] and "Mean error" in result["summary"][-1]
 
 
+def test_replicas_share_their_cores_with_the_server(run_here, costs, tmp_path):
+    time = {"seconds": 10.0, "engines": 8.0, "servers": 9.0, "clients": 1.0, "requests": 50, "pieces": 500}
+    facts = {"cores": 2, "replicas": 2, "threads": 1, "round_trip": 0.01}
+    served = tmp_path / "serving.json"
+    served.write_text(json.dumps({"rows": [{"processor_time": time}], "environment": facts}), encoding="utf-8")
+    arguments = ["--rate", "2", "--max-num-seqs", "4", *QUICK]
+    own = as_result(run_here(PROGRAM, "--costs", costs, *arguments))
+    kept = tmp_path / "kept.json"
+    shared = as_result(run_here(PROGRAM, "--costs", costs, *arguments, "--server", served, "--save-costs", kept))
+    assert shared["drafting"][0]["tpot"] > 1.2 * own["drafting"][0]["tpot"]
+    assert as_result(run_here(PROGRAM, "--costs", kept, *arguments))["drafting"] == shared["drafting"]
+
+
 def test_a_trace_has_its_own_rate(run_here, costs, tmp_path):
     lines = [LINE.replace('"arrival": 0', f'"arrival": {i / 4}') for i in range(40)]
     (tmp_path / "trace.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -129,6 +142,8 @@ def test_goals_out_of_reach_are_no_error(run_here, costs):
         (["COSTS", "--trace", "GOOD", "--prompt-tokens", "5"], "--prompt-tokens"),
         (["COSTS", "--against", "README.md"], "load benchmark"),
         (["COSTS", "--against", "OTHER"], "benchmark_serving.py"),
+        (["COSTS", "--rate", "1", "--server", "OTHER"], "processor times"),
+        (["COSTS", "--rate", "1", "--server", "no/such.json"], "no/such.json"),
         (["COSTS", "--rate", "1", "--png", "no/such/plan.png"], "no/such"),
         ([MAIN, "no/such", "--rate", "1"], "no/such"),
     ],

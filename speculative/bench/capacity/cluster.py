@@ -15,6 +15,7 @@ import simpy
 
 from speculative.bench.capacity.costs import Costs
 from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
+from speculative.bench.capacity.sharing import SharedCores
 from speculative.bench.capacity.workload import Workload
 from speculative.bench.load.metrics import RequestRecord, Span
 
@@ -91,15 +92,16 @@ def serve(
     seen = 1.0 if routing == "prefix" else share
     arrivals, begun = workload.arrivals(rate * share, count, random, seen)
     environment = simpy.Environment()
-    pool = [Replica(environment, costs, settings) for _ in range(simulated)]
+    pool = _replicas(environment, costs, settings, simulated)
     chooser = Router(routing, pool, random)
+    latency = costs.server.latency if costs.server else 0.0
     if workload.cached:
         _fill_caches(arrivals, begun, pool, chooser)
 
     def arrive() -> Generator[simpy.Event, None, None]:
         for request in arrivals:
-            yield environment.timeout(max(request.sent - environment.now, 0.0))
-            chooser.choose(request.chat).submit(request)
+            yield environment.timeout(max(request.sent + latency - environment.now, 0.0))
+            chooser.choose(request.chat).submit(request, latency)
         for request in arrivals:
             yield request.done
 
@@ -108,6 +110,11 @@ def serve(
     busy, in_batch = sum(one.busy for one in pool), sum(one.in_batch for one in pool)
     seconds = float(environment.now)
     return Served(counted, busy / (seconds * simulated), in_batch / busy if busy else 0.0, seconds)
+
+
+def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, n: int) -> list[Replica]:
+    cores = SharedCores(environment, costs.server, n) if costs.server else None
+    return [Replica(environment, costs, settings, cores=cores) for _ in range(n)]
 
 
 def _fill_caches(
@@ -131,10 +138,11 @@ class ClosedLoop:
         routing: Routing = "balanced",
     ):  # fmt: skip
         self._environment = simpy.Environment()
-        self.replicas = [Replica(self._environment, costs, settings) for _ in range(replicas)]
+        self.replicas = _replicas(self._environment, costs, settings, replicas)
         self._random = np.random.default_rng(seed)
         self._router = Router(routing, self.replicas, self._random)
         self._workload = workload
+        self._latency = costs.server.latency if costs.server else 0.0
 
     def run(self, clients: int, seconds: float, first: int) -> Span:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""
@@ -145,7 +153,8 @@ class ClosedLoop:
             while self._environment.now < begin + seconds:
                 number = next(numbers)
                 request = self._workload.numbered(number, self._random)
-                yield self._router.choose(request.chat).submit(request)
+                yield self._environment.timeout(self._latency)
+                yield self._router.choose(request.chat).submit(request, self._latency)
                 records.append(record(number, request))
                 if request.refused:
                     yield self._environment.timeout(RETRY)

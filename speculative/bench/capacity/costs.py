@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from speculative.atomic_write import atomic_write
+from speculative.bench.capacity.sharing import ServerCosts
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.latency_curve import LatencyCurve, monotone
 from speculative.models.paged_model import rounded_up
@@ -90,6 +91,7 @@ class Costs:
     prompt_tokens: Sequence[int] = ()  # lengths of the measured prompts
     shares_prefixes: bool = True  # whether the draft's cache shares blocks of common prefixes, too
     outside_alone: Outside | None = None  # of the main model alone; None: as `outside`
+    server: ServerCosts | None = None  # of the server that shares the engines' cores; None: it has its own
 
     def policy(self) -> BatchDraftLength:
         """The engine's draft-length policy, initialized with these costs."""
@@ -124,6 +126,7 @@ class Costs:
                 content["prompt_tokens"],
                 content["shares_prefixes"],
                 Outside(**content["outside_alone"]) if content.get("outside_alone") else None,
+                ServerCosts(**content["server"]) if content.get("server") else None,
             )
             return costs, dict(content["environment"])
         except OSError as error:

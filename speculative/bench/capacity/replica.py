@@ -18,12 +18,14 @@ import simpy
 
 from speculative.batch_decoder import PREFILL_CHUNK, prompt_budget
 from speculative.bench.capacity.costs import Costs, Judged
+from speculative.bench.capacity.sharing import SharedCores
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.drafting.policy import LONGEST
 from speculative.models.paged_model import rounded_up
 
 BLOCK = 32  # tokens in a block of the KV cache
+PIECE_SECONDS = 0.04  # of text per streamed piece after the first (SENT_TOGETHER of the server's engine thread)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class SimulatedRequest:
     judged: Sequence[Judged] = ()  # whether a draft token is accepted, at each position of the answer
     sent: float = 0.0
     first: float = 0.0  # when the first token came
+    streamed: float = 0.0  # when the last piece of text was sent
     end: float = 0.0
     refused: bool = False
     cached: int = 0  # prompt tokens from the prefix cache
@@ -82,8 +85,10 @@ class Replica:
         costs: Costs,
         settings: Settings,
         policy: BatchDraftLength | None = None,
+        cores: SharedCores | None = None,
     ):
-        """`policy` decides on draft lengths, by default as in the engine."""
+        """`policy` decides on draft lengths, by default as in the engine. `cores` are shared with other replicas and
+        with the server's other work."""
         self.environment = environment
         self.costs = costs
         self.settings = settings
@@ -92,6 +97,7 @@ class Replica:
         self.outside = costs.outside if self.draft else costs.outside_alone or costs.outside
         self.waiting: deque[SimulatedRequest] = deque()
         self.running: list[SimulatedRequest] = []
+        self.cores = cores
         self.busy = 0.0  # seconds in iterations
         self.in_batch = 0.0  # seconds in iterations, of each request
         self._beginnings: OrderedDict[int, int] = OrderedDict()  # tokens by chat, least recently used first
@@ -111,9 +117,10 @@ class Replica:
         while sum(self._beginnings.values()) > self.settings.cache_tokens - self._reserved():
             self._beginnings.popitem(last=False)
 
-    def submit(self, request: SimulatedRequest) -> simpy.Event:
-        """Queue a request, or refuse it if the queue is full; the event happens at its end."""
-        request.sent, request.done = self.environment.now, self.environment.event()
+    def submit(self, request: SimulatedRequest, latency: float = 0.0) -> simpy.Event:
+        """Queue a request that was sent `latency` seconds before, or refuse it if the queue is full; the event happens
+        at its end."""
+        request.sent, request.done = self.environment.now - latency, self.environment.event()
         settings = self.settings
         too_long = request.prompt + request.output > settings.cache_tokens
         places = settings.max_queue + max(settings.max_num_seqs - len(self.running), 0)
@@ -131,10 +138,14 @@ class Replica:
                 self._wake = self.environment.event()
                 yield self._wake
             seconds = self.outside.arrival * self._admit() + self._iterate()
+            if self.cores:
+                seconds *= self.cores.slowdown(self)
             self.busy += seconds
             self.in_batch += seconds * len(self.running)
             yield self.environment.timeout(seconds)
             self._deliver()
+            if self.cores and not self.load:
+                self.cores.leave(self)
 
     def _admit(self) -> int:
         """Move waiting requests into the batch, in order; returns their number."""
@@ -255,7 +266,12 @@ class Replica:
             if request.generated and not request.first:
                 request.first = now
                 self.remember(request.chat, request.shared)
-            if request.generated == request.output:
+            ended = request.generated == request.output
+            is_first = request.first == now
+            if self.cores and request.generated and (is_first or ended or now >= request.streamed + PIECE_SECONDS):
+                self.cores.use(requests=is_first, pieces=1)
+                request.streamed = now
+            if ended:
                 request.end = now
                 request.done.succeed()
         self.running = [request for request in self.running if request.generated < request.output]

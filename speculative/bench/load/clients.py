@@ -9,6 +9,7 @@ The outcome of each request is a `RequestRecord`: answered, refused (with the AP
 import http.client
 import itertools
 import json
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from urllib.parse import urlsplit
 from speculative.bench.load.metrics import RequestRecord, Span
 
 PATIENCE = 120.0  # seconds without any data after which a request counts as lost
+ROUND_TRIPS = 40  # requests, one after the other
+TOKENIZE = "/tokenize"  # beside /v1, as in vLLM
 MOST_WAIT = 5.0  # maximum seconds a client honours Retry-After
 
 
@@ -96,6 +99,7 @@ def _read_events(response: http.client.HTTPResponse, answer: RequestRecord, piec
             if text:
                 answer.first = answer.first or time.perf_counter()
                 answer.text += text
+                answer.pieces += 1
                 piece(text)
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         usage = event.get("usage")
@@ -121,6 +125,24 @@ def _message(content: dict) -> str:
         return content["error"]["message"] or "error"
     except (KeyError, TypeError):
         raise ValueError("not the API's error object") from None
+
+
+def round_trip(server: Target, prompts: Sequence[str]) -> float:
+    """Seconds that a request with a prompt takes without inference: the median of requests to /tokenize. Raises
+    ValueError if the server does not answer."""
+    connection, seconds = server.connect(timeout=10), []
+    try:
+        for number in range(ROUND_TRIPS):
+            body = json.dumps({"model": server.model, "prompt": prompts[number % len(prompts)]})
+            begin = time.perf_counter()
+            connection.request("POST", TOKENIZE, body, server.headers)
+            connection.getresponse().read()
+            seconds.append(time.perf_counter() - begin)
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{server.url} does not answer: {error}") from None
+    finally:
+        connection.close()
+    return statistics.median(seconds)
 
 
 def closed_loop(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from speculative.bench.harness import shuffled
-from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, Range
+from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, ProcessorTime, Range
 from speculative.cli.processes import ctrl_c_raises
 from speculative.cli.progress import tqdm
 from speculative.sequence import metrics
@@ -49,6 +49,7 @@ class RequestRecord:
     retry_after: float = 0.0
     whole: bool = False  # the stream was complete
     cut: bool = False  # the connection broke or could not be made, or the error was not an API error object
+    pieces: int = 0  # of text, as they came
 
     @property
     def outcome(self) -> Outcome:
@@ -83,6 +84,7 @@ class Span(NamedTuple):
     answers: list[RequestRecord]
     begin: float
     end: float
+    processor_time: ProcessorTime | None = None  # until the last answer; None if not measured
 
     @property
     def throughput(self) -> float:
@@ -148,7 +150,7 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         same = [answer.text == texts[answer.number] for answer in answered if answer.number in texts]
     ttft, ttft_range = _median_and_spread([answer.ttft for answer in answered])
     tpot, tpot_range = _median_and_spread([answer.tpot for answer in answered])
-    return {
+    found: LoadRow = {
         "name": f"{method.name}, {counted(clients, counts)}",
         "method": method.name,
         "clients": clients,
@@ -166,6 +168,20 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
         "texts": len(same),
         "requests": len(answers),
         **outcomes(answers),
+    }
+    if times := [span.processor_time for span in spans if span.processor_time]:
+        found["processor_time"] = _total(times)
+    return found
+
+
+def _total(known: Sequence[ProcessorTime]) -> ProcessorTime:
+    return {
+        "seconds": sum(one["seconds"] for one in known),
+        "engines": sum(one["engines"] for one in known),
+        "servers": sum(one["servers"] for one in known),
+        "clients": sum(one["clients"] for one in known),
+        "requests": sum(one["requests"] for one in known),
+        "pieces": sum(one["pieces"] for one in known),
     }
 
 

@@ -16,12 +16,14 @@ from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, serve
 from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
 from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
 from speculative.bench.capacity.planner import Goals, Planner, breaking_even
-from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
+from speculative.bench.capacity.replica import PIECE_SECONDS, Replica, Settings, SimulatedRequest
+from speculative.bench.capacity.sharing import ServerCosts, SharedCores
 from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.spec import ModelSpec
+from speculative.serving.engine.engine_thread import SENT_TOGETHER
 from tests.support.paths import DRAFT, MAIN
 
 LARGE = ModelCosts({1: 0.1, 4: 0.12, 16: 0.2, 64: 0.6, 256: 2.2})
@@ -251,6 +253,72 @@ def test_a_beginning_that_all_requests_have_is_found_everywhere():
     same = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75)
     row = Planner(COSTS, same, Goals(9, 9), count=50).row(4.0, Settings(), MOST_SIMULATED + 4)
     assert row["cached"] == pytest.approx(0.75)
+
+
+# ---- shared cores ---------------------------------------------------------------------------------------------------
+
+SERVER = ServerCosts(cores=2.0, threads=2, idle=0.1, request=0.02, piece=0.001, latency=0.015)
+
+
+def test_server_costs_are_found_from_processor_times():
+    rows = []
+    for seconds, requests, pieces in ((10, 20, 400), (10, 60, 900), (20, 30, 2000), (10, 90, 2500)):
+        used = 0.2 * seconds + 0.02 * requests + 0.001 * pieces
+        time = {"seconds": seconds, "requests": requests, "pieces": pieces, "servers": used - 0.1, "clients": 0.1}
+        rows.append({"processor_time": time})
+    facts = {"cores": 4, "replicas": 2, "threads": 2, "round_trip": 0.015}
+    found = ServerCosts.of({"environment": facts, "rows": [*rows, {}]})
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(SERVER))
+    with pytest.raises(ValueError, match=r"benchmark_serving\.py"):
+        ServerCosts.of({"environment": facts, "rows": [{}]})
+
+
+def test_no_server_costs_are_negative():
+    """Least squares alone would find -0.1 processor seconds for each request."""
+    rows = [
+        {"processor_time": {"seconds": 1, "requests": n, "pieces": 10 * n, "servers": 5 - 0.1 * n, "clients": 0}}
+        for n in (1, 4, 16)
+    ]
+    found = ServerCosts.of({"environment": {"cores": 2, "replicas": 1, "threads": 1, "round_trip": 0}, "rows": rows})
+    assert found.idle == pytest.approx(4.3) and found.request == found.piece == 0
+
+
+def test_work_of_the_server_slows_busy_replicas_down():
+    environment = simpy.Environment()
+    cores = SharedCores(environment, SERVER, replicas=2)
+    assert cores.slowdown("one") == cores.slowdown("one") == 1.0  # 2 of 4 cores
+    assert cores.slowdown("other") == pytest.approx(4 / 3.8)
+    cores.use(requests=10, pieces=100)  # 0.3 processor seconds, over half a second
+    assert cores.slowdown("one") == pytest.approx(4 / 3.2)
+    environment.run(until=60)
+    assert cores.slowdown("one") == pytest.approx(4 / 3.8)
+    cores.use(requests=10_000)
+    assert cores.slowdown("one") == pytest.approx(10)
+    cores.leave("one")
+    assert cores.slowdown("other") == pytest.approx(5)
+
+
+def test_a_request_takes_longer_on_shared_cores_and_through_a_server():
+    slow = dataclasses.replace(COSTS, server=dataclasses.replace(SERVER, idle=1.0, request=0, piece=0))  # half the time
+    there, own = (ClosedLoop(costs, Settings(False), SHORT, 0).run(1, 20.0, 0) for costs in (slow, COSTS))
+    assert there.answers[0].ttft == pytest.approx(0.015 + 2 * own.answers[0].ttft)
+    assert there.answers[0].tpot == pytest.approx(2 * own.answers[0].tpot)
+    assert there.throughput < 0.52 * own.throughput
+    open_loop = serve(slow, Settings(False), 1, SHORT, 0.0001, 5, "balanced", 0)
+    assert open_loop.ttft() == pytest.approx([there.answers[0].ttft] * len(open_loop.requests))
+
+
+def test_text_is_streamed_in_as_many_pieces_as_by_the_server():
+    assert PIECE_SECONDS == SENT_TOGETHER
+    environment = simpy.Environment()
+    cores = SharedCores(environment, dataclasses.replace(SERVER, request=0.0), replicas=1)
+    used = []
+    cores.use = lambda requests, pieces: used.append((round(environment.now, 4), requests, pieces))
+    replica = Replica(environment, Costs(ModelCosts({1: 0.015})), Settings(False), cores=cores)
+    environment.run(replica.submit(SimulatedRequest(1, 6)))  # a token each 0.015 s, with two cores for two threads
+    assert len(used) == 3 and [pieces for _, _, pieces in used] == [1] * 3  # tokens 1, 4 and 6
+    assert [requests for _, requests, _ in used] == [1, 0, 0]
+    assert not cores._busy
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""Replicas that share cores with the rest of their server: HTTP, proxies, Ray and clients on the same machine.
+
+server = ServerCosts.of(json.loads(Path("serving.json").read_text()))  # of scripts/benchmark_serving.py
+cores = SharedCores(environment, server, replicas=2)
+cores.use(requests=1, pieces=1)  # for an answer's first piece of text
+seconds *= cores.slowdown(replica)  # of its next iteration
+cores.leave(replica)  # it has no requests
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import simpy
+
+from speculative.bench.result import Drawn
+
+MEMORY = 0.5  # seconds over which the work of a server is averaged
+LEAST = 0.1  # share of the cores that the replicas always have
+KINDS = 3  # of work: continuous, by request, by piece of text
+
+
+@dataclass(frozen=True)
+class ServerCosts:
+    """Processor time of a server, without its engines, and of its clients."""
+
+    cores: float  # that come with each replica
+    threads: int  # of each replica's engine
+    idle: float  # cores in use without requests, for each replica
+    request: float  # processor seconds
+    piece: float  # processor seconds for each piece of text that is streamed
+    latency: float  # seconds that a request takes without inference
+
+    @classmethod
+    def of(cls, result: Drawn) -> "ServerCosts":
+        """Estimate them from a result of benchmark_serving.py, by least squares over its rows. Raises ValueError if it
+        has no processor times."""
+        facts = result.get("environment", {})
+        measured = [time for row in result.get("rows", []) if (time := row.get("processor_time"))]
+        if not measured or "replicas" not in facts:
+            raise ValueError("it has no processor times: give a result of benchmark_serving.py, with servers that it "
+                             "started")  # fmt: skip
+        work = np.array([[one["seconds"], one["requests"], one["pieces"]] for one in measured], float)
+        used = np.array([one["servers"] + one["clients"] for one in measured])
+        idle, request, piece = _without_negative_ones(work, used)
+        replicas = facts["replicas"]
+        return cls(facts["cores"] / replicas, facts["threads"], idle / replicas, request, piece, facts["round_trip"])
+
+
+def _without_negative_ones(work: np.ndarray, used: np.ndarray) -> Sequence[float]:
+    """The x >= 0 with the least |work x - used|."""
+    best, least = np.zeros(KINDS), math.inf
+    for n in range(1, KINDS + 1):
+        for kinds in map(list, combinations(range(KINDS), n)):
+            found = np.zeros(KINDS)
+            found[kinds] = np.linalg.lstsq(work[:, kinds], used, rcond=None)[0]
+            error = float(np.square(work @ found - used).sum())
+            if found.min() >= 0 and error < least:
+                best, least = found, error
+    return [float(one) for one in best]
+
+
+class SharedCores:
+    """The cores of all replicas; what the server takes of them is not there for the engines."""
+
+    def __init__(self, environment: simpy.Environment, costs: ServerCosts, replicas: int):
+        self._busy: set[object] = set()  # replicas that compute
+        self._environment = environment
+        self._costs = costs
+        self._replicas = replicas
+        self._recent = 0.0  # processor seconds for requests and pieces of text, older ones with less weight
+        self._at = 0.0
+
+    def use(self, requests: int = 0, pieces: int = 0) -> None:
+        """Count work of the server."""
+        self._fade()
+        self._recent += requests * self._costs.request + pieces * self._costs.piece
+
+    def slowdown(self, replica: object) -> float:
+        """How many times as long `replica`, which computes now, and the others that do take as on cores of their
+        own."""
+        self._busy.add(replica)
+        self._fade()
+        costs, cores = self._costs, self._costs.cores * self._replicas
+        left = cores - costs.idle * self._replicas - self._recent / MEMORY
+        return max(len(self._busy) * costs.threads / max(left, LEAST * cores), 1.0)
+
+    def leave(self, replica: object) -> None:
+        """`replica` computes no longer."""
+        self._busy.discard(replica)
+
+    def _fade(self) -> None:
+        now = float(self._environment.now)
+        self._recent *= math.exp((self._at - now) / MEMORY)
+        self._at = now
