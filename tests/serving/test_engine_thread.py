@@ -15,7 +15,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving.engine.engine_thread import Engine, EngineFailed
+from speculative.serving.engine.engine_thread import SENT_TOGETHER, Engine, EngineFailed, GenerationHandle
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -152,3 +152,20 @@ def test_the_thread_ends_with_the_engine(decoder):
     before = threading.active_count()
     outcomes(decoder, lambda engine: [submit(engine)])
     assert threading.active_count() == before
+
+
+def test_the_first_text_is_sent_at_once_and_later_text_in_larger_pieces():
+    async def ask():
+        loop, job = asyncio.get_running_loop(), GenerationHandle(np.array([1]), config(), None)
+        assert job.take() == ""  # as readers do before there is any text
+        job.gain("one", 0.0)
+        assert job._told.when() <= loop.time()
+        read = loop.time()
+        assert job.take() == "one"
+        job.gain("two", 0.0)
+        told = job._told
+        job.gain(" three", 0.0)
+        assert told is job._told and told.when() >= read + SENT_TOGETHER
+        assert job.take() == "two three"
+
+    asyncio.run(ask())

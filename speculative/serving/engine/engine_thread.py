@@ -107,8 +107,10 @@ class GenerationHandle:
 
     def take(self) -> str:
         """Return and clear the unread text."""
-        self._told, self._read_at = None, self._loop.time()
+        self._told = None
         text = "".join(self._text)
+        if text:  # the first piece is sent at once
+            self._read_at = self._loop.time()
         self._text.clear()
         return text
 
