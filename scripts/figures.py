@@ -97,6 +97,12 @@ FIGURES = {
         f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
         25,
     ),
+    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 68", 12),
+    "fixed-costs-benchmark-pair": Figure(
+        f"scripts/compare_sources.py {LARGE} {MIXED} -k 3,4 --max-prompts 44 --max-new-tokens 64 "
+        "--property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
+        20,
+    ),
     "server-embedded": Figure(
         f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 2
     ),

@@ -13,8 +13,8 @@ lognormal:MEDIAN:SIGMA; by default those of the prompts. `--trace` takes arrival
 "arrival" (seconds), "prompt_tokens" and "output_tokens", or from the CSV of Azure's LLM inference traces or BurstGPT.
 A goal is met if that percentile of the requests meets it; requests rejected with status 429 do not. For each rate and
 setting, the smallest number of replicas that meets both goals is searched. More than 8 replicas are simulated as 8 with
-their share of the requests. HTTP, proxies and clients on the replicas' cores are simulated with `--server`; the network and
-other load on the processors are not.
+their share of the requests. HTTP, proxies and clients on the replicas' cores are simulated with `--server`; the network
+and other load on the processors are not.
 
 Columns of the first table ("*" marks the smallest number of replicas that meets both goals):
 

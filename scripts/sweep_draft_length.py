@@ -59,6 +59,7 @@ from speculative.cli.arguments import (
     lengths,
     model_specs,
     refuse_unusable,
+    temperatures,
 )
 from speculative.cli.parser import Parser
 from speculative.decoder import Decoder
@@ -68,16 +69,6 @@ from speculative.sequence import metrics
 
 EXPLAINED = 0.1  # mean prediction error above which the summary explains it
 REPEATS = 3  # cost measurements between two rounds
-
-
-def temperatures(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of temperatures of 0 or more, like 0,0.7,1")
-    return list(dict.fromkeys(values))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -97,19 +97,20 @@ def engine_alone(engine: Decoder, main: ModelSpec, draft: ModelSpec | None) -> D
     return decoder.load(main) if draft and is_head(draft.folder) else engine
 
 
-def our_method(
-    name: str,
-    engine: Decoder,
-    seconds: list[list[float]],
-    draft_length: int | str,
-    temperature: float,
-    max_new_tokens: int,
-    keep_caches: bool = False,
-) -> Method:
-    """A method of `engine`, with its draft, suffix decoding, both or neither, as `draft_length` says;
-    `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
+def config_of(draft_length: int | str, temperature: float, max_new_tokens: int) -> GenerationConfig:
+    """The request of a method of our engine."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
+    if draft_length == f"lookup {LOOKUP}":
+        config.num_assistant_tokens = LOOKUP
+    elif isinstance(draft_length, int) and draft_length:
+        config.num_assistant_tokens = draft_length
+    return config
+
+
+def with_source(engine: Decoder, draft_length: int | str) -> Decoder:
+    """A decoder with the models of `engine`, and with its draft, suffix decoding, both or neither, as `draft_length`
+    says."""
     source: Proposer | None = engine.draft if draft_length not in (0, FORCED) else None
     policy = engine.draft_length
     if (
@@ -123,12 +124,25 @@ def our_method(
         lookup = str(draft_length).startswith("lookup")
         source = SuffixProposer(engine.main.vocab_size) if lookup else source
         policy = (LookupDraftLength if lookup else AdaptiveDraftLength)(policy.costs)
-    if draft_length == f"lookup {LOOKUP}":
-        config.num_assistant_tokens = LOOKUP
-    elif isinstance(draft_length, int) and draft_length:
-        config.num_assistant_tokens = draft_length
     ours = (Decoder if draft_length else AloneDecoder)(engine.main, source, policy, None, engine.stop_token_ids)
     ours.grammars = engine.grammars
+    return ours
+
+
+def our_method(
+    name: str,
+    engine: Decoder,
+    seconds: list[list[float]],
+    draft_length: int | str,
+    temperature: float,
+    max_new_tokens: int,
+    keep_caches: bool = False,
+) -> Method:
+    """A method of `engine`, with its draft, suffix decoding, both or neither, as `draft_length` says;
+    `seconds` are those of its models' forward passes. Each method adapts its draft length independently."""
+    config = config_of(draft_length, temperature, max_new_tokens)
+    ours = with_source(engine, draft_length)
+    source = ours.draft
 
     def decode(ids: np.ndarray, json_schema: str = "") -> GenerationResult:
         if not keep_caches:

@@ -493,6 +493,69 @@ class SweepResult(TypedDict):
     iteration: list[IterationSplit]  # empty for GenAI's pipeline
 
 
+# ---- scripts/compare_sources.py -------------------------------------------------------------------------------------
+
+
+class SourceRow(TypedDict):
+    """A source of draft tokens at a temperature, with the time of forward passes by the cost model."""
+
+    name: str  # source and temperature
+    source: str
+    temperature: float
+    speedup: float  # over plain decoding
+    speedup_range: Range  # 95 % confidence interval
+    tokens_per_forward: float  # tokens per forward pass of the main model, after the prompt's
+    draft_passes: float  # forward passes of the draft model per forward pass of the main model
+    texts: int
+
+
+class SourceCategory(TypedDict):
+    """A source on the prompts of one category."""
+
+    category: str  # "other" for prompts without one
+    source: str
+    temperature: float
+    speedup: float  # over plain decoding
+    texts: int
+
+
+class SourceRatio(TypedDict):
+    """Tokens per second of one source relative to another."""
+
+    what: str
+    ratio: float
+    range: Range  # 95 % confidence interval
+
+
+class PassCosts(TypedDict):
+    """Seconds of forward passes, as `drafting.policy.Costs`."""
+
+    draft: float
+    main: dict[int, float]  # by number of tokens; JSON has the numbers as strings
+    draft_further: float | None
+    main_change: float
+
+
+class SourcesEnvironment(PairEnvironment):
+    """The environment of scripts/compare_sources.py."""
+
+    prompts: str  # number and source
+    max_new_tokens: int  # of each text
+    seed: int
+
+
+class SourcesResult(TypedDict):
+    """The result of scripts/compare_sources.py."""
+
+    program: Literal["compare_sources"]
+    summary: list[str]  # sentences
+    environment: SourcesEnvironment
+    rows: list[SourceRow]
+    categories: list[SourceCategory]
+    ratios: list[SourceRatio]
+    costs: PassCosts
+
+
 # ---- scripts/device_swap.py -----------------------------------------------------------------------------------------
 
 
@@ -975,6 +1038,7 @@ RESULTS = {
     "benchmark_serving": ServingResult,
     "benchmark_costs": CostsResult,
     "sweep_draft_length": SweepResult,
+    "compare_sources": SourcesResult,
     "device_swap": SwapResult,
     "tune": TuneResult,
     "plan_capacity": CapacityResult,

@@ -149,6 +149,17 @@ def lengths(text: str) -> list[int]:
     return list(dict.fromkeys(values))
 
 
+def temperatures(text: str) -> list[float]:
+    """An argparse type: temperatures, each once."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of temperatures of 0 or more, like 0,0.7,1")
+    return list(dict.fromkeys(values))
+
+
 def refuse_unsound(main: Path, draft: Path | None) -> None:
     """Exit with status 2 and the first reason if the folders are not a sound pair, or main model without a draft."""
     if draft:

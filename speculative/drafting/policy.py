@@ -26,6 +26,7 @@ LONGEST = 16  # most draft tokens per iteration, for adaptive policies
 STEPS = np.arange(1, LONGEST + 1)
 LEAVES = STEPS - STEPS[:, None]  # in a tree of 1, 2, ... tokens (columns) with a chain of 1, 2, ... (rows)
 FASTER = 1.06  # a forward pass over one token that takes this many times as long as one over more is padded to it
+LONG_PASS = 0.004  # seconds of a plain forward pass from which leaves gain more time than it takes to choose them
 SAME = 1.02  # forward passes whose times differ by less count as equally fast
 
 
@@ -169,6 +170,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     drafted periodically to probe whether that has changed.
 
     If `has_leaves`, drafts are trees: a forward pass over n tokens has the chain and the leaves that are worth most.
+    They are for models whose passes take `LONG_PASS` or more: to choose leaves takes some 0.3 ms.
 
     A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
@@ -229,7 +231,11 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     @property
     def tree(self) -> LeafEstimate | None:
-        return self._leaf_estimate if self.has_leaves else None
+        return self._leaf_estimate if self._has_tree else None
+
+    @property
+    def _has_tree(self) -> bool:
+        return self.has_leaves and self.costs.main[1] >= LONG_PASS
 
     def leaves(self) -> list[Leaf]:
         width = self.pass_width.planned if self.pass_width else 0
@@ -238,7 +244,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def _plan_tree(self, gains: np.ndarray) -> None:
         """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens."""
-        if not self.has_leaves:
+        if not self._has_tree:
             self._plan_pass(gains)
             return
         if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
@@ -354,7 +360,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         verify = self._passes[needed + 1 :] - self._passes[needed]
         seconds = verify + self._drafting.seconds[drafted + 1 :][:left] - self._drafting.seconds[drafted]
         gains = self._acceptance.survival * self._gains[:left]
-        if self.has_leaves:  # whose places further draft tokens take
+        if self._has_tree:  # whose places further draft tokens take
             gains = gains + self._of_leaves[drafted + 1 :][:left] - self._of_leaves[drafted]
         return bool((gains > self._rate(drafted) * seconds).any())
 

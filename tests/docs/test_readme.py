@@ -51,6 +51,7 @@ SHORTER = {
     "scripts/make_benchmark_pair.py build/tinyllama-": f"{DRAFT} {FEW}",
     "convert/make_draft.py": "--minutes 0.1 --tokens 2000 --length 96 --draft-vocabulary 512 --threads 1",
     "scripts/plan_capacity.py --costs": "--requests 10 --rate 2 --ttft-goal 30 --tpot-goal 5",
+    "scripts/compare_sources.py": "--max-new-tokens 16 --max-prompts 2",
     "scripts/sweep_draft_length.py": "--rounds 1 -k 2 --max-new-tokens 16 --max-prompts 2",
     "scripts/device_swap.py": "--devices NPU --rounds 1 --max-new-tokens 16 --max-prompts 1",
     "scripts/tune.py": f"--minutes 0.02 --max-new-tokens 8 {ONE}",

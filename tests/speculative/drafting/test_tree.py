@@ -1,5 +1,6 @@
 """Draft trees: the leaves that are worth most, by learned probabilities."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -107,6 +108,12 @@ def test_leaves_that_cost_more_than_they_gain_are_not_drafted():
     policy = AdaptiveDraftLength(STEEP)
     policy.has_leaves = True
     assert iterations(policy, leaf_share=0.1)[0] == []
+
+
+def test_short_passes_have_no_leaves():
+    short = AdaptiveDraftLength(dataclasses.replace(FLAT, main={n: 0.0039 * s for n, s in FLAT.main.items()}))
+    short.has_leaves = True
+    assert FLAT.main[1] == 1 and short.tree is None and iterations(short)[0] == []
 
 
 def test_a_reset_forgets_the_ranks():

@@ -1,0 +1,244 @@
+"""Compare sources of draft tokens by fixed costs: suffix decoding, a draft with fixed and adaptive draft length, both.
+
+    python scripts/compare_sources.py models/embedded/main models/embedded/draft --max-prompts 20
+
+benchmark.py measures the time of each source. Where the speed of a machine varies, differences of a few percent need
+many rounds. Here, the models decode real texts, and each forward pass counts as long as the cost model says, measured
+once for each size (cached, or read with `--costs` from an earlier result). With the same costs and `--seed`, the result
+is the same. What the engine does outside the models does not count: 2 to 10 % of an iteration.
+
+Columns:
+
+    speedup    tokens per second relative to plain decoding, with a 95 % confidence interval (bootstrap over the texts)
+    forwards   tokens per forward pass of the main model
+    draft      forward passes of the draft model per forward pass of the main model
+
+The second table has the speedups by category of prompts. Sampled texts differ between sources, greedy ones do not:
+above temperature 0 the intervals are wider, and need more prompts. Output: tables, then one JSON object on the last
+line.
+"""
+
+from speculative.cli.program import exit_on, prepare_output
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from speculative import decoder
+from speculative.bench import fixed_costs
+from speculative.bench.fixed_costs import DecodedText
+from speculative.bench.harness import BackgroundLoad, environment, output_file, time_in, write_outputs
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, config_of, with_source
+from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.cli.arguments import (
+    add_pair_arguments,
+    add_prompt_arguments,
+    lengths,
+    model_specs,
+    refuse_unusable,
+    temperatures,
+    two_or_more,
+)
+from speculative.cli.parser import Parser
+from speculative.cli.progress import tqdm
+from speculative.drafting.lookup_policy import LookupDraftLength
+from speculative.drafting.policy import AdaptiveDraftLength, Costs
+from speculative.drafting.suffix import LONGEST_MATCH
+from speculative.pair.engines import NATIVE
+
+SUFFIX, BOTH = "suffix decoding", "draft and suffix decoding"
+
+
+class Decoded(NamedTuple):
+    """The texts of a source at a temperature."""
+
+    source: str
+    temperature: float
+    texts: list[DecodedText]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    add_pair_arguments(parser, without_draft="suffix decoding alone")
+    add_prompt_arguments(parser, max_prompts=20)
+    parser.add_argument(
+        "--max-new-tokens", type=two_or_more, default=96, metavar="N", help="new tokens per text (default: 96)"
+    )
+    parser.add_argument(
+        "-k", "--num-assistant-tokens", type=lengths, default="3", metavar="K",
+        help="fixed draft lengths, 1-10 or 2,4,8 (default: 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=temperatures, default="0,1", metavar="T",
+        help="sampling temperatures, like 0,0.7,1; 0 is greedy (default: 0,1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--costs", type=saved_costs, metavar="FILE", help="use the costs of an earlier result of this program (JSON)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
+    parser.set_defaults(csv=None, html=None)
+    arguments = parser.parse_args()
+    if arguments.seed < 0:
+        parser.error(f"--seed is {arguments.seed}, but must be at least 0")
+    return arguments
+
+
+def saved_costs(text: str) -> Costs:
+    """An argparse type: the costs in a result of this program."""
+    try:
+        costs = json.loads(Path(text).read_text(encoding="utf-8").strip().rpartition("\n")[2])["costs"]
+        return Costs(**{**costs, "main": {int(n): float(seconds) for n, seconds in costs["main"].items()}})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a result of compare_sources.py") from None
+
+
+def sources(has_draft: bool, ks: list[int]) -> dict[str, int | str]:
+    """The names of the sources, and their draft lengths as `with_source` takes them."""
+    of_draft = {**{f"draft, K = {k}": k for k in ks}, "draft, adaptive": "adaptive", BOTH: TWO_SOURCES}
+    return {SUFFIX: ADAPTIVE_LOOKUP, **(of_draft if has_draft else {})}
+
+
+def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.ndarray]) -> tuple[list[Decoded], Costs]:
+    """The texts of each source, and the costs of forward passes."""
+    main, draft = model_specs(arguments)
+    engine = decoder.load(main, draft, max_ngram_size=None if draft else LONGEST_MATCH)
+    assert isinstance(engine.draft_length, (AdaptiveDraftLength, LookupDraftLength))
+    costs = engine.draft_length.costs = arguments.costs or engine.draft_length.costs
+    forward_passes = [time_in(model) for model in engine.models]
+    order = np.random.default_rng(arguments.seed).permutation(len(ids))  # policies learn from one text to the next
+    categories = [prompts[i].category or "other" for i in order]
+    found = []
+    asked = sources(draft is not None, arguments.num_assistant_tokens)
+    with tqdm(total=len(asked) * len(arguments.temperature) * len(ids), unit="text", leave=False) as bar:
+        for temperature in arguments.temperature:
+            for name, draft_length in asked.items():
+                bar.set_description(f"{name}, temperature {temperature:g}")
+                config = config_of(draft_length, temperature, arguments.max_new_tokens)
+                texts = fixed_costs.decode_all(
+                    with_source(engine, draft_length), config, [ids[i] for i in order], categories, costs,
+                    forward_passes, arguments.seed, bar.update,
+                )  # fmt: skip
+                found.append(Decoded(name, temperature, texts))
+    return found, costs
+
+
+# ---- rows, tables and sentences -------------------------------------------------------------------------------------
+
+
+def row_of(decoded: Decoded, costs: Costs) -> dict:
+    rate, (low, high) = fixed_costs.interval(decoded.texts)
+    plain, texts = fixed_costs.plain_seconds(costs), decoded.texts
+    passes = sum(text.passes for text in texts)
+    return {
+        "name": f"{decoded.source}, temperature {decoded.temperature:g}",
+        "source": decoded.source,
+        "temperature": decoded.temperature,
+        "speedup": rate * plain,
+        "speedup_range": [low * plain, high * plain],
+        "tokens_per_forward": sum(text.tokens for text in texts) / passes,
+        "draft_passes": sum(text.draft_passes for text in texts) / passes,
+        "texts": len(texts),
+    }
+
+
+def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
+    found = []
+    for category in dict.fromkeys(sorted(text.category for text in decoded.texts)):
+        texts = [text for text in decoded.texts if text.category == category]
+        speedup = fixed_costs.speedup(texts, costs)
+        name = {"source": decoded.source, "temperature": decoded.temperature}
+        found.append({"category": category, **name, "speedup": speedup, "texts": len(texts)})
+    return found
+
+
+def ratios_of(found: list[Decoded]) -> list[dict]:
+    """Both sources, and the adaptive draft length, relative to the best of the others."""
+    ratios = []
+    for temperature in dict.fromkeys(one.temperature for one in found):
+        here = {one.source: one for one in found if one.temperature == temperature}
+        fixed = [one for name, one in here.items() if name.startswith("draft, K")]
+        single = [one for name, one in here.items() if name != BOTH]
+        for name, others in (("draft, adaptive", fixed), (BOTH, single)):
+            if name in here and others:
+                best = max(others, key=lambda one: fixed_costs.interval(one.texts)[0])
+                ratio, spread = fixed_costs.interval(here[name].texts, best.texts)
+                what = f"{name} / {best.source}, temperature {temperature:g}"
+                ratios.append({"what": what, "ratio": ratio, "range": spread})
+    return ratios
+
+
+def table(rows: list[dict]) -> str:
+    lines = [f"{'source':<28}{'temperature':>11}   {'speedup (95 %)':>19}   {'forwards':>8}   {'draft':>5}"]
+    for row in rows:
+        low, high = row["speedup_range"]
+        lines.append(
+            f"{row['source']:<28}{row['temperature']:>11g}   {row['speedup']:>6.2f}x ({low:.2f}-{high:.2f})"
+            f"   {row['tokens_per_forward']:>8.2f}   {row['draft_passes']:>5.2f}"
+        )
+    return "\n".join(lines)
+
+
+def categories_table(rows: list[dict], temperature: float) -> str:
+    """The speedups by category and source at a temperature."""
+    rows = [row for row in rows if row["temperature"] == temperature]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    speedups = {(row["category"], row["source"]): row["speedup"] for row in rows}
+    lines = [f"{f'category, T = {temperature:g}':<24}{'texts':>6}   " + "   ".join(sources)]
+    for category, texts in {row["category"]: row["texts"] for row in rows}.items():
+        cells = (f"{speedups[category, source]:>{len(source)}.2f}" for source in sources)
+        lines.append(f"{category:<24}{texts:>6}   " + "   ".join(cells))
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        best = max((row for row in rows if row["temperature"] == temperature), key=lambda row: row["speedup"])
+        low, high = best["speedup_range"]
+        lines.append(
+            f"Fastest at temperature {temperature:g}: {best['source']}, {best['speedup']:.2f}x plain decoding "
+            f"({low:.2f}-{high:.2f})."
+        )
+    lines += [f"{one['what']}: {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})" for one in ratios]
+    return lines
+
+
+def main() -> int:
+    prepare_output()
+    arguments = parse_arguments()
+    refuse_unusable(arguments, NATIVE)
+    with exit_on(ValueError, status=2):
+        prompts = read_prompts(arguments.prompts, arguments.max_prompts)
+        ids = token_ids(prompts, arguments.main, arguments.max_new_tokens)
+    with exit_on(RuntimeError, ValueError), BackgroundLoad() as load:
+        found, costs = measure(arguments, prompts, ids)
+    rows, ratios = [row_of(one, costs) for one in found], ratios_of(found)
+    categories = [row for one in found for row in categories_of(one, costs)]
+    facts = {
+        **environment(arguments, load),
+        "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
+        "max_new_tokens": arguments.max_new_tokens,
+        "seed": arguments.seed,
+    }
+    result = {
+        "program": "compare_sources",
+        "summary": summary(rows, ratios),
+        "environment": facts,
+        "rows": rows,
+        "categories": categories,
+        "ratios": ratios,
+        "costs": asdict(costs),
+    }
+    tables = [table(rows), *(categories_table(categories, temperature) for temperature in arguments.temperature)]
+    write_outputs(arguments, result, "\n\n".join([*tables, "\n".join(result["summary"])]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

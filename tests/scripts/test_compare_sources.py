@@ -1,0 +1,126 @@
+"""compare_sources.py as users run it, and what its fixed costs count. No test depends on a time."""
+
+import dataclasses
+import json
+
+import pytest
+from openvino_genai import GenerationConfig
+
+from speculative import decoder
+from speculative.bench import fixed_costs
+from speculative.bench.fixed_costs import DecodedText
+from speculative.bench.harness import time_in
+from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, with_source
+from speculative.bench.result import SourcesResult
+from speculative.drafting.policy import Costs
+from tests.support.paths import DRAFT, MAIN
+from tests.support.typed import problems
+
+PROGRAM = "scripts/compare_sources.py"
+SMALL = ("--max-prompts", "3", "--max-new-tokens", "16", "-k", "2,4")
+COSTS = Costs(0.1, {1: 1.0, 2: 1.25, 5: 1.5, 17: 3.0}, 0.05, 0.25)
+SOURCES = ["suffix decoding", "draft, K = 2", "draft, K = 4", "draft, adaptive", "draft and suffix decoding"]
+
+
+def as_result(process):
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert problems(result, SourcesResult) == []
+    return result
+
+
+@pytest.fixture
+def costs(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": dataclasses.asdict(COSTS)}), encoding="utf-8")
+    return tmp_path / "costs.json"
+
+
+def test_every_source_is_compared_and_with_the_same_costs_the_result_is_the_same(run_here, costs, tmp_path):
+    asked = [PROGRAM, MAIN, DRAFT, *SMALL, "--costs", costs, "--seed", "3"]
+    process = run_here(*asked, "--json", tmp_path / "sources.json")
+    result = as_result(process)
+    assert [(row["source"], row["temperature"]) for row in result["rows"]] == [(s, t) for t in (0, 1) for s in SOURCES]
+    for row in result["rows"]:
+        low, high = row["speedup_range"]
+        assert low <= row["speedup"] <= high and row["tokens_per_forward"] >= 1 and row["texts"] == 3
+        assert (row["draft_passes"] > 0) == (row["source"] != "suffix decoding")
+    assert {row["source"] for row in result["categories"]} == set(SOURCES)
+    assert [one["what"].partition(" / ")[0] for one in result["ratios"]] == 2 * ["draft, adaptive", SOURCES[-1]]
+    assert "category, T = 1" in process.stdout and "Fastest at temperature 0: " in process.stdout
+    again = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, "--costs", tmp_path / "sources.json", "--seed", "3"))
+    for key in ("rows", "categories", "ratios", "costs", "summary"):
+        assert again[key] == result[key]
+
+
+def test_without_a_draft_suffix_decoding_is_measured(run_here):
+    result = as_result(run_here(PROGRAM, MAIN, *SMALL, "--temperature", "0"))
+    assert [row["source"] for row in result["rows"]] == ["suffix decoding"] and result["ratios"] == []
+    assert result["costs"]["main"]["1"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["no/such", DRAFT], "no/such"),
+        ([MAIN, DRAFT, "--costs", "README.md"], "compare_sources.py"),
+        ([MAIN, DRAFT, "--costs", "no/such.json"], "no/such.json"),
+        ([MAIN, DRAFT, "--temperature", "-1"], "'-1'"),
+        ([MAIN, DRAFT, "--seed", "-1"], "--seed"),
+        ([MAIN, DRAFT, "-k", "0"], "'0'"),
+        ([MAIN, DRAFT, "--prompts", "no/such.jsonl"], "no/such.jsonl"),
+    ],
+)
+def test_bad_input_is_one_sentence(run_here, arguments, word):
+    process = run_here(PROGRAM, *arguments)
+    assert process.returncode == 2, process.stderr
+    assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
+
+
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return decoder.load(MAIN, DRAFT)
+
+
+def texts_of(engine, draft_length, k=0, tokens=40):
+    engine.draft_length.costs = COSTS
+    config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, num_assistant_tokens=k)
+    ids = [engine.tokenizer.encode(text).input_ids.data[0] for text in ("def area(", "class Box:")]
+    passes = [time_in(model) for model in engine.models]
+    return fixed_costs.decode_all(with_source(engine, draft_length), config, ids, ["a", "b"], COSTS, passes, 0)
+
+
+def test_a_fixed_draft_length_counts_its_passes(engine):
+    """With 41 tokens and K = 4, only the last passes of a text have another size."""
+    for text in texts_of(engine, 4, k=4, tokens=41):
+        full = [0.1 + 3 * 0.05 + 1.5] * (text.passes - 1)
+        assert text.tokens == 40 and 4 * (text.passes - 1) <= text.draft_passes <= 4 * text.passes
+        left = text.draft_passes - 4 * (text.passes - 1)
+        last = COSTS.drafting()[left] + COSTS.verify()[left + 1] + 0.25 * (left < 4)
+        assert text.seconds == pytest.approx(sum(full) + last)
+
+
+def test_no_source_counts_as_plain_decoding(engine):
+    texts = texts_of(engine, 0)
+    assert [(text.tokens, text.passes, text.draft_passes, text.seconds) for text in texts] == [(39, 39, 0, 39.0)] * 2
+    assert fixed_costs.speedup(texts, COSTS) == 1.0
+
+
+@pytest.mark.parametrize("draft_length", ["adaptive", ADAPTIVE_LOOKUP, TWO_SOURCES])
+def test_an_adaptive_draft_length_never_counts_less_than_its_passes(engine, draft_length):
+    for text in texts_of(engine, draft_length):
+        assert text.tokens == 39
+        assert text.seconds >= text.passes * 1.0 + 0.05 * text.draft_passes
+        assert (text.draft_passes == 0) == (draft_length == ADAPTIVE_LOOKUP)
+
+
+def test_an_interval_has_the_ratio_and_the_same_texts_no_width():
+    fast = [DecodedText("", 10 * n, n, 0, 2.0 * n) for n in range(1, 9)]
+    slow = [text._replace(seconds=2 * text.seconds) for text in fast]
+    assert fixed_costs.interval(fast) == (5.0, [5.0, 5.0])
+    assert fixed_costs.interval(fast, slow) == (2.0, [2.0, 2.0])
+    mixed = [text._replace(seconds=text.seconds * (1 + i % 2)) for i, text in enumerate(fast)]
+    ratio, (low, high) = fixed_costs.interval(mixed, slow)
+    assert 1 <= low < ratio < high <= 2
