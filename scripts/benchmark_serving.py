@@ -114,7 +114,7 @@ def temperature(text: str) -> float:
 def threads_of(arguments: argparse.Namespace) -> int:
     """The inference threads of a replica."""
     given = dict(arguments.property).get("INFERENCE_NUM_THREADS")
-    return int(given or max(usable_cores() // arguments.replicas, 1))
+    return given if isinstance(given, int) and given > 0 else max(usable_cores() // arguments.replicas, 1)
 
 
 def endpoints(arguments: argparse.Namespace, stack: ExitStack) -> tuple[dict[str, Target], list[StartedServer]]:

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from speculative import batch_decoder
 from speculative.bench.load.clients import Target, ask, closed_loop
 from speculative.bench.load.metrics import Load, RequestRecord, Span, break_even, outcomes, row, table, take_turns
+from speculative.bench.load.processor_time import Meter
 from speculative.bench.result import ServingResult
 from tests.support import load_benchmarks
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -197,6 +199,16 @@ def test_ways_take_turns_on_the_same_prompts_in_changing_order():
     assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [2] * 4
     assert take_turns(methods, [1, 2], 0.1, rounds=1, warm_up=0)  # after another start
     assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [3] * 4
+
+
+def test_the_processor_time_of_a_crashed_server_is_no_error():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    meter = Meter([SimpleNamespace(process=process)], threads=1)
+    before = meter.read()
+    time = meter.since(before, Span([RequestRecord(0, 0.0, pieces=3)], 0.0, 1.0))
+    assert before.servers == time["servers"] == time["engines"] == 0.0
+    assert time["clients"] >= 0 and (time["requests"], time["pieces"]) == (1, 3)
 
 
 def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():

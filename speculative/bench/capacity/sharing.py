@@ -37,16 +37,19 @@ class ServerCosts:
     def of(cls, result: Drawn) -> "ServerCosts":
         """Estimate them from a result of benchmark_serving.py, by least squares over its rows. Raises ValueError if it
         has no processor times."""
-        facts = result.get("environment", {})
-        measured = [time for row in result.get("rows", []) if (time := row.get("processor_time"))]
-        if not measured or "replicas" not in facts:
+        try:
+            facts = result["environment"]
+            measured = [time for row in result["rows"] if (time := row.get("processor_time"))]
+            work = np.array([[one["seconds"], one["requests"], one["pieces"]] for one in measured], float)
+            used = np.array([one["servers"] + one["clients"] for one in measured])
+            cores, threads, latency, replicas = (facts[key] for key in ("cores", "threads", "round_trip", "replicas"))
+        except (KeyError, TypeError, AttributeError):
+            measured = []
+        if not measured:
             raise ValueError("it has no processor times: give a result of benchmark_serving.py, with servers that it "
                              "started")  # fmt: skip
-        work = np.array([[one["seconds"], one["requests"], one["pieces"]] for one in measured], float)
-        used = np.array([one["servers"] + one["clients"] for one in measured])
         idle, request, piece = _without_negative_ones(work, used)
-        replicas = facts["replicas"]
-        return cls(facts["cores"] / replicas, facts["threads"], idle / replicas, request, piece, facts["round_trip"])
+        return cls(cores / replicas, threads, idle / replicas, request, piece, latency)
 
 
 def _without_negative_ones(work: np.ndarray, used: np.ndarray) -> Sequence[float]:
@@ -63,10 +66,10 @@ def _without_negative_ones(work: np.ndarray, used: np.ndarray) -> Sequence[float
 
 
 class SharedCores:
-    """The cores of all replicas; what the server takes of them is not there for the engines."""
+    """The cores of all replicas, of which the engines have those that the rest of the server does not use."""
 
     def __init__(self, environment: simpy.Environment, costs: ServerCosts, replicas: int):
-        self._busy: set[object] = set()  # replicas that compute
+        self._busy: set[object] = set()  # replicas
         self._environment = environment
         self._costs = costs
         self._replicas = replicas
@@ -79,8 +82,7 @@ class SharedCores:
         self._recent += requests * self._costs.request + pieces * self._costs.piece
 
     def slowdown(self, replica: object) -> float:
-        """How many times as long `replica`, which computes now, and the others that do take as on cores of their
-        own."""
+        """The factor by which sharing slows down `replica`, which computes now, and the other busy ones."""
         self._busy.add(replica)
         self._fade()
         costs, cores = self._costs, self._costs.cores * self._replicas
@@ -88,7 +90,7 @@ class SharedCores:
         return max(len(self._busy) * costs.threads / max(left, LEAST * cores), 1.0)
 
     def leave(self, replica: object) -> None:
-        """`replica` computes no longer."""
+        """`replica` is idle."""
         self._busy.discard(replica)
 
     def _fade(self) -> None:

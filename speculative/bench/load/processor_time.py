@@ -9,6 +9,7 @@ A server's other work is HTTP in the replicas, Ray's proxies and its other proce
 own, they take those of the engines.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class Meter:
         return {
             "seconds": now.at - before.at,
             "engines": engines,
-            "servers": now.servers - before.servers - engines,
+            "servers": max(now.servers - before.servers - engines, 0.0),
             "clients": now.clients - before.clients,
             "requests": len(span.answers),
             "pieces": sum(answer.pieces for answer in span.answers),
@@ -73,9 +74,9 @@ class Meter:
 
     def _processes(self) -> Iterable[psutil.Process]:
         for server in self._servers:
-            leader = psutil.Process(server.process.pid)
-            yield leader
-            yield from leader.children(recursive=True)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it crashed
+                leader = psutil.Process(server.process.pid)
+                yield from (leader, *leader.children(recursive=True))
 
 
 def _used(process: psutil.Process) -> float:

@@ -271,6 +271,8 @@ def test_server_costs_are_found_from_processor_times():
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(SERVER))
     with pytest.raises(ValueError, match=r"benchmark_serving\.py"):
         ServerCosts.of({"environment": facts, "rows": [{}]})
+    with pytest.raises(ValueError, match="no processor times"):
+        ServerCosts.of({"environment": {"cores": 4}, "rows": rows})
 
 
 def test_no_server_costs_are_negative():
