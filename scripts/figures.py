@@ -99,9 +99,9 @@ FIGURES = {
     ),
     "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 68", 12),
     "fixed-costs-benchmark-pair": Figure(
-        f"scripts/compare_sources.py {LARGE} {MIXED} -k 3,4 --max-prompts 44 --max-new-tokens 64 "
+        f"scripts/compare_sources.py {LARGE} {MIXED} -k 4 --max-prompts 44 --max-new-tokens 48 "
         "--property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
-        20,
+        10,
     ),
     "server-embedded": Figure(
         f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 2
