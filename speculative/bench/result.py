@@ -1063,4 +1063,4 @@ class RecordedResult(TypedDict):
     machine: Machine
     minutes: float  # that the command took
     output: list[str]  # lines printed before the result
-    result: Result | CostsResult | LosslessResult
+    result: Result | CostsResult | SourcesResult | LosslessResult
