@@ -13,9 +13,8 @@ Columns:
     forwards   tokens per forward pass of the main model
     draft      forward passes of the draft model per forward pass of the main model
 
-The second table has the speedups by category of prompts. Sampled texts differ between sources, greedy ones do not:
-above temperature 0 the intervals are wider, and need more prompts. Output: tables, then one JSON object on the last
-line.
+Then come the speedups by category of prompts. Sampled texts differ between sources, greedy ones hardly do: above
+temperature 0, more prompts are needed. Output: tables, then one JSON object on the last line.
 """
 
 from speculative.cli.program import exit_on, prepare_output
