@@ -198,6 +198,8 @@ def processor_use(rows: list[LoadRow]) -> list[str]:
 
 
 class Measured(NamedTuple):
+    """What was measured."""
+
     methods: list[Load]  # with their rounds
     servers: dict[str, Target]
     round_trip: float | None  # seconds of a request without inference; None with --url

@@ -46,7 +46,7 @@ from speculative.cli.arguments import (
 from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
 from speculative.drafting.lookup_policy import LookupDraftLength
-from speculative.drafting.policy import AdaptiveDraftLength, Costs
+from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.drafting.suffix import LONGEST_MATCH
 from speculative.pair.engines import NATIVE
 
@@ -85,6 +85,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.seed < 0:
         parser.error(f"--seed is {arguments.seed}, but must be at least 0")
+    if (k := max(arguments.num_assistant_tokens)) > LONGEST:
+        parser.error(f"-k is {k}, but the costs are those of at most {LONGEST} draft tokens")
     return arguments
 
 
@@ -111,7 +113,7 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.n
     costs = engine.draft_length.costs = arguments.costs or engine.draft_length.costs
     forward_passes = [time_in(model) for model in engine.models]
     order = np.random.default_rng(arguments.seed).permutation(len(ids))  # policies learn from one text to the next
-    categories = [prompts[i].category or "other" for i in order]
+    ids, categories = [ids[i] for i in order], [prompts[i].category or "other" for i in order]
     found = []
     asked = sources(draft is not None, arguments.num_assistant_tokens)
     with tqdm(total=len(asked) * len(arguments.temperature) * len(ids), unit="text", leave=False) as bar:
@@ -120,7 +122,7 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.n
                 bar.set_description(f"{name}, temperature {temperature:g}")
                 config = config_of(draft_length, temperature, arguments.max_new_tokens)
                 texts = fixed_costs.decode_all(
-                    with_source(engine, draft_length), config, [ids[i] for i in order], categories, costs,
+                    with_source(engine, draft_length), config, ids, categories, costs,
                     forward_passes, arguments.seed, bar.update,
                 )  # fmt: skip
                 found.append(Decoded(name, temperature, texts))
@@ -131,15 +133,14 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.n
 
 
 def row_of(decoded: Decoded, costs: Costs) -> dict:
-    rate, (low, high) = fixed_costs.interval(decoded.texts)
-    plain, texts = fixed_costs.plain_seconds(costs), decoded.texts
+    texts, plain = decoded.texts, fixed_costs.plain(decoded.texts, costs)
     passes = sum(text.passes for text in texts)
     return {
         "name": f"{decoded.source}, temperature {decoded.temperature:g}",
         "source": decoded.source,
         "temperature": decoded.temperature,
-        "speedup": rate * plain,
-        "speedup_range": [low * plain, high * plain],
+        "speedup": fixed_costs.rate(texts) / fixed_costs.rate(plain),
+        "speedup_range": fixed_costs.interval(texts, plain),
         "tokens_per_forward": sum(text.tokens for text in texts) / passes,
         "draft_passes": sum(text.draft_passes for text in texts) / passes,
         "texts": len(texts),
@@ -148,9 +149,9 @@ def row_of(decoded: Decoded, costs: Costs) -> dict:
 
 def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
     found = []
-    for category in dict.fromkeys(sorted(text.category for text in decoded.texts)):
+    for category in sorted({text.category for text in decoded.texts}):
         texts = [text for text in decoded.texts if text.category == category]
-        speedup = fixed_costs.speedup(texts, costs)
+        speedup = fixed_costs.rate(texts) / fixed_costs.rate(fixed_costs.plain(texts, costs))
         name = {"source": decoded.source, "temperature": decoded.temperature}
         found.append({"category": category, **name, "speedup": speedup, "texts": len(texts)})
     return found
@@ -165,10 +166,11 @@ def ratios_of(found: list[Decoded]) -> list[dict]:
         single = [one for name, one in here.items() if name != BOTH]
         for name, others in (("draft, adaptive", fixed), (BOTH, single)):
             if name in here and others:
-                best = max(others, key=lambda one: fixed_costs.interval(one.texts)[0])
-                ratio, spread = fixed_costs.interval(here[name].texts, best.texts)
+                best = max(others, key=lambda one: fixed_costs.rate(one.texts))
+                texts = here[name].texts
+                ratio = fixed_costs.rate(texts) / fixed_costs.rate(best.texts)
                 what = f"{name} / {best.source}, temperature {temperature:g}"
-                ratios.append({"what": what, "ratio": ratio, "range": spread})
+                ratios.append({"what": what, "ratio": ratio, "range": fixed_costs.interval(texts, best.texts)})
     return ratios
 
 

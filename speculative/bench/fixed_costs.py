@@ -4,7 +4,7 @@ forward pass counts as many seconds as the cost model has for its size.
     engine = decoder.load(main, draft)
     forward_passes = [time_in(model) for model in engine.models]
     texts = decode_all(with_source(engine, "adaptive"), config, ids, categories, costs, forward_passes, seed=0)
-    speedup(texts, costs)
+    speedup = rate(texts) / rate(plain(texts, costs))
 
 So the load of the machine, and its varying speed, change neither what a policy decides nor the result.
 """
@@ -15,12 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from openvino_genai import GenerationConfig
 
+from speculative.bench import ratios
 from speculative.bench.result import Range
 from speculative.decoder import Decoder
 from speculative.drafting.policy import LONGEST, Costs
-
-RESAMPLES = 2000  # of the texts, for a confidence interval
-MIDDLE = (2.5, 97.5)  # percentiles of a 95 % confidence interval
 
 
 class DecodedText(NamedTuple):
@@ -55,7 +53,7 @@ def _decode(
     decoder: Decoder, config: GenerationConfig, ids: np.ndarray, category: str, costs: Costs,
     forward_passes: Sequence[list[float]],
 ) -> DecodedText:  # fmt: skip
-    verify, drafting = costs.verify(), np.append(costs.drafting(), np.inf)
+    verify, drafting = costs.verify(), costs.drafting()
     tokens = passes = draft_passes = last = 0
     seconds = 0.0
     for i, step in enumerate(decoder.stream(ids, config)):
@@ -73,33 +71,21 @@ def _decode(
     return DecodedText(category, tokens, passes, draft_passes, seconds)
 
 
-def speedup(texts: Sequence[DecodedText], costs: Costs) -> float:
-    """Tokens per second relative to plain decoding."""
-    seconds = sum(text.seconds for text in texts)
-    return sum(text.tokens for text in texts) * plain_seconds(costs) / seconds if seconds else 1.0
+def plain(texts: Sequence[DecodedText], costs: Costs) -> list[DecodedText]:
+    """The same texts without a draft."""
+    seconds = float(costs.verify()[costs.fastest()])  # for a token
+    return [text._replace(passes=text.tokens, draft_passes=0, seconds=text.tokens * seconds) for text in texts]
 
 
-def plain_seconds(costs: Costs) -> float:
-    """Seconds for a token of plain decoding."""
-    return float(costs.verify()[costs.fastest()])
+def rate(texts: Sequence[DecodedText]) -> float:
+    """Tokens per second."""
+    return sum(text.tokens for text in texts) / sum(text.seconds for text in texts)
 
 
-def interval(
-    texts: Sequence[DecodedText], others: Sequence[DecodedText] | None = None, seed: int = 0
-) -> tuple[float, Range]:
-    """The tokens per second of `texts`, relative to those of `others` after the same prompts if given, and a 95 %
-    confidence interval: the bootstrap over texts (Efron 1979)."""
-    both = [_sums(texts), _sums(others)] if others else [_sums(texts)]
-    chosen = np.random.default_rng(seed).integers(len(texts), size=(RESAMPLES, len(texts)))
-    rates, resampled = [], []
-    for tokens, seconds in both:
-        rates.append(tokens.sum() / seconds.sum())
-        resampled.append(tokens[chosen].sum(axis=1) / seconds[chosen].sum(axis=1))
-    if others:
-        rates, resampled = [rates[0] / rates[1]], [resampled[0] / resampled[1]]
-    low, high = np.percentile(resampled[0], MIDDLE).tolist()
-    return float(rates[0]), [low, high]
-
-
-def _sums(texts: Sequence[DecodedText]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([text.tokens for text in texts], float), np.array([text.seconds for text in texts])
+def interval(texts: Sequence[DecodedText], others: Sequence[DecodedText]) -> Range:
+    """A 95 % confidence interval of the rate of `texts` relative to that of `others`, after the same prompts."""
+    counts, seconds = (
+        np.array([[getattr(text, name) for text in one] for one in (texts, others)], float)
+        for name in ("tokens", "seconds")
+    )
+    return ratios.interval(counts, seconds) or 2 * [rate(texts) / rate(others)]

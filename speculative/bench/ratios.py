@@ -43,7 +43,7 @@ def ratio(what: str, one: Method, other: Method, prompts: Sequence[int] | None =
         "what": what,
         "ratio": statistics.median(ratios),
         "range": [min(ratios), max(ratios)],
-        "interval": _interval(counts.sum(1), seconds.sum(1)),
+        "interval": interval(counts.sum(1), seconds.sum(1)),
         "prompts": len(chosen),
     }
 
@@ -95,8 +95,9 @@ def _measured(method: Method, prompts: list[int], units: Units) -> tuple[np.ndar
     return np.array(counts, float), np.array([[run.decode_seconds for run in round_] for round_ in runs])
 
 
-def _interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
-    """95 % interval of the ratio over resampled prompts; `counts` and `seconds` are [method, prompt]."""
+def interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
+    """95 % interval of the ratio of two methods over resampled prompts; `counts` and `seconds` are [method, prompt].
+    None if there is only one prompt."""
     n = counts.shape[1]
     if n < 2:
         return None

@@ -93,7 +93,7 @@ class ServingSettings(TypedDict):
     rounds: int  # complete rounds
 
 
-class StartedServersEnvironment(PairEnvironment, ServingSettings, total=False):
+class StartedServersEnvironment(PairEnvironment, ServingSettings):
     """The environment of scripts/benchmark_serving.py if it started the servers."""
 
     replicas: int  # of each server

@@ -67,6 +67,7 @@ def test_without_a_draft_suffix_decoding_is_measured(run_here):
         ([MAIN, DRAFT, "--temperature", "-1"], "'-1'"),
         ([MAIN, DRAFT, "--seed", "-1"], "--seed"),
         ([MAIN, DRAFT, "-k", "0"], "'0'"),
+        ([MAIN, DRAFT, "-k", "2,17"], "17"),
         ([MAIN, DRAFT, "--prompts", "no/such.jsonl"], "no/such.jsonl"),
     ],
 )
@@ -105,7 +106,7 @@ def test_a_fixed_draft_length_counts_its_passes(engine):
 def test_no_source_counts_as_plain_decoding(engine):
     texts = texts_of(engine, 0)
     assert [(text.tokens, text.passes, text.draft_passes, text.seconds) for text in texts] == [(39, 39, 0, 39.0)] * 2
-    assert fixed_costs.speedup(texts, COSTS) == 1.0
+    assert fixed_costs.plain(texts, COSTS) == texts
 
 
 @pytest.mark.parametrize("draft_length", ["adaptive", ADAPTIVE_LOOKUP, TWO_SOURCES])
@@ -119,8 +120,10 @@ def test_an_adaptive_draft_length_never_counts_less_than_its_passes(engine, draf
 def test_an_interval_has_the_ratio_and_the_same_texts_no_width():
     fast = [DecodedText("", 10 * n, n, 0, 2.0 * n) for n in range(1, 9)]
     slow = [text._replace(seconds=2 * text.seconds) for text in fast]
-    assert fixed_costs.interval(fast) == (5.0, [5.0, 5.0])
-    assert fixed_costs.interval(fast, slow) == (2.0, [2.0, 2.0])
+    plain = fixed_costs.plain(fast, COSTS)
+    assert fixed_costs.rate(fast) / fixed_costs.rate(plain) == 5.0 and fixed_costs.interval(fast, plain) == [5.0, 5.0]
+    assert fixed_costs.rate(fast) / fixed_costs.rate(slow) == 2.0 and fixed_costs.interval(fast, slow) == [2.0, 2.0]
+    assert fixed_costs.interval(fast[:1], slow[:1]) == [2.0, 2.0]
     mixed = [text._replace(seconds=text.seconds * (1 + i % 2)) for i, text in enumerate(fast)]
-    ratio, (low, high) = fixed_costs.interval(mixed, slow)
+    ratio, (low, high) = fixed_costs.rate(mixed) / fixed_costs.rate(slow), fixed_costs.interval(mixed, slow)
     assert 1 <= low < ratio < high <= 2

@@ -94,14 +94,13 @@ def serve(
     environment = simpy.Environment()
     pool = _replicas(environment, costs, settings, simulated)
     chooser = Router(routing, pool, random)
-    latency = costs.server.latency if costs.server else 0.0
     if workload.cached:
         _fill_caches(arrivals, begun, pool, chooser)
 
     def arrive() -> Generator[simpy.Event, None, None]:
         for request in arrivals:
-            yield environment.timeout(max(request.sent + latency - environment.now, 0.0))
-            chooser.choose(request.chat).submit(request, latency)
+            yield environment.timeout(max(request.sent + costs.latency - environment.now, 0.0))
+            chooser.choose(request.chat).submit(request, costs.latency)
         for request in arrivals:
             yield request.done
 
@@ -142,7 +141,7 @@ class ClosedLoop:
         self._random = np.random.default_rng(seed)
         self._router = Router(routing, self.replicas, self._random)
         self._workload = workload
-        self._latency = costs.server.latency if costs.server else 0.0
+        self._latency = costs.latency
 
     def run(self, clients: int, seconds: float, first: int) -> Span:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""

@@ -101,6 +101,11 @@ class Costs:
         return BatchDraftLength(main, first, further, self.main.change)
 
     @property
+    def latency(self) -> float:
+        """Seconds that a request takes without inference; 0 if that is not known."""
+        return self.server.latency if self.server else 0.0
+
+    @property
     def acceptance(self) -> float | None:
         """The share of the judged draft tokens that the main model accepted; None if none was judged."""
         accepted = [was_accepted for text in self.judged for _, was_accepted in text]

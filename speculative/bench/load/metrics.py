@@ -14,7 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from speculative.bench.harness import shuffled
 from speculative.bench.result import Drafting, Drawn, LoadRow, Outcomes, ProcessorTime, Range
@@ -175,14 +175,7 @@ def row(method: Load, clients: int, baseline: Load | None, counts: str = "client
 
 
 def _total(known: Sequence[ProcessorTime]) -> ProcessorTime:
-    return {
-        "seconds": sum(one["seconds"] for one in known),
-        "engines": sum(one["engines"] for one in known),
-        "servers": sum(one["servers"] for one in known),
-        "clients": sum(one["clients"] for one in known),
-        "requests": sum(one["requests"] for one in known),
-        "pieces": sum(one["pieces"] for one in known),
-    }
+    return cast(ProcessorTime, {key: sum(one[key] for one in known) for key in known[0]})  # type: ignore[literal-required]
 
 
 def outcomes(answers: Sequence[RequestRecord]) -> Outcomes:

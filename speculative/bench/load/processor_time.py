@@ -46,7 +46,7 @@ class Meter:
         for process in self._processes():
             try:
                 servers += _used(process)
-                if process.cmdline()[:1] and process.cmdline()[0].startswith(REPLICA):
+                if "".join(process.cmdline()[:1]).startswith(REPLICA):
                     threads[process.pid] = {one.id: one.user_time + one.system_time for one in process.threads()}
             except psutil.NoSuchProcess:  # it has just ended
                 continue
