@@ -152,7 +152,8 @@ class ClosedLoop:
             while self._environment.now < begin + seconds:
                 number = next(numbers)
                 request = self._workload.numbered(number, self._random)
-                yield self._environment.timeout(self._latency)
+                if self._latency:
+                    yield self._environment.timeout(self._latency)
                 yield self._router.choose(request.chat).submit(request, self._latency)
                 records.append(record(number, request))
                 if request.refused:

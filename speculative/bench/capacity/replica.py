@@ -146,6 +146,7 @@ class Replica:
             self._deliver()
             if self.cores and not self.load:
                 self.cores.leave(self)
+            yield self.environment.timeout(0.0)  # a client may send its next request before the next iteration
 
     def _admit(self) -> int:
         """Move waiting requests into the batch, in order; returns their number."""

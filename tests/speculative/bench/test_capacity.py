@@ -352,6 +352,13 @@ def test_clients_of_a_closed_loop_wait_for_their_answers():
         assert sum(answer.sent <= at < answer.end for answer in span.answers) <= 3
 
 
+def test_without_latency_the_next_request_of_a_client_joins_the_next_iteration():
+    """As in benchmark_batching.py, which adds a request as soon as one has ended; each iteration takes 0.1 s."""
+    costs, workload = Costs(ModelCosts({1: 0.1, 256: 0.1})), Workload(lengths("8"), lengths("uniform:2:9"), 0.0)
+    answers = ClosedLoop(costs, Settings(with_draft=False), workload, 0).run(4, 5.0, 0).answers
+    assert len(answers) > 20 and all(answer.ttft == pytest.approx(0.1) for answer in answers)
+
+
 # ---- costs and workloads --------------------------------------------------------------------------------------------
 
 
