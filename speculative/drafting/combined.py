@@ -183,8 +183,9 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
         (p of the draft model - p of the copy) x (survival + further tokens)  >  tokens per second x seconds of its step
 
-    as whatever follows an accepted token follows from either source. The rest is as in `AdaptiveDraftLength`: probes of
-    the draft model, and a bound on the loss.
+    as whatever follows an accepted token follows from either source. If `has_leaves`, the plan includes the leaves of a
+    tree beside the draft model's tokens, and copies take their places only if they are worth more. The rest is as in
+    `AdaptiveDraftLength`: probes of the draft model, and a bound on the loss.
     """
 
     PRIOR_ACCEPTANCE = 0.5  # of the draft model's tokens: a wrong one may keep many right ones from being copied
@@ -223,11 +224,11 @@ class CombinedDraftLength(AdaptiveDraftLength):
         drafted = estimate.drafted
         if not drafted and not self._plan_width(match, can_use_model):
             return None
-        if drafted >= LONGEST:
+        if drafted >= LONGEST - self._again:
             return None
-        fit = self._width - 1 - drafted
+        fit = self._width - 1 - self._again - drafted
         of_model = float(self._of_model(self._rate(drafted)).max()) if can_use_model else 0.0
-        if match and fit > 0 and (of_model <= 0 or self._prefers_copy(match, fit, of_model)):
+        if match and self._fills(match, fit) and (of_model <= 0 or self._prefers_copy(match, fit, of_model)):
             return True
         if of_model > 0:
             return False
@@ -262,8 +263,9 @@ class CombinedDraftLength(AdaptiveDraftLength):
                 self._wanted = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
             return False
         self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
-        self._passes = np.zeros(LONGEST + 2)
-        self._width = self._plan_pass(np.maximum(copies, self._of_model(rate)) if can_use_model else copies)
+        self._of_leaves = np.zeros(LONGEST + 1)
+        of_model = self._gains - rate * self._drafting.seconds[1:]
+        self._width = self._plan_tree(of_model, copies) if can_use_model else self._plan_pass(copies)
         return True
 
     def _prefers_copy(self, match: Proposal, fit: int, of_model: float) -> bool:
@@ -273,6 +275,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
         step = float(self._drafting.seconds[steps + 1] - self._drafting.seconds[steps])
         further = max(of_model, float(self._of_copies(match, fit)[-1]))
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
+
+    def _fills(self, match: Proposal, fit: int) -> bool:
+        """Whether copies from `match` fill some of the `fit` places in the planned pass better than leaves do."""
+        drafted = self._acceptance.drafted
+        leaves = self._of_leaves[drafted] - self._of_leaves[drafted + 1 :][: max(fit, 0)]
+        return bool((self._of_copies(match, len(leaves)) > leaves).any())
 
     def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
         """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
@@ -284,10 +292,11 @@ class CombinedDraftLength(AdaptiveDraftLength):
         draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
         [LONGEST - drafted]."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        left = LONGEST - drafted
+        left, needed = LONGEST - drafted - self._again, drafted + 1 + self._again
         seconds = self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
-        seconds = seconds + self._passes[drafted + 2 :] - self._passes[drafted + 1]
-        return self._acceptance.survival * self._gains[:left] - rate * seconds
+        seconds = seconds + self._passes[needed + 1 :] - self._passes[needed]
+        leaves = self._of_leaves[drafted + 1 :][:left] - self._of_leaves[drafted]  # whose places they take
+        return self._acceptance.survival * self._gains[:left] + leaves - rate * seconds
 
     def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:
         return self._acceptance.steps, self._model_seconds

@@ -242,18 +242,21 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         free = width - 1 - self._again - self._leaf_estimate.drafted
         return self._leaf_estimate.best(self._acceptance.of_drafted, free)
 
-    def _plan_tree(self, gains: np.ndarray) -> None:
-        """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens."""
-        if not self._has_tree:
-            self._plan_pass(gains)
-            return
-        if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
-            self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
-            self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
-        trees = (gains[:, None] + self._tree_gains).max(axis=0)
-        width = self._plan_pass(np.append(0.0, trees[:-1]) if self._again else trees)
-        chain = np.arange(LONGEST + 1)
-        self._of_leaves = self._leaf_gains[chain, np.maximum(width - 1 - self._again - chain, 0)]
+    def _plan_tree(self, gains: np.ndarray, without: np.ndarray | None = None) -> int:
+        """Plan the size of the next forward pass, and return it; a chain of 1, 2, ... tokens is worth `gains`
+        [LONGEST], in tokens, and one that can have no leaves is worth those `without`."""
+        if self._has_tree:
+            if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
+                self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
+                self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
+            gains = (gains[:, None] + self._tree_gains).max(axis=0)
+        if without is not None:
+            gains = np.maximum(gains, without)
+        width = self._plan_pass(gains)
+        if self._has_tree:
+            chain = np.arange(LONGEST + 1)
+            self._of_leaves = self._leaf_gains[chain, np.maximum(width - 1 - self._again - chain, 0)]
+        return width
 
     def _plan_pass(self, gains: np.ndarray) -> int:
         """Plan the size of the next forward pass, and return it; `gains` [LONGEST] is what 1, 2, ... draft tokens are
@@ -261,6 +264,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._passes = self._verify.seconds
         if not self.pass_width:
             return 1
+        if self._again:
+            gains = np.append(0.0, gains[:-1])
         rate = self._rate(1)
         worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
         width = self.pass_width.plan(worth, rate * self._change)

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speculative.drafting.combined import CombinedDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
 from speculative.drafting.tree import RANKS, LeafEstimate, top_tokens
 from speculative.sampling.proposal import Leaf, Proposal
 from speculative.sampling.rejection_sampling import OneHot
 
 FLAT = Costs(draft=0.05, main={1: 1.0, LONGEST + 1: 1.05})
+SLOPING = Costs(draft=0.05, main={1: 1.0, LONGEST + 1: 1.6}, main_change=0.2)
 STEEP = Costs(draft=0.05, main={n: float(n) for n in range(1, LONGEST + 2)})
 
 
@@ -68,27 +70,42 @@ def test_places_without_alternatives_have_no_leaves_and_teach_nothing():
     assert estimate.probabilities().tolist() == before.tolist()
 
 
-def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, rng=None):
+def draft(policy, match):
+    """Draft until the policy stops; the number of draft tokens. `match` may be copied, and is one with alternatives."""
+    combined, drafted, confidence = isinstance(policy, CombinedDraftLength), 0, None
+    if combined:
+        policy.begin()
+    while True:
+        copies = policy.copies_next(match) if combined else False
+        if copies is None or not (combined or policy.should_draft(drafted, confidence)):
+            return drafted
+        one = match if copies else proposal(1, [10, 11, 12, 13])
+        if combined:
+            policy.draft(one, copies, 0.0 if copies else policy.costs.draft)
+        if policy.tree:
+            policy.tree.draft(one)
+        drafted, confidence = drafted + 1, one.confidence
+
+
+def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, match=None):
     """Draft and verify with a simulated main model; the leaves of the last iteration and the mean tokens of all."""
-    random = rng or np.random.default_rng(0)
+    random = np.random.default_rng(0)
     policy.pass_width, leaves, gained = policy.costs.pass_width(), [], 0
     again = 0
     for _ in range(count):
         policy.tree.begin() if policy.tree else None
-        drafted, confidence = 0, None
-        while policy.should_draft(drafted, confidence):
-            one = proposal(1, [10, 11, 12, 13])
-            if policy.tree:
-                policy.tree.draft(one)
-            drafted, confidence = drafted + 1, one.confidence
+        drafted = draft(policy, match)
         leaves = policy.leaves() if policy.tree else []
         accepted = int(np.append(random.random(drafted) >= acceptance, True).argmax())
         token = 10 if accepted < drafted and random.random() < leaf_share else 99
         leaf = Leaf(accepted, token) in leaves
         policy.pass_width.of(1 + again + drafted + len(leaves))
         again = int(leaf)
+        tokens = [1] * accepted + [token]
+        if isinstance(policy, CombinedDraftLength):
+            policy.see(tokens)
         if policy.tree:
-            policy.tree.learn([1] * accepted + [token])
+            policy.tree.learn(tokens)
         policy.update(drafted, accepted, drafted * 0.05, float(policy.costs.verify()[policy.pass_width.last]), leaf)
         gained += accepted + leaf + 1
     return leaves, gained / count
@@ -102,6 +119,24 @@ def test_leaves_are_drafted_where_they_cost_little():
     assert leaves and not none
     assert with_leaves > without + 0.2
     assert "by leaves of the draft tree" in tree.describe() and "leaves" not in chain.describe()
+
+
+def test_two_sources_have_as_many_leaves_as_the_draft_model_alone():
+    one, two = AdaptiveDraftLength(SLOPING), CombinedDraftLength(SLOPING)
+    one.has_leaves = two.has_leaves = True
+    (leaves_of_one, gained_by_one), (leaves_of_two, gained_by_two) = iterations(one), iterations(two)
+    assert leaves_of_one and leaves_of_two
+    assert gained_by_two == pytest.approx(gained_by_one, rel=0.02)
+
+
+def test_copies_take_the_places_of_leaves_only_if_they_are_worth_more():
+    """The first match is wrong each time, which the policy sees whether it copies it or not."""
+    wrong, right, policies = proposal(2, [], 0.01), proposal(1, [], 0.95), [CombinedDraftLength(SLOPING) for _ in "12"]
+    for policy, match in zip(policies, (wrong, None), strict=True):
+        policy.has_leaves = True
+        assert iterations(policy, match=match)[0]
+        draft(policy, match or right)
+    assert [any(policy.estimate.copied) for policy in policies] == [False, True]
 
 
 def test_leaves_that_cost_more_than_they_gain_are_not_drafted():
