@@ -71,13 +71,17 @@ def _table(passes: Mapping[int, float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Outside:
-    """Seconds outside the forward passes, which the engine, and in a server all that shares its processors, takes."""
+    """What iterations take beyond the main model's forward passes as they were measured, one after another: seconds
+    outside them, and factors by which they are slower between the engine's other work."""
 
     iteration: float = 0.0
     request: float = 0.0  # more, for each request in an iteration
     round: float = 0.0  # more, for each drafting round
     token: float = 0.0  # more, for each draft token
     arrival: float = 0.0  # once, for each request
+    prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
+    decode_factor: float = 1.0  # of forward passes without prompts
+    prompt_factor: float = 1.0  # of those with prompts
 
 
 @dataclass(frozen=True)

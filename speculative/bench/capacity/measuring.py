@@ -5,10 +5,11 @@
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, over a long context, and over several sequences. Those of the draft were timed when the decoder was
 loaded. Then the decoder answers the prompts, 1, 4 and 16 at a time: without the draft model, with it but without
-drafting, and with a fixed draft length. The draft's forward passes are timed again while decoding, after the same and
-after another number of tokens. The time of an iteration outside its forward passes is distributed over iteration,
-requests, drafting rounds and draft tokens by least squares, for the main model alone and with the draft. For each draft
-token, the confidence and the acceptance are recorded.
+drafting, and with a fixed draft length. The forward passes are timed again while decoding: between them, other work
+takes the CPU caches. Those of the main model are slower by a factor, those of the draft by a constant. The time of an
+iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds and draft tokens
+by least squares, for the main model alone and with the draft. For each draft token, the confidence and the acceptance
+are recorded.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ TIMES, ENOUGH_SECONDS = 5, 20.0  # repetitions; two do after so many seconds
 TEXTS = (1, 4, 16)  # decoded at once
 DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are judged
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
-OUTLIER = 3.0  # median absolute deviations from which a time is left out
+OUTLIER = 10.0  # median absolute deviations from which a time is left out
+FACTORS = (0.5, 2.0)  # limits of a forward pass's time, relative to that measured alone; others are left out
 
 Logits = Callable[[Sequence[ScheduledTokens]], list[np.ndarray]]  # a model's forward pass
 
@@ -187,12 +189,14 @@ def draft_while_decoding(alone: ModelCosts, passes: Sequence[DraftPass]) -> Mode
 
 
 class Iteration(NamedTuple):
-    """A measured iteration without prompts."""
+    """A measured iteration."""
 
     seconds: float  # outside its forward passes
     requests: int
     rounds: int  # of drafting
     drafted: int  # tokens
+    prompts: int = 0
+    factor: float = 1.0  # of its main forward pass: seconds, relative to one measured alone
 
 
 class JudgedEstimate(AcceptanceEstimate):
@@ -226,6 +230,7 @@ class Recorder(BatchDraftLength):
     def __init__(self, costs: Costs, drafted: int):
         policy = costs.policy()
         super().__init__(policy.main, policy.draft, policy.draft_further)
+        self._costs = costs
         self.iterations: list[Iteration] = []
         self.draft_passes: list[DraftPass] = []
         self.arrivals: list[float] = []  # seconds of each new request
@@ -233,7 +238,8 @@ class Recorder(BatchDraftLength):
         self._prompt = 0  # of the newest request
         self._fixed = drafted
         self._width = 0  # tokens of the draft's last forward pass
-        self._passes, self._rounds, self._is_prompt = 0.0, 0, False  # seconds of forward passes; of this iteration
+        self._within, self._rounds = 0.0, 0  # of this iteration: seconds of forward passes, and drafting rounds
+        self._requests, self._prompts, self._factor = 0, 0, 1.0  # of this iteration's main forward pass
 
     def estimate(self, combined: bool = False) -> Estimate:
         judged: list[Judged] = []
@@ -247,10 +253,6 @@ class Recorder(BatchDraftLength):
     def update_draft(self, tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
         super().update_draft(tokens, seconds, search_seconds)
         self._rounds += 1
-
-    def update_main(self, verified: int, prompts: int, gained: int, seconds: float) -> None:
-        super().update_main(verified, prompts, gained, seconds)
-        self._is_prompt = prompts > 0
 
     @contextmanager
     def timing(self, decoder: BatchDecoder) -> Iterator[None]:
@@ -266,18 +268,33 @@ class Recorder(BatchDraftLength):
 
     def _timed(self, logits: Logits, of_draft: bool) -> Logits:
         def timed(parts: Sequence[ScheduledTokens]) -> list[np.ndarray]:
-            tokens = sum(part.missing for part in parts)
+            entered = time.perf_counter()
+            starts = [part.start for part in parts]
             begin = time.perf_counter()
             found = logits(parts)
             seconds = time.perf_counter() - begin
-            self._passes += seconds
-            if of_draft:
-                width = rounded_up(tokens)
-                self.draft_passes.append(DraftPass(tokens, seconds, width != self._width, self._rounds > 0))
-                self._width = width
+            (self._see_draft_pass if of_draft else self._see_main_pass)(parts, starts, seconds)
+            self._within += time.perf_counter() - entered
             return found
 
         return timed
+
+    def _see_draft_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
+        tokens = sum(len(part.tokens) for part in parts) - sum(starts)
+        width = rounded_up(tokens)
+        self.draft_passes.append(DraftPass(tokens, seconds, width != self._width, self._rounds > 0))
+        self._width = width
+
+    def _see_main_pass(self, parts: Sequence[ScheduledTokens], starts: Sequence[int], seconds: float) -> None:
+        computed = [len(part.tokens) - start for part, start in zip(parts, starts, strict=True)]
+        attended = sum(start * n for start, n in zip(starts, computed, strict=True))
+        tokens, width = sum(computed), self.pass_width
+        size = max(width.last, tokens)  # padding included
+        expected = self._costs.main.seconds(
+            size, sum(part.last for part in parts), sum(starts), attended, width.is_changed, sequences=len(parts)
+        )
+        self._requests, self._factor = len(parts), seconds / expected
+        self._prompts = sum(n > part.last for part, n in zip(parts, computed, strict=True))
 
     def run(
         self, decoder: BatchDecoder, prompts: Sequence[np.ndarray], numbers: Iterator[int], texts: int, tokens: int
@@ -300,31 +317,40 @@ class Recorder(BatchDraftLength):
 
     def _step(self, decoder: BatchDecoder) -> int:
         """Run and record an iteration; returns how many requests it has finished."""
-        self._passes, self._rounds = 0.0, 0
+        self._within, self._rounds = 0.0, 0
         begin = time.perf_counter()
         outputs = decoder.step()
-        seconds = time.perf_counter() - begin - self._passes
-        if outputs and not self._is_prompt:
-            drafted = sum(output.step.proposed for output in outputs)
-            self.iterations.append(Iteration(seconds, len(outputs), self._rounds, drafted))
+        seconds = time.perf_counter() - begin - self._within
+        drafted = sum(output.step.proposed for output in outputs)
+        self.iterations.append(
+            Iteration(seconds, self._requests, self._rounds, drafted, self._prompts, self._factor)
+        )
         return sum(output.request.finished for output in outputs)
 
 
 def outside_of(recorders: Sequence[Recorder]) -> Outside:
-    """The time of iterations outside forward passes, by least squares without outliers and negative costs."""
+    """What iterations take beyond their forward passes: seconds by least squares without outliers and negative costs,
+    and the mean factors of the forward passes."""
     iterations = [one for recorder in recorders for one in recorder.iterations]
     arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
     if not iterations:
         return Outside()
     seconds = np.array([one.seconds for one in iterations])
-    counts = np.array([(1, one.requests, one.rounds, one.drafted) for one in iterations], float)
+    counts = np.array([(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations], float)
     kept, found = np.ones(len(seconds), bool), np.zeros(counts.shape[1])
     for _ in range(3):
         found = _least_squares(counts[kept], seconds[kept])
         rest = np.abs(seconds - counts @ found)
         kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
-    iteration, request, round_, token = found.tolist()
-    return Outside(iteration, request, round_, token, statistics.median(arrivals))
+    iteration, request, round_, token, prompt = found.tolist()
+    decode, reading = (_factor([one.factor for one in iterations if bool(one.prompts) == read]) for read in (False, True))
+    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, decode, reading)
+
+
+def _factor(factors: Sequence[float]) -> float:
+    """The mean of `factors` within `FACTORS`, 1 without any."""
+    low, high = FACTORS
+    return statistics.fmean([factor for factor in factors if low <= factor <= high] or [1.0])
 
 
 def _least_squares(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -188,7 +188,8 @@ class Replica:
         changed = self.policy.pass_width.is_changed
         padded = width if width > size else tokens
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
-        main += self.outside.request * sequences
+        main *= self.outside.prompt_factor if read else self.outside.decode_factor
+        main += self.outside.request * sequences + self.outside.prompt * len(prompts)
         gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, read, gained, main)
         for request in prompts:
