@@ -80,8 +80,13 @@ class Outside:
     token: float = 0.0  # more, for each draft token
     arrival: float = 0.0  # once, for each request
     prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
-    decode_factor: float = 1.0  # of forward passes without prompts
+    plain_factor: float = 1.0  # of forward passes without draft tokens and prompts
+    draft_factor: float = 1.0  # of those that verify draft tokens: the draft model has taken the CPU caches
     prompt_factor: float = 1.0  # of those with prompts
+
+    def factor(self, drafts: bool, prompts: bool) -> float:
+        """The factor of a forward pass, by whether it includes draft tokens and prompts."""
+        return self.prompt_factor if prompts else self.draft_factor if drafts else self.plain_factor
 
 
 @dataclass(frozen=True)

@@ -322,9 +322,7 @@ class Recorder(BatchDraftLength):
         outputs = decoder.step()
         seconds = time.perf_counter() - begin - self._within
         drafted = sum(output.step.proposed for output in outputs)
-        self.iterations.append(
-            Iteration(seconds, self._requests, self._rounds, drafted, self._prompts, self._factor)
-        )
+        self.iterations.append(Iteration(seconds, self._requests, self._rounds, drafted, self._prompts, self._factor))
         return sum(output.request.finished for output in outputs)
 
 
@@ -343,8 +341,12 @@ def outside_of(recorders: Sequence[Recorder]) -> Outside:
         rest = np.abs(seconds - counts @ found)
         kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
     iteration, request, round_, token, prompt = found.tolist()
-    decode, reading = (_factor([one.factor for one in iterations if bool(one.prompts) == read]) for read in (False, True))
-    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, decode, reading)
+    factors = (
+        _factor([one.factor for one in iterations if not one.prompts and not one.rounds]),
+        _factor([one.factor for one in iterations if not one.prompts and one.rounds]),
+        _factor([one.factor for one in iterations if one.prompts]),
+    )
+    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, *factors)
 
 
 def _factor(factors: Sequence[float]) -> float:

@@ -188,7 +188,7 @@ class Replica:
         changed = self.policy.pass_width.is_changed
         padded = width if width > size else tokens
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
-        main *= self.outside.prompt_factor if read else self.outside.decode_factor
+        main *= self.outside.factor(drafts=drafting > 0, prompts=read > 0)
         main += self.outside.request * sequences + self.outside.prompt * len(prompts)
         gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, read, gained, main)

@@ -364,20 +364,20 @@ def test_without_latency_the_next_request_of_a_client_joins_the_next_iteration()
 
 def test_what_iterations_take_beyond_their_passes_is_found():
     random, found = np.random.default_rng(0), []
-    for i, (requests, rounds) in enumerate(random.integers(1, 16, (400, 2)).tolist()):
+    for i, (requests, rounds) in enumerate(random.integers((1, 0), (16, 4), (400, 2)).tolist()):
         prompts = i % 3 % 2
         beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds + 0.0005 * prompts
         beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
-        factor = 9.0 if i % 20 == 0 else random.normal(1.3 if prompts else 1.1, 0.01)
+        factor = 9.0 if i % 20 == 0 else random.normal(1.3 if prompts else 1.4 if rounds else 1.1, 0.01)
         found.append(Iteration(beyond, requests, rounds, requests * rounds, prompts, factor))
     outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
-    expected = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 1.1, 1.3)
+    expected = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 1.1, 1.4, 1.3)
     assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(expected), rel=0.05)
 
 
 def test_prompts_and_slower_passes_between_other_work_take_longer():
     """A prompt's pass, and one for the second token, of 0.1 s each."""
-    costs = Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=Outside(prompt=0.01, decode_factor=1.2, prompt_factor=1.5))
+    costs = Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=Outside(prompt=0.01, plain_factor=1.2, prompt_factor=1.5))
     got = alone(costs, SimulatedRequest(20, 2))
     assert (got.first, got.end) == pytest.approx((0.15 + 0.01, 0.15 + 0.01 + 0.12))
 
