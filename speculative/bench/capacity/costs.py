@@ -80,6 +80,7 @@ class Outside:
     token: float = 0.0  # more, for each draft token
     arrival: float = 0.0  # once, for each request
     prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
+    sequence: float = 0.0  # more, for each sequence after the first of a forward pass
     plain_factor: float = 1.0  # of forward passes without draft tokens and prompts
     draft_factor: float = 1.0  # of those that verify draft tokens: the draft model has taken the CPU caches
     prompt_factor: float = 1.0  # of those with prompts

@@ -42,7 +42,6 @@ TEXTS = (1, 4, 16)  # decoded at once
 DRAFTED = 8  # draft tokens for each text and iteration while draft tokens are judged
 RUN_SECONDS = 2.5  # for each number of texts, with and without drafts; longer until each of them has ended
 OUTLIER = 10.0  # median absolute deviations from which a time is left out
-FACTORS = (0.5, 2.0)  # limits of a forward pass's time, relative to that measured alone; others are left out
 
 Logits = Callable[[Sequence[ScheduledTokens]], list[np.ndarray]]  # a model's forward pass
 
@@ -196,7 +195,8 @@ class Iteration(NamedTuple):
     rounds: int  # of drafting
     drafted: int  # tokens
     prompts: int = 0
-    factor: float = 1.0  # of its main forward pass: seconds, relative to one measured alone
+    main: float = 0.0  # seconds of its main forward pass
+    expected: float = 0.0  # the same by the costs of passes measured one after another
 
 
 class JudgedEstimate(AcceptanceEstimate):
@@ -239,7 +239,8 @@ class Recorder(BatchDraftLength):
         self._fixed = drafted
         self._width = 0  # tokens of the draft's last forward pass
         self._within, self._rounds = 0.0, 0  # of this iteration: seconds of forward passes, and drafting rounds
-        self._requests, self._prompts, self._factor = 0, 0, 1.0  # of this iteration's main forward pass
+        self._requests, self._prompts = 0, 0  # of this iteration
+        self._main, self._expected = 0.0, 0.0  # seconds of its main forward pass
 
     def estimate(self, combined: bool = False) -> Estimate:
         judged: list[Judged] = []
@@ -290,10 +291,10 @@ class Recorder(BatchDraftLength):
         attended = sum(start * n for start, n in zip(starts, computed, strict=True))
         tokens, width = sum(computed), self.pass_width
         size = max(width.last, tokens)  # padding included
-        expected = self._costs.main.seconds(
+        self._main, self._requests = seconds, len(parts)
+        self._expected = self._costs.main.seconds(
             size, sum(part.last for part in parts), sum(starts), attended, width.is_changed, sequences=len(parts)
         )
-        self._requests, self._factor = len(parts), seconds / expected
         self._prompts = sum(n > part.last for part, n in zip(parts, computed, strict=True))
 
     def run(
@@ -322,40 +323,44 @@ class Recorder(BatchDraftLength):
         outputs = decoder.step()
         seconds = time.perf_counter() - begin - self._within
         drafted = sum(output.step.proposed for output in outputs)
-        self.iterations.append(Iteration(seconds, self._requests, self._rounds, drafted, self._prompts, self._factor))
+        counts = self._requests, self._rounds, drafted, self._prompts
+        self.iterations.append(Iteration(seconds, *counts, self._main, self._expected))
         return sum(output.request.finished for output in outputs)
 
 
 def outside_of(recorders: Sequence[Recorder]) -> Outside:
-    """What iterations take beyond their forward passes: seconds by least squares without outliers and negative costs,
-    and the mean factors of the forward passes."""
+    """What iterations take beyond their forward passes, and these beyond passes measured one after another."""
     iterations = [one for recorder in recorders for one in recorder.iterations]
     arrivals = [seconds for recorder in recorders for seconds in recorder.arrivals]
     if not iterations:
         return Outside()
-    seconds = np.array([one.seconds for one in iterations])
-    counts = np.array([(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations], float)
-    kept, found = np.ones(len(seconds), bool), np.zeros(counts.shape[1])
+    counts = [(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations]
+    iteration, request, round_, token, prompt = _least_squares(counts, [one.seconds for one in iterations])
+    passes = [one for one in iterations if one.expected > 0]
+    kinds = [2 if one.prompts else 1 if one.rounds else 0 for one in passes]
+    # relative to the expected time, so that short passes count as much as long ones
+    columns = [
+        (*(kind == i for i in range(3)), (one.requests - 1) / one.expected)
+        for kind, one in zip(kinds, passes, strict=True)
+    ]
+    *factors, sequence = _least_squares(columns, [one.main / one.expected for one in passes])
+    plain, draft, prompts = (factor if i in kinds else 1.0 for i, factor in enumerate(factors))
+    arrival = statistics.median(arrivals)
+    return Outside(iteration, request, round_, token, arrival, prompt, sequence, plain, draft, prompts)
+
+
+def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """The coefficients of `columns`, none below 0, without outliers among `values`."""
+    counts, seen = np.array(columns, float), np.array(values)
+    kept, found = np.ones(len(seen), bool), np.zeros(counts.shape[1])
     for _ in range(3):
-        found = _least_squares(counts[kept], seconds[kept])
-        rest = np.abs(seconds - counts @ found)
+        found = _without_negative_ones(counts[kept], seen[kept])
+        rest = np.abs(seen - counts @ found)
         kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
-    iteration, request, round_, token, prompt = found.tolist()
-    factors = (
-        _factor([one.factor for one in iterations if not one.prompts and not one.rounds]),
-        _factor([one.factor for one in iterations if not one.prompts and one.rounds]),
-        _factor([one.factor for one in iterations if one.prompts]),
-    )
-    return Outside(iteration, request, round_, token, statistics.median(arrivals), prompt, *factors)
+    return found.tolist()
 
 
-def _factor(factors: Sequence[float]) -> float:
-    """The mean of `factors` within `FACTORS`, 1 without any."""
-    low, high = FACTORS
-    return statistics.fmean([factor for factor in factors if low <= factor <= high] or [1.0])
-
-
-def _least_squares(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _without_negative_ones(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """The coefficients, none below 0: float64 [columns]."""
     found, columns = np.zeros(counts.shape[1]), list(range(counts.shape[1]))
     while columns:

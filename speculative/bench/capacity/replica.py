@@ -190,6 +190,7 @@ class Replica:
         main = self.costs.main.seconds(padded, rows, context, attended, changed, sequences=sequences)
         main *= self.outside.factor(drafts=drafting > 0, prompts=read > 0)
         main += self.outside.request * sequences + self.outside.prompt * len(prompts)
+        main += self.outside.sequence * (sequences - 1)
         gained = sum(map(self._verify, decoding))
         self.policy.update_main(verified, read, gained, main)
         for request in prompts:

@@ -368,18 +368,23 @@ def test_what_iterations_take_beyond_their_passes_is_found():
         prompts = i % 3 % 2
         beyond = 0.002 + 0.0007 * requests + 0.0003 * rounds + 0.0001 * requests * rounds + 0.0005 * prompts
         beyond += random.normal(0, 1e-5) + (i % 20 == 0)  # sometimes a second
-        factor = 9.0 if i % 20 == 0 else random.normal(1.3 if prompts else 1.4 if rounds else 1.1, 0.01)
-        found.append(Iteration(beyond, requests, rounds, requests * rounds, prompts, factor))
+        expected = 0.001 * (1 + i % 7)
+        main = expected * (1.3 if prompts else 1.4 if rounds else 1.1) + 0.0002 * (requests - 1) + (i % 19 == 0)
+        found.append(Iteration(beyond, requests, rounds, requests * rounds, prompts, main, expected))
     outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001, 0.002, 0.5])])
-    expected = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 1.1, 1.4, 1.3)
-    assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(expected), rel=0.05)
+    all_costs = Outside(0.002, 0.0007, 0.0003, 0.0001, 0.002, 0.0005, 0.0002, 1.1, 1.4, 1.3)
+    assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(all_costs), rel=0.05)
 
 
 def test_prompts_and_slower_passes_between_other_work_take_longer():
-    """A prompt's pass, and one for the second token, of 0.1 s each."""
-    costs = Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=Outside(prompt=0.01, plain_factor=1.2, prompt_factor=1.5))
-    got = alone(costs, SimulatedRequest(20, 2))
-    assert (got.first, got.end) == pytest.approx((0.15 + 0.01, 0.15 + 0.01 + 0.12))
+    """Two requests: a pass of their prompts, and one for their second tokens, of 0.1 s each."""
+    outside = Outside(prompt=0.01, sequence=0.003, plain_factor=1.2, prompt_factor=1.5)
+    environment = simpy.Environment()
+    replica = Replica(environment, Costs(ModelCosts({1: 0.1, 64: 0.1}), outside=outside), Settings(with_draft=False))
+    requests = [SimulatedRequest(20, 2), SimulatedRequest(20, 2)]
+    environment.run(simpy.AllOf(environment, [replica.submit(request) for request in requests]))
+    first = 0.15 + 2 * 0.01 + 0.003
+    assert [(got.first, got.end) for got in requests] == [pytest.approx((first, first + 0.12 + 0.003))] * 2
 
 
 def test_what_a_draft_takes_longer_while_decoding_is_found():
