@@ -97,7 +97,7 @@ FIGURES = {
         f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
         25,
     ),
-    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 68", 12),
+    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146", 16),
     "fixed-costs-benchmark-pair": Figure(
         f"scripts/compare_sources.py {LARGE} {MIXED} -k 4 --max-prompts 44 --max-new-tokens 48 "
         "--property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
