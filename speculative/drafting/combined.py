@@ -183,8 +183,8 @@ class CombinedDraftLength(AdaptiveDraftLength):
 
         (p of the draft model - p of the copy) x (survival + further tokens)  >  tokens per second x seconds of its step
 
-    as whatever follows an accepted token follows from either source. If `has_leaves`, the plan includes the leaves of a
-    tree beside the draft model's tokens, and copies take their places only if they are worth more. The rest is as in
+    as whatever follows an accepted token follows from either source. If `has_leaves`, the plan includes leaves beside
+    the draft model's tokens; copies after these take the place of leaves only if they are worth more. The rest is as in
     `AdaptiveDraftLength`: probes of the draft model, and a bound on the loss.
     """
 
@@ -228,7 +228,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
             return None
         fit = self._width - 1 - self._again - drafted
         of_model = float(self._of_model(self._rate(drafted)).max()) if can_use_model else 0.0
-        if match and self._fills(match, fit) and (of_model <= 0 or self._prefers_copy(match, fit, of_model)):
+        if (
+            match
+            and fit > 0
+            and self._copies_beat_leaves(match, fit)
+            and (of_model <= 0 or self._prefers_copy(match, fit, of_model))
+        ):
             return True
         if of_model > 0:
             return False
@@ -263,7 +268,6 @@ class CombinedDraftLength(AdaptiveDraftLength):
                 self._wanted = int((np.append(0.0, copies) - rate * self._verify.seconds[1:]).argmax())
             return False
         self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
-        self._of_leaves = np.zeros(LONGEST + 1)
         of_model = self._gains - rate * self._drafting.seconds[1:]
         self._width = self._plan_tree(of_model, copies) if can_use_model else self._plan_pass(copies)
         return True
@@ -276,11 +280,17 @@ class CombinedDraftLength(AdaptiveDraftLength):
         further = max(of_model, float(self._of_copies(match, fit)[-1]))
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
 
-    def _fills(self, match: Proposal, fit: int) -> bool:
-        """Whether copies from `match` fill some of the `fit` places in the planned pass better than leaves do."""
-        drafted = self._acceptance.drafted
-        leaves = self._of_leaves[drafted] - self._of_leaves[drafted + 1 :][: max(fit, 0)]
-        return bool((self._of_copies(match, len(leaves)) > leaves).any())
+    def _of_leaves_beside(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
+        """Value of the leaves that fit into the planned pass beside `drafted` draft tokens, `steps` of them the draft
+        model's, in tokens."""
+        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._again - drafted, 0)]
+
+    def _copies_beat_leaves(self, match: Proposal, fit: int) -> bool:
+        """Whether copies of `match` are worth more than the leaves whose places they take; `fit` tokens fit into the
+        planned pass."""
+        drafted, steps = self._acceptance.drafted, self._acceptance.steps
+        left = self._of_leaves_beside(drafted + 1 + np.arange(fit), steps)
+        return bool((self._of_copies(match, fit) > self._of_leaves_beside(drafted, steps) - left).any())
 
     def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
         """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
@@ -290,12 +300,13 @@ class CombinedDraftLength(AdaptiveDraftLength):
     def _of_model(self, rate: float) -> np.ndarray:
         """Value of 1, 2, ... more draft tokens if the first is the draft model's, in tokens, less that of the time to
         draft them and to verify those that do not fit into the planned pass, at `rate` tokens per second. float64
-        [LONGEST - drafted]."""
+        [LONGEST - drafted], one less if an accepted leaf is computed again."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
         left, needed = LONGEST - drafted - self._again, drafted + 1 + self._again
         seconds = self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
         seconds = seconds + self._passes[needed + 1 :] - self._passes[needed]
-        leaves = self._of_leaves[drafted + 1 :][:left] - self._of_leaves[drafted]  # whose places they take
+        more = 1 + np.arange(left)
+        leaves = self._of_leaves_beside(drafted + more, steps + more) - self._of_leaves_beside(drafted, steps)
         return self._acceptance.survival * self._gains[:left] + leaves - rate * seconds
 
     def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:

@@ -242,16 +242,16 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         free = width - 1 - self._again - self._leaf_estimate.drafted
         return self._leaf_estimate.best(self._acceptance.of_drafted, free)
 
-    def _plan_tree(self, gains: np.ndarray, without: np.ndarray | None = None) -> int:
+    def _plan_tree(self, gains: np.ndarray, leafless: np.ndarray | None = None) -> int:
         """Plan the size of the next forward pass, and return it; a chain of 1, 2, ... tokens is worth `gains`
-        [LONGEST], in tokens, and one that can have no leaves is worth those `without`."""
+        [LONGEST], in tokens. One of another source, which has no leaves, is worth `leafless`."""
         if self._has_tree:
             if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
                 self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
                 self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
             gains = (gains[:, None] + self._tree_gains).max(axis=0)
-        if without is not None:
-            gains = np.maximum(gains, without)
+        if leafless is not None:
+            gains = np.maximum(gains, leafless)
         width = self._plan_pass(gains)
         if self._has_tree:
             chain = np.arange(LONGEST + 1)

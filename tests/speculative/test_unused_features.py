@@ -1,6 +1,7 @@
 """Features that a request does not use take no time: none of their code runs."""
 
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,23 +13,26 @@ from speculative import batch_decoder, decoder
 from tests.support.paths import DRAFT, MAIN
 
 FEATURES = {"sampling/grammar.py", "sampling/logprobs.py"}
+OTHERS = {("sampling/distribution.py", "_penalised"), ("sequence/mask_thread.py", "_compute")}
 ROOT = Path(speculative.__file__).parent
 
 
 @contextmanager
 def calls(into):
-    """Add the functions of this project that are called in this thread: (file, name)."""
+    """Add the functions of this project that are called in this thread and in new ones: (file, name)."""
 
     def see(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(ROOT)):
             into.add((Path(code.co_filename).relative_to(ROOT).as_posix(), code.co_name))
 
+    threading.setprofile(see)
     sys.setprofile(see)
     try:
         yield
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def decode_alone(config):
@@ -49,8 +53,7 @@ def test_code_of_unused_features_does_not_run(decode, sampled):
     with calls(called):
         decode(GenerationConfig(max_new_tokens=24, do_sample=sampled, ignore_eos=True))
     assert ("sampling/distribution.py", "__call__") in called and ("sequence/sequence.py", "verify") in called
-    unwanted = {one for one in called if one[0] in FEATURES and one[1] != "__init__"}
-    assert not unwanted | {("sampling/distribution.py", "_penalised"), ("sequence/mask_thread.py", "_compute")} & called
+    assert not {one for one in called if one in OTHERS or (one[0] in FEATURES and one[1] != "__init__")}
 
 
 @pytest.mark.parametrize("decode", [decode_alone, decode_in_batch])
@@ -60,4 +63,4 @@ def test_code_of_used_features_is_seen(decode):
     with calls(called):
         decode(config)
     assert {file for file, _ in called} >= FEATURES
-    assert ("sampling/distribution.py", "_penalised") in called
+    assert called >= OTHERS

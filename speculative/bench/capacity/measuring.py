@@ -336,17 +336,26 @@ def outside_of(recorders: Sequence[Recorder]) -> Outside:
         return Outside()
     counts = [(1, one.requests, one.rounds, one.drafted, one.prompts) for one in iterations]
     iteration, request, round_, token, prompt = _least_squares(counts, [one.seconds for one in iterations])
-    passes = [one for one in iterations if one.expected > 0]
-    kinds = [2 if one.prompts else 1 if one.rounds else 0 for one in passes]
-    # relative to the expected time, so that short passes count as much as long ones
-    columns = [
-        (*(kind == i for i in range(3)), (one.requests - 1) / one.expected)
-        for kind, one in zip(kinds, passes, strict=True)
-    ]
-    *factors, sequence = _least_squares(columns, [one.main / one.expected for one in passes])
-    plain, draft, prompts = (factor if i in kinds else 1.0 for i, factor in enumerate(factors))
+    factors, sequence = _factors(iterations)
     arrival = statistics.median(arrivals)
-    return Outside(iteration, request, round_, token, arrival, prompt, sequence, plain, draft, prompts)
+    return Outside(iteration, request, round_, token, arrival, prompt, sequence, *factors)
+
+
+def _factors(iterations: Sequence[Iteration]) -> tuple[list[float], float]:
+    """The factors of plain forward passes, of those with draft tokens and with prompts, 1 without any, and the seconds
+    of each sequence after the first."""
+    passes = [one for one in iterations if one.expected > 0]
+    kinds = np.array([2 if one.prompts else 1 if one.rounds else 0 for one in passes])
+    # relative to the expected time, so that short passes count as much as long ones
+    ratios = np.array([one.main / one.expected for one in passes])
+    further = np.array([(one.requests - 1) / one.expected for one in passes])
+    kept = np.zeros(len(passes), bool)
+    for kind in set(kinds.tolist()):
+        away = np.abs(ratios - np.median(ratios[kinds == kind]))
+        kept |= (kinds == kind) & (away <= OUTLIER * max(float(np.median(away[kinds == kind])), 1e-9))
+    columns = np.column_stack([*(kinds == kind for kind in range(3)), further]).astype(float)
+    *factors, sequence = _without_negative_ones(columns[kept], ratios[kept]).tolist()
+    return [factor if kind in kinds else 1.0 for kind, factor in enumerate(factors)], sequence
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

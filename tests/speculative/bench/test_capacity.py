@@ -376,6 +376,16 @@ def test_what_iterations_take_beyond_their_passes_is_found():
     assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(all_costs), rel=0.05)
 
 
+def test_without_passes_of_a_kind_their_factor_is_one():
+    found = [Iteration(0.001, 1, 0, 0, 0, 0.012, 0.01)] * 5 + [
+        Iteration(0.001, 1, 0, 0, 1, 0.5 * i, 0.01) for i in (1, 2)
+    ]
+    outside = outside_of([types.SimpleNamespace(iterations=found, arrivals=[0.001])])
+    assert (outside.plain_factor, outside.draft_factor) == pytest.approx((1.2, 1.0)) and outside.prompt_factor > 10
+    nothing = [Iteration(0.001, 1, 0, 0)]
+    assert outside_of([types.SimpleNamespace(iterations=nothing, arrivals=[0.001])]).plain_factor == 1.0
+
+
 def test_prompts_and_slower_passes_between_other_work_take_longer():
     """Two requests: a pass of their prompts, and one for their second tokens, of 0.1 s each."""
     outside = Outside(prompt=0.01, sequence=0.003, plain_factor=1.2, prompt_factor=1.5)

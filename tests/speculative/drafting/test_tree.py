@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from speculative.drafting.combined import CombinedDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
+from speculative.drafting.suffix import LEVELS
 from speculative.drafting.tree import RANKS, LeafEstimate, top_tokens
 from speculative.sampling.proposal import Leaf, Proposal
 from speculative.sampling.rejection_sampling import OneHot
@@ -71,7 +72,7 @@ def test_places_without_alternatives_have_no_leaves_and_teach_nothing():
 
 
 def draft(policy, match):
-    """Draft until the policy stops; the number of draft tokens. `match` may be copied, and is one with alternatives."""
+    """Draft until the policy stops; the number of draft tokens. `match` is a token that may be copied."""
     combined, drafted, confidence = isinstance(policy, CombinedDraftLength), 0, None
     if combined:
         policy.begin()
@@ -97,6 +98,8 @@ def iterations(policy, count=300, acceptance=0.4, leaf_share=0.6, match=None):
         drafted = draft(policy, match)
         leaves = policy.leaves() if policy.tree else []
         accepted = int(np.append(random.random(drafted) >= acceptance, True).argmax())
+        if isinstance(policy, CombinedDraftLength) and match and match.token != 1 and any(policy.estimate.copied):
+            accepted = min(accepted, policy.estimate.copied.index(True))
         token = 10 if accepted < drafted and random.random() < leaf_share else 99
         leaf = Leaf(accepted, token) in leaves
         policy.pass_width.of(1 + again + drafted + len(leaves))
@@ -121,7 +124,7 @@ def test_leaves_are_drafted_where_they_cost_little():
     assert "by leaves of the draft tree" in tree.describe() and "leaves" not in chain.describe()
 
 
-def test_two_sources_have_as_many_leaves_as_the_draft_model_alone():
+def test_two_sources_gain_as_much_by_leaves_as_the_draft_model_alone():
     one, two = AdaptiveDraftLength(SLOPING), CombinedDraftLength(SLOPING)
     one.has_leaves = two.has_leaves = True
     (leaves_of_one, gained_by_one), (leaves_of_two, gained_by_two) = iterations(one), iterations(two)
@@ -131,12 +134,16 @@ def test_two_sources_have_as_many_leaves_as_the_draft_model_alone():
 
 def test_copies_take_the_places_of_leaves_only_if_they_are_worth_more():
     """The first match is wrong each time, which the policy sees whether it copies it or not."""
-    wrong, right, policies = proposal(2, [], 0.01), proposal(1, [], 0.95), [CombinedDraftLength(SLOPING) for _ in "12"]
+    wrong, right = proposal(2, [], LEVELS[0]), proposal(1, [], LEVELS[-1])
+    policies = CombinedDraftLength(SLOPING), CombinedDraftLength(SLOPING)
     for policy, match in zip(policies, (wrong, None), strict=True):
         policy.has_leaves = True
         assert iterations(policy, match=match)[0]
+        policy.tree.begin()
         draft(policy, match or right)
-    assert [any(policy.estimate.copied) for policy in policies] == [False, True]
+    many, none = (policy.leaves() for policy in policies)
+    assert len(many) >= 2 and not none
+    assert sum(policies[1].estimate.copied) > 2
 
 
 def test_leaves_that_cost_more_than_they_gain_are_not_drafted():
