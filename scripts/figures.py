@@ -99,7 +99,7 @@ FIGURES = {
     ),
     "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146", 16),
     "fixed-costs-benchmark-pair": Figure(
-        f"scripts/compare_sources.py {LARGE} {MIXED} -k 4 --max-prompts 44 --max-new-tokens 48 "
+        f"scripts/compare_sources.py {LARGE} {MIXED} -k 4,8 --max-prompts 44 --max-new-tokens 48 "
         "--property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
         10,
     ),
