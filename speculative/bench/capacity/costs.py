@@ -71,8 +71,8 @@ def _table(passes: Mapping[int, float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Outside:
-    """What iterations take beyond the main model's forward passes as they were measured, one after another: seconds
-    outside them, and factors by which they are slower between the engine's other work."""
+    """What iterations take beyond the main model's forward passes as measured one after another: the seconds outside
+    them, and factors by which their own time differs while texts are decoded."""
 
     iteration: float = 0.0
     request: float = 0.0  # more, for each request in an iteration
@@ -80,7 +80,7 @@ class Outside:
     token: float = 0.0  # more, for each draft token
     arrival: float = 0.0  # once, for each request
     prompt: float = 0.0  # more, for each request whose prompt is processed in an iteration
-    sequence: float = 0.0  # more, for each sequence after the first of a forward pass
+    sequence: float = 0.0  # more, for each sequence after the first of a forward pass, beyond `ModelCosts.sequence`
     plain_factor: float = 1.0  # of forward passes without draft tokens and prompts
     draft_factor: float = 1.0  # of those that verify draft tokens: the draft model has taken the CPU caches
     prompt_factor: float = 1.0  # of those with prompts

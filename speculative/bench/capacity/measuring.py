@@ -5,11 +5,10 @@
 The main model's forward passes are timed by their number of tokens, alone and after another number of tokens, with and
 without logits, over a long context, and over several sequences. Those of the draft were timed when the decoder was
 loaded. Then the decoder answers the prompts, 1, 4 and 16 at a time: without the draft model, with it but without
-drafting, and with a fixed draft length. The forward passes are timed again while decoding: between them, other work
-takes the CPU caches. Those of the main model are slower by a factor, those of the draft by a constant. The time of an
-iteration outside its forward passes is distributed over iteration, requests, prompts, drafting rounds and draft tokens
-by least squares, for the main model alone and with the draft. For each draft token, the confidence and the acceptance
-are recorded.
+drafting, and with a fixed draft length. The forward passes are timed again while decoding: those of the main model
+differ by a factor, those of the draft by a constant. The time of an iteration outside its forward passes is distributed
+over iteration, requests, prompts, drafting rounds and draft tokens by least squares, for the main model alone and with
+the draft. For each draft token, the confidence and the acceptance are recorded.
 """
 
 import dataclasses
