@@ -119,7 +119,10 @@ def _clock(
 
 
 def key(*models: ModelSpec | None) -> str:
-    """The cache key of the costs: models (with their weights' mtime), machine and usable cores."""
+    """The cache key of the costs: models (with their weights' mtime), machine, processor and usable cores.
+
+    A virtual machine or a container may start on another processor, with the same name and the same cache folder.
+    """
     named = [
         [
             str(model.folder.resolve()),
@@ -130,7 +133,9 @@ def key(*models: ModelSpec | None) -> str:
         for model in models
         if model
     ]
-    machine = [platform.node(), usable_cores()]
+    core = ov.Core()
+    processor = [core.get_property("CPU", "FULL_DEVICE_NAME"), *core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")]
+    machine = [platform.node(), *processor, usable_cores()]
     return json.dumps([FORMAT, ov.__version__, *machine, named], sort_keys=True, default=str)
 
 

@@ -1,11 +1,13 @@
 """What `load` makes of its arguments: a ModelSpec or a path for each model; and what the package exports."""
 
+import json
 import pickle
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
+import openvino as ov
 import pytest
 
 import speculative
@@ -101,11 +103,12 @@ def test_options_are_named(load):
         load(MAIN, device="CPU")
 
 
-def test_costs_are_kept_for_the_models_on_their_devices():
+def test_costs_are_kept_for_the_models_on_their_devices_and_the_processor():
     main, draft = ModelSpec(MAIN), ModelSpec(DRAFT)
     assert cost_model.key(main, None) == cost_model.key(main) == cost_model.key(ModelSpec(str(MAIN)))
     others = [draft, replace(draft, device="GPU"), replace(draft, properties=EXACT)]
     assert len({cost_model.key(main), cost_model.key(draft, main), *(cost_model.key(main, one) for one in others)}) == 5
+    assert json.dumps(ov.Core().get_property("CPU", "FULL_DEVICE_NAME")) in cost_model.key(main)
 
 
 # ---- the package ----------------------------------------------------------------------------------------------------
