@@ -333,7 +333,7 @@ def test_draws_have_the_exact_joint_distribution(case, checked):
 def test_with_two_sources_both_draft(draft, load):
     decoder = load(draft)
     decoder.draft_length = rule("adaptive", draft)
-    sample(decoder, settings(), draws=200)
+    sample(decoder, settings(), draws=500)
     estimate = decoder.draft_length.estimate
     assert estimate.of_draft.judged > 20 and estimate.of_matches.judged > 20
 
