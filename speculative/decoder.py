@@ -100,6 +100,9 @@ class Decoder:
         self.main.reset()
         if self.draft:
             self.draft.reset()
+        if seed is not None:
+            for model in self.models:
+                model.clear()
         self.draft_length.reset(repeatable=seed is not None)
         self._random = np.random.default_rng(seed)
 

@@ -63,6 +63,9 @@ class Backend(Protocol):
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
         """Write tokens [n] at position `start`, dropping everything from there on; return logits [last, V]."""
 
+    def clear(self) -> None:
+        """Clear the cache's memory, if what is not in use there can change the rounding of what is."""
+
 
 class CachedModel:
     """One sequence of one model. Not thread-safe."""
@@ -132,6 +135,11 @@ class CachedModel:
         self._length = self._computed = 0
         if self.pass_width:
             self.pass_width.reset()
+
+    def clear(self) -> None:
+        """Clear the cache and its memory: the same calls then give the same logits again, to the last bit."""
+        self.reset()
+        self.backend.clear()
 
     def _run(
         self, start: int, tokens: np.ndarray, last: int, leaves: Sequence[tuple[int, int]] = (), again: int = 0

@@ -108,6 +108,12 @@ class EagleHead:
         """Clear the cache."""
         self._entries.cut(0)
 
+    def clear(self) -> None:
+        """Clear the cache and its memory, see `CachedModel.clear`."""
+        self.reset()
+        self.backend.clear()
+        self._padded_tokens[:], self._padded_states[:] = 0, 0
+
     def _run(self, tokens: np.ndarray, start: int, end: int, known: int) -> None:
         """Compute the entries from `start` to `end`, dropping everything from `start` on."""
         self._entries.cut(start)

@@ -65,6 +65,9 @@ class NpuModel:
         self._just_read = 0  # length of a prompt without a step yet: the next step must start at its end
         self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
 
+    def clear(self) -> None:
+        """Nothing to do: entries that are not in use do not change others."""
+
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
         """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 

@@ -5,6 +5,7 @@ run is an input of the model, so rolling back means starting earlier: nothing is
 The block table is an input too, so one forward pass can hold several sequences, each with its own number of tokens.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from openvino._offline_transformations import paged_attention_transformation
 from speculative.models.eagle3_graph import HIDDEN_STATE
 from speculative.models.gather_logits import keep_logits_at
 
+ALIGNMENT = 64  # bytes
 SLIDING_WINDOW, ALIBI_SLOPES = 10, 11  # inputs of the paged-attention operation
 
 
@@ -54,6 +56,8 @@ class PagedModel:
         self._hidden_output = outputs.index(HIDDEN_STATE) if HIDDEN_STATE in outputs else None
         self._nobodys_block = np.array([self.blocks], np.int32)  # an extra block for padding
         self.cache_bytes = 0
+        self._caches: list[np.ndarray] = []  # bytes by block, of each layer's keys and values
+        self._used = 0  # leading blocks that were written since the last `clear`
         self._hidden_size = 0  # of the input `hidden_states`, which only EAGLE-3 heads have
         for i, port in enumerate(compiled.inputs):
             if port.any_name == "hidden_states":
@@ -63,7 +67,7 @@ class PagedModel:
                 if on_gpu:  # in the device's own memory
                     tensor = core.get_default_context(device).create_tensor(port.element_type, shape, {})
                 else:
-                    tensor = ov.Tensor(port.element_type, shape)
+                    tensor = ov.Tensor(self._zeros(shape, port.element_type), shape, port.element_type)
                 self._request.set_input_tensor(i, tensor)
                 self.cache_bytes += tensor.byte_size
         self._shared: dict[str, ov.Tensor] = {}  # input tensors on numpy arrays
@@ -72,6 +76,21 @@ class PagedModel:
         self._all_blocks = np.arange(self.blocks, dtype=np.int32)
         self._together: dict[str, np.ndarray] = {}  # the inputs of the last run, if it was `run_together`
         self._shape: tuple[int, int, int] | None = None  # tokens, last, blocks of the last run, if it was `run`
+
+    def _zeros(self, shape: ov.Shape, element_type: ov.Type) -> np.ndarray:
+        """Memory for a layer's cache, aligned to cache lines as OpenVINO's own. Its pages are not allocated yet."""
+        size = math.prod(shape) * element_type.bitwidth // 8
+        zeros = np.zeros(size + ALIGNMENT, np.uint8)
+        first = -zeros.ctypes.data % ALIGNMENT
+        self._caches.append(zeros[first : first + size].reshape(shape[0], -1))
+        return zeros[first : first + size]
+
+    def clear(self) -> None:
+        """Clear the cache's memory, except on a GPU. Entries that are not in use change the rounding of others in
+        their block: OpenVINO quantises keys by channel."""
+        for cache in self._caches:
+            cache[: self._used] = 0
+        self._used = 0
 
     @property
     def hidden_states(self) -> np.ndarray | None:
@@ -100,6 +119,7 @@ class PagedModel:
         n = len(tokens)
         end = start + n
         blocks = -(-end // self.block_size)
+        self._used = max(self._used, blocks)
         self._set_shapes(n, last, blocks)
         self._ids[:] = tokens
         self._positions[:] = np.arange(start, end)
@@ -140,6 +160,7 @@ class PagedModel:
         past = np.array([run.start for run in runs], np.int32)
         blocks = [run.blocks[: -(-(run.start + n) // self.block_size)] for run, n in zip(runs, counts, strict=True)]
         ends = counts.cumsum()
+        self._used = self.blocks + 1
         wanted = [np.arange(end - run.last, end) for run, end in zip(runs, ends, strict=True)]
         wanted.append(np.zeros(rounded_up(rows) - rows, np.int64))
         self._shape = None

@@ -42,6 +42,9 @@ class StatefulModel:
         self._inputs: dict[str, ov.Tensor] = {}  # the request does not keep their arrays alive
         self._set("beam_idx", np.zeros(1, np.int32))
 
+    def clear(self) -> None:
+        """Nothing to do: entries that are not in use do not change others."""
+
     def run(self, start: int, tokens: np.ndarray, last: int) -> np.ndarray:
         """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
