@@ -24,6 +24,7 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.costs import Costs, Judged, ModelCosts, Outside
+from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.load.metrics import EACH
 from speculative.cli.progress import tqdm
 from speculative.drafting.acceptance import AcceptanceEstimate
@@ -353,7 +354,7 @@ def _factors(iterations: Sequence[Iteration]) -> tuple[list[float], float]:
         away = np.abs(ratios - np.median(ratios[kinds == kind]))
         kept |= (kinds == kind) & (away <= OUTLIER * max(float(np.median(away[kinds == kind])), 1e-9))
     columns = np.column_stack([*(kinds == kind for kind in range(3)), further]).astype(float)
-    *factors, sequence = _without_negative_ones(columns[kept], ratios[kept]).tolist()
+    *factors, sequence = non_negative(columns[kept], ratios[kept]).tolist()
     return [factor if kind in kinds else 1.0 for kind, factor in enumerate(factors)], sequence
 
 
@@ -362,19 +363,7 @@ def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) 
     counts, seen = np.array(columns, float), np.array(values)
     kept, found = np.ones(len(seen), bool), np.zeros(counts.shape[1])
     for _ in range(3):
-        found = _without_negative_ones(counts[kept], seen[kept])
+        found = non_negative(counts[kept], seen[kept])
         rest = np.abs(seen - counts @ found)
         kept = rest <= OUTLIER * max(float(np.median(rest[kept])), 1e-9)
     return found.tolist()
-
-
-def _without_negative_ones(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The coefficients, none below 0: float64 [columns]."""
-    found, columns = np.zeros(counts.shape[1]), list(range(counts.shape[1]))
-    while columns:
-        solved = np.linalg.lstsq(counts[:, columns], seconds, rcond=None)[0]
-        if solved.min() >= 0:
-            found[columns] = solved
-            break
-        columns.pop(int(solved.argmin()))
-    return found

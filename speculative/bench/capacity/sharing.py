@@ -8,18 +8,16 @@ cores.leave(replica)  # it has no requests
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import simpy
 
+from speculative.bench.capacity.least_squares import non_negative
 from speculative.bench.result import Drawn
 
 MEMORY = 0.5  # seconds over which the work of a server is averaged
 LEAST = 0.1  # share of the cores that the replicas always have
-KINDS = 3  # of work: continuous, by request, by piece of text
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,8 @@ class ServerCosts:
         if not measured:
             raise ValueError("it has no processor times: give a result of benchmark_serving.py, with servers that it "
                              "started")  # fmt: skip
-        idle, request, piece = _without_negative_ones(work, used)
+        idle, request, piece = non_negative(work, used).tolist()
         return cls(cores / replicas, threads, idle / replicas, request, piece, latency)
-
-
-def _without_negative_ones(work: np.ndarray, used: np.ndarray) -> Sequence[float]:
-    """The x >= 0 with the least |work x - used|."""
-    best, least = np.zeros(KINDS), math.inf
-    for n in range(1, KINDS + 1):
-        for kinds in map(list, combinations(range(KINDS), n)):
-            found = np.zeros(KINDS)
-            found[kinds] = np.linalg.lstsq(work[:, kinds], used, rcond=None)[0]
-            error = float(np.square(work @ found - used).sum())
-            if found.min() >= 0 and error < least:
-                best, least = found, error
-    return [float(one) for one in best]
 
 
 class SharedCores:
