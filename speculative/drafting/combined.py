@@ -12,7 +12,7 @@ import numpy as np
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.budget import OmittedCopies
 from speculative.drafting.match_estimate import MatchEstimate
-from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs, describe_outcome
+from speculative.drafting.policy import LONGEST, STEPS, AdaptiveDraftLength, Costs, describe_outcome
 from speculative.drafting.proposers import DraftModelProposer, Transform
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models.pass_width import PassWidth
@@ -201,7 +201,6 @@ class CombinedDraftLength(AdaptiveDraftLength):
         of_draft = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._acceptance = CombinedEstimate(of_draft, MatchEstimate())
         self._model_seconds = 0.0  # spent by the draft model in this iteration
-        self._width = 1  # planned tokens of the next forward pass
         self._omitted = OmittedCopies()
         self._wanted = 0  # copies in this iteration that the budget did not allow
         self._was_right = False  # whether the first of them was the next token
@@ -269,7 +268,10 @@ class CombinedDraftLength(AdaptiveDraftLength):
             return False
         self._gains = np.cumsum(self._acceptance.ahead(LONGEST))
         of_model = self._gains - rate * self._drafting.seconds[1:]
-        self._width = self._plan_tree(of_model, copies) if can_use_model else self._plan_pass(copies)
+        if can_use_model:
+            self._plan_tree(of_model, copies)
+        else:
+            self._plan_pass(copies)
         return True
 
     def _prefers_copy(self, match: Proposal, fit: int, of_model: float) -> bool:
@@ -280,17 +282,12 @@ class CombinedDraftLength(AdaptiveDraftLength):
         further = max(of_model, float(self._of_copies(match, fit)[-1]))
         return self._acceptance.prefers_copy(self._rate(1) * step, further)
 
-    def _of_leaves_beside(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
-        """Value of the leaves that fit into the planned pass beside `drafted` draft tokens, `steps` of them the draft
-        model's, in tokens."""
-        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._again - drafted, 0)]
-
     def _copies_beat_leaves(self, match: Proposal, fit: int) -> bool:
         """Whether copies of `match` are worth more than the leaves whose places they take; `fit` tokens fit into the
         planned pass."""
         drafted, steps = self._acceptance.drafted, self._acceptance.steps
-        left = self._of_leaves_beside(drafted + 1 + np.arange(fit), steps)
-        return bool((self._of_copies(match, fit) > self._of_leaves_beside(drafted, steps) - left).any())
+        left = self._of_leaves(drafted + 1 + np.arange(fit), steps)
+        return bool((self._of_copies(match, fit) > self._of_leaves(drafted, steps) - left).any())
 
     def _of_copies(self, match: Proposal, longest: int) -> np.ndarray:
         """Value of 1, 2, ..., `longest` more draft tokens if they are copied, in tokens: float64 [longest]."""
@@ -305,8 +302,8 @@ class CombinedDraftLength(AdaptiveDraftLength):
         left, needed = LONGEST - drafted - self._again, drafted + 1 + self._again
         seconds = self._drafting.seconds[steps + 1 : steps + left + 1] - self._drafting.seconds[steps]
         seconds = seconds + self._passes[needed + 1 :] - self._passes[needed]
-        more = 1 + np.arange(left)
-        leaves = self._of_leaves_beside(drafted + more, steps + more) - self._of_leaves_beside(drafted, steps)
+        more = STEPS[:left]
+        leaves = self._of_leaves(drafted + more, steps + more) - self._of_leaves(drafted, steps)
         return self._acceptance.survival * self._gains[:left] + leaves - rate * seconds
 
     def _draft_steps(self, drafted: int, draft_seconds: float) -> tuple[int, float]:

@@ -199,7 +199,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._leaf_estimate = LeafEstimate()
         self._leaf_gains = np.zeros((LONGEST + 1, LONGEST + 1))  # of m leaves beside a chain of k, see LeafEstimate
         self._tree_gains = np.where(LEAVES < 0, -np.inf, 0.0)  # of the leaves in trees of 1, 2, ... tokens (columns)
-        self._of_leaves = np.zeros(LONGEST + 1)  # expected tokens of the leaves beside a chain of 0, 1, ... tokens
+        self._width = 1  # planned tokens of the next forward pass
         self._accepted_leaves = 0
         self._again = 0  # tokens that the next forward pass computes again: an accepted leaf
         self._budget = DraftBudget()
@@ -242,35 +242,33 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         free = width - 1 - self._again - self._leaf_estimate.drafted
         return self._leaf_estimate.best(self._acceptance.of_drafted, free)
 
-    def _plan_tree(self, gains: np.ndarray, leafless: np.ndarray | None = None) -> int:
-        """Plan the size of the next forward pass, and return it; a chain of 1, 2, ... tokens is worth `gains`
-        [LONGEST], in tokens. One of another source, which has no leaves, is worth `leafless`."""
+    def _plan_tree(self, gains: np.ndarray, leafless: np.ndarray | None = None) -> None:
+        """Plan the size of the next forward pass; a chain of 1, 2, ... tokens is worth `gains` [LONGEST], in tokens.
+        One of another source, which has no leaves, is worth `leafless`."""
         if self._has_tree:
             if self._iterations % 8 == 0:  # it changes little from one iteration to the next, and takes time
                 self._leaf_gains = self._leaf_estimate.gains(self.acceptance(), LONGEST)
                 self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
             gains = (gains[:, None] + self._tree_gains).max(axis=0)
-        if leafless is not None:
-            gains = np.maximum(gains, leafless)
-        width = self._plan_pass(gains)
-        if self._has_tree:
-            chain = np.arange(LONGEST + 1)
-            self._of_leaves = self._leaf_gains[chain, np.maximum(width - 1 - self._again - chain, 0)]
-        return width
+        self._plan_pass(gains if leafless is None else np.maximum(gains, leafless))
 
-    def _plan_pass(self, gains: np.ndarray) -> int:
-        """Plan the size of the next forward pass, and return it; `gains` [LONGEST] is what 1, 2, ... draft tokens are
-        worth, in tokens. Draft tokens that fit into it take no time to verify."""
-        self._passes = self._verify.seconds
+    def _plan_pass(self, gains: np.ndarray) -> None:
+        """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in
+        tokens. Draft tokens that fit into it take no time to verify."""
+        self._passes, self._width = self._verify.seconds, 1
         if not self.pass_width:
-            return 1
+            return
         if self._again:
             gains = np.append(0.0, gains[:-1])
         rate = self._rate(1)
         worth = np.maximum.accumulate(np.append(0.0, gains)) - rate * self._verify.seconds[1:]
-        width = self.pass_width.plan(worth, rate * self._change)
+        self._width = self.pass_width.plan(worth, rate * self._change)
         self._passes = self.pass_width.seconds_of_planned(self._verify.seconds, self._change)
-        return width
+
+    def _of_leaves(self, drafted: int | np.ndarray, steps: int | np.ndarray) -> np.ndarray:
+        """Value of the leaves that fit into the planned pass beside `drafted` draft tokens, `steps` of them the draft
+        model's, in tokens."""
+        return self._has_tree * self._leaf_gains[steps, np.maximum(self._width - 1 - self._again - drafted, 0)]
 
     @property
     def _least(self) -> int:
@@ -366,7 +364,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         seconds = verify + self._drafting.seconds[drafted + 1 :][:left] - self._drafting.seconds[drafted]
         gains = self._acceptance.survival * self._gains[:left]
         if self._has_tree:  # whose places further draft tokens take
-            gains = gains + self._of_leaves[drafted + 1 :][:left] - self._of_leaves[drafted]
+            chain = drafted + STEPS[:left]
+            gains = gains + self._of_leaves(chain, chain) - self._of_leaves(drafted, drafted)
         return bool((gains > self._rate(drafted) * seconds).any())
 
     def describe(self) -> str:
