@@ -13,8 +13,8 @@ Columns:
     forwards   tokens per forward pass of the main model
     draft      forward passes of the draft model per forward pass of the main model
 
-Then come the speedups by category of prompts. Sampled texts differ between sources, greedy ones hardly do: above
-temperature 0, more prompts are needed. Output: tables, then one JSON object on the last line.
+Then come the speedups by category of prompts. Sampled texts differ between sources, greedy ones hardly do:
+`--samples 3` decodes three texts per prompt above temperature 0. Output: tables, then one JSON object on the last line.
 """
 
 from speculative.cli.program import exit_on, prepare_output
@@ -42,6 +42,7 @@ from speculative.cli.arguments import (
     refuse_unusable,
     temperatures,
     two_or_more,
+    whole,
 )
 from speculative.cli.parser import Parser
 from speculative.cli.progress import tqdm
@@ -54,10 +55,11 @@ SUFFIX, BOTH = "suffix decoding", "draft and suffix decoding"
 
 
 class Decoded(NamedTuple):
-    """The texts of a source at a temperature."""
+    """What a source decoded at a temperature, summed up for each prompt."""
 
     source: str
     temperature: float
+    samples: int  # texts per prompt
     texts: list[DecodedText]
 
 
@@ -78,6 +80,9 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--costs", type=saved_costs, metavar="FILE", help="use the costs of an earlier result of this program (JSON)"
+    )
+    parser.add_argument(
+        "--samples", type=whole, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
@@ -112,20 +117,24 @@ def measure(arguments: argparse.Namespace, prompts: list[Prompt], ids: list[np.n
     assert isinstance(engine.draft_length, (AdaptiveDraftLength, LookupDraftLength))
     costs = engine.draft_length.costs = arguments.costs or engine.draft_length.costs
     forward_passes = [time_in(model) for model in engine.models]
-    order = np.random.default_rng(arguments.seed).permutation(len(ids))  # policies learn from one text to the next
-    ids, categories = [ids[i] for i in order], [prompts[i].category or "other" for i in order]
+    categories = [prompt.category or "other" for prompt in prompts]
     found = []
     asked = sources(draft is not None, arguments.num_assistant_tokens)
-    with tqdm(total=len(asked) * len(arguments.temperature) * len(ids), unit="text", leave=False) as bar:
-        for temperature in arguments.temperature:
+    samples = {temperature: arguments.samples if temperature else 1 for temperature in arguments.temperature}
+    with tqdm(total=len(asked) * sum(samples.values()) * len(ids), unit="text", leave=False) as bar:
+        for temperature, count in samples.items():
             for name, draft_length in asked.items():
                 bar.set_description(f"{name}, temperature {temperature:g}")
+                of_source = with_source(engine, draft_length)
                 config = config_of(draft_length, temperature, arguments.max_new_tokens)
-                texts = fixed_costs.decode_all(
-                    with_source(engine, draft_length), config, ids, categories, costs,
-                    forward_passes, arguments.seed, bar.update,
-                )  # fmt: skip
-                found.append(Decoded(name, temperature, texts))
+                runs = [
+                    fixed_costs.decode_all(
+                        of_source, config, ids, categories, costs, forward_passes, arguments.seed + i, bar.update
+                    )
+                    for i in range(count)
+                ]
+                texts = [fixed_costs.total(of_prompt) for of_prompt in zip(*runs, strict=True)]
+                found.append(Decoded(name, temperature, count, texts))
     return found, costs
 
 
@@ -143,7 +152,7 @@ def row_of(decoded: Decoded, costs: Costs) -> dict:
         "speedup_range": fixed_costs.interval(texts, plain),
         "tokens_per_forward": sum(text.tokens for text in texts) / passes,
         "draft_passes": sum(text.draft_passes for text in texts) / passes,
-        "texts": len(texts),
+        "texts": len(texts) * decoded.samples,
     }
 
 
@@ -153,7 +162,7 @@ def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
         texts = [text for text in decoded.texts if text.category == category]
         speedup = fixed_costs.rate(texts) / fixed_costs.rate(fixed_costs.plain(texts, costs))
         name = {"source": decoded.source, "temperature": decoded.temperature}
-        found.append({"category": category, **name, "speedup": speedup, "texts": len(texts)})
+        found.append({"category": category, **name, "speedup": speedup, "texts": len(texts) * decoded.samples})
     return found
 
 
@@ -197,7 +206,26 @@ def categories_table(rows: list[dict], temperature: float) -> str:
     return "\n".join(lines)
 
 
-def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
+def lowest_by_category(categories: list[dict]) -> list[str]:
+    """The category in which both sources are the furthest behind, or the least ahead of, the best of the others."""
+    lines = []
+    for temperature in dict.fromkeys(row["temperature"] for row in categories):
+        best: dict[str, float] = {}
+        both: dict[str, float] = {}
+        for row in categories:
+            if row["temperature"] == temperature:
+                kept = both if row["source"] == BOTH else best
+                kept[row["category"]] = max(kept.get(row["category"], 0.0), row["speedup"])
+        if both:
+            ratio, category = min((both[category] / best[category], category) for category in both)
+            lines.append(
+                f"{BOTH} / the best other source of each category, temperature {temperature:g}: {ratio:.2f} or more "
+                f"({category})"
+            )
+    return lines
+
+
+def summary(rows: list[dict], categories: list[dict], ratios: list[dict]) -> list[str]:
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = max((row for row in rows if row["temperature"] == temperature), key=lambda row: row["speedup"])
@@ -207,7 +235,7 @@ def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
             f"({low:.2f}-{high:.2f})."
         )
     lines += [f"{one['what']}: {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})" for one in ratios]
-    return lines
+    return lines + lowest_by_category(categories)
 
 
 def main() -> int:
@@ -226,10 +254,11 @@ def main() -> int:
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
         "seed": arguments.seed,
+        "samples": arguments.samples,
     }
     result = {
         "program": "compare_sources",
-        "summary": summary(rows, ratios),
+        "summary": summary(rows, categories, ratios),
         "environment": facts,
         "rows": rows,
         "categories": categories,

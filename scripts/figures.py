@@ -97,11 +97,11 @@ FIGURES = {
         f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
         25,
     ),
-    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146", 16),
+    "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146 --samples 3", 36),
     "fixed-costs-benchmark-pair": Figure(
         f"scripts/compare_sources.py {LARGE} {MIXED} -k 4,8 --max-prompts 44 --max-new-tokens 48 "
-        "--property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
-        10,
+        "--samples 3 --property DYNAMIC_QUANTIZATION_GROUP_SIZE=128",
+        25,
     ),
     "server-embedded": Figure(
         f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 2

@@ -35,18 +35,18 @@ def decode_all(
     decoder: Decoder, config: GenerationConfig, ids: Sequence[np.ndarray], categories: Sequence[str], costs: Costs,
     forward_passes: Sequence[list[float]], seed: int, done: Callable[[], object] = lambda: None,
 ) -> list[DecodedText]:  # fmt: skip
-    """Decode a text after each of `ids`, one after another, with what the policy learned from those before.
+    """Decode a text after each of `ids`, in random order, with what the policy learned from those before.
 
     `forward_passes` are lists that grow by each forward pass of the decoder's models (`harness.time_in`). `done` is
-    called after each text. The same `seed` gives the same texts.
+    called after each text. The same `seed` gives the same texts, in the order of `ids`.
     """
     decoder.main.pass_width = None  # of another policy
     decoder.reset(seed)
-    texts = []
-    for prompt, category in zip(ids, categories, strict=True):
-        texts.append(_decode(decoder, config, prompt, category, costs, forward_passes))
+    texts = {}
+    for i in np.random.default_rng(seed).permutation(len(ids)):
+        texts[i] = _decode(decoder, config, ids[i], categories[i], costs, forward_passes)
         done()
-    return texts
+    return [texts[i] for i in range(len(ids))]
 
 
 def _decode(
@@ -69,6 +69,12 @@ def _decode(
         last = size
         tokens, passes, draft_passes = tokens + len(step.tokens), passes + 1, draft_passes + steps
     return DecodedText(category, tokens, passes, draft_passes, seconds)
+
+
+def total(texts: Sequence[DecodedText]) -> DecodedText:
+    """Several texts after the same prompt, as one."""
+    counts = (sum(getattr(text, name) for text in texts) for name in ("tokens", "passes", "draft_passes", "seconds"))
+    return DecodedText(texts[0].category, *counts)
 
 
 def plain(texts: Sequence[DecodedText], costs: Costs) -> list[DecodedText]:

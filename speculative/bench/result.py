@@ -542,6 +542,7 @@ class SourcesEnvironment(PairEnvironment):
     prompts: str  # number and source
     max_new_tokens: int  # of each text
     seed: int
+    samples: int  # texts per prompt above temperature 0
 
 
 class SourcesResult(TypedDict):

@@ -36,20 +36,34 @@ def costs(tmp_path):
 
 
 def test_every_source_is_compared_and_with_the_same_costs_the_result_is_the_same(run_here, costs, tmp_path):
-    asked = [PROGRAM, MAIN, DRAFT, *SMALL, "--costs", costs, "--seed", "3"]
-    process = run_here(*asked, "--json", tmp_path / "sources.json")
+    asked = [PROGRAM, MAIN, DRAFT, *SMALL, "--seed", "3", "--samples", "2"]
+    process = run_here(*asked, "--costs", costs, "--json", tmp_path / "sources.json")
     result = as_result(process)
     assert [(row["source"], row["temperature"]) for row in result["rows"]] == [(s, t) for t in (0, 1) for s in SOURCES]
     for row in result["rows"]:
         low, high = row["speedup_range"]
-        assert low <= row["speedup"] <= high and row["tokens_per_forward"] >= 1 and row["texts"] == 3
+        assert low <= row["speedup"] <= high and row["tokens_per_forward"] >= 1
+        assert row["texts"] == (6 if row["temperature"] else 3)
         assert (row["draft_passes"] > 0) == (row["source"] != "suffix decoding")
     assert {row["source"] for row in result["categories"]} == set(SOURCES)
     assert [one["what"].partition(" / ")[0] for one in result["ratios"]] == 2 * ["draft, adaptive", SOURCES[-1]]
     assert "category, T = 1" in process.stdout and "Fastest at temperature 0: " in process.stdout
-    again = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, "--costs", tmp_path / "sources.json", "--seed", "3"))
+    again = as_result(run_here(*asked, "--costs", tmp_path / "sources.json"))
     for key in ("rows", "categories", "ratios", "costs", "summary"):
         assert again[key] == result[key]
+
+
+def test_the_summary_names_the_category_in_which_both_sources_gain_least(run_here, costs):
+    prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4")
+    result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs, "--temperature", "0"))
+    speedups = {(row["category"], row["source"]): row["speedup"] for row in result["categories"]}
+    ratios = {
+        category: speedups[category, SOURCES[-1]] / max(speedups[category, source] for source in SOURCES[:-1])
+        for category, _ in speedups
+    }
+    lowest = min(ratios, key=ratios.__getitem__)
+    assert len(ratios) > 1
+    assert result["summary"][-1].endswith(f"temperature 0: {ratios[lowest]:.2f} or more ({lowest})")
 
 
 def test_without_a_draft_suffix_decoding_is_measured(run_here):
@@ -66,6 +80,7 @@ def test_without_a_draft_suffix_decoding_is_measured(run_here):
         ([MAIN, DRAFT, "--costs", "no/such.json"], "no/such.json"),
         ([MAIN, DRAFT, "--temperature", "-1"], "'-1'"),
         ([MAIN, DRAFT, "--seed", "-1"], "--seed"),
+        ([MAIN, DRAFT, "--samples", "0"], "'0'"),
         ([MAIN, DRAFT, "-k", "0"], "'0'"),
         ([MAIN, DRAFT, "-k", "2,17"], "17"),
         ([MAIN, DRAFT, "--prompts", "no/such.jsonl"], "no/such.jsonl"),
@@ -115,6 +130,11 @@ def test_an_adaptive_draft_length_never_counts_less_than_its_passes(engine, draf
         assert text.tokens == 39
         assert text.seconds >= text.passes * 1.0 + 0.05 * text.draft_passes
         assert (text.draft_passes == 0) == (draft_length == ADAPTIVE_LOOKUP)
+
+
+def test_the_texts_of_a_prompt_are_added():
+    texts = [DecodedText("a", 10, 4, 7, 2.0), DecodedText("a", 6, 3, 0, 0.5)]
+    assert fixed_costs.total(texts) == DecodedText("a", 16, 7, 7, 2.5)
 
 
 def test_an_interval_has_the_ratio_and_the_same_texts_no_width():
