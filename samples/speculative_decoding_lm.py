@@ -18,7 +18,8 @@ def key_value(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
-    sys.excepthook = lambda kind, error, trace: parser.error((str(error).strip() or repr(error)).splitlines()[-1])
+    hints = {RuntimeError: " (python scripts/check_pair.py MAIN DRAFT checks the models)"}  # errors of the engine
+    sys.excepthook = lambda kind, e, _: parser.error((str(e).strip() or repr(e)).splitlines()[-1] + hints.get(kind, ""))
     for role, prefix in (("main", ""), ("draft", "draft-")):
         parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
         parser.add_argument(f"--{prefix}device", default="CPU", help=f"device of the {role} model (default: CPU)")
@@ -41,9 +42,8 @@ def main():
         parser.error(f"the tokenizers of {args.main} and {args.draft} differ: use a draft with the same tokenizer.")
     draft = openvino_genai.draft_model(args.draft, args.draft_device, **dict(args.draft_property))
     pipe = openvino_genai.LLMPipeline(args.main, args.device, draft_model=draft, **dict(args.property))
-    config = openvino_genai.GenerationConfig()  # greedy, whatever the model's generation_config.json says
-    config.max_new_tokens = args.max_new_tokens
-    config.num_assistant_tokens = k
+    # greedy, whatever the model's generation_config.json says
+    config = openvino_genai.GenerationConfig(max_new_tokens=args.max_new_tokens, num_assistant_tokens=k)
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token

@@ -293,4 +293,4 @@ def test_an_empty_prompt_of_the_sample_that_stands_alone(run_here, stdin):
 
 def test_an_error_of_the_engine_is_one_sentence_where_the_sample_stands_alone(run, broken):
     os.truncate(broken / "openvino_model.bin", 1000)
-    assert_one_sentence(run(STAND_ALONE, SMALL, broken, PROMPT), 2, "")
+    assert_one_sentence(run(STAND_ALONE, SMALL, broken, PROMPT), 2, "scripts/check_pair.py")
