@@ -9,12 +9,13 @@ is the same. What the engine does outside the models does not count: 2 to 10 % o
 
 Columns:
 
-    speedup    tokens per second relative to plain decoding, with a 95 % confidence interval (bootstrap over the texts)
+    speedup    tokens per second relative to plain decoding, with a 95 % confidence interval (bootstrap over prompts)
     forwards   tokens per forward pass of the main model
     draft      forward passes of the draft model per forward pass of the main model
 
-Then come the speedups by category of prompts. Sampled texts differ between sources, greedy ones hardly do:
-`--samples 3` decodes three texts per prompt above temperature 0. Output: tables, then one JSON object on the last line.
+Then come the speedups by category of prompts, and ratios of sources. Above temperature 0 each source writes other
+texts, so small differences may be chance: `--samples 3` decodes three texts per prompt there. Output: tables, then one
+JSON object on the last line.
 """
 
 from speculative.cli.program import exit_on, prepare_output
@@ -62,6 +63,10 @@ class Decoded(NamedTuple):
     samples: int  # texts per prompt
     texts: list[DecodedText]
 
+    def only(self, category: str) -> "Decoded":
+        """The prompts of one category."""
+        return self._replace(texts=[text for text in self.texts if text.category == category])
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
@@ -84,7 +89,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=whole, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N",
+        help="seed of the first text of each prompt; others take the seeds after it (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
     parser.set_defaults(csv=None, html=None)
     arguments = parser.parse_args()
@@ -159,7 +167,7 @@ def row_of(decoded: Decoded, costs: Costs) -> dict:
 def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
     found = []
     for category in sorted({text.category for text in decoded.texts}):
-        texts = [text for text in decoded.texts if text.category == category]
+        texts = decoded.only(category).texts
         speedup = fixed_costs.rate(texts) / fixed_costs.rate(fixed_costs.plain(texts, costs))
         name = {"source": decoded.source, "temperature": decoded.temperature}
         found.append({"category": category, **name, "speedup": speedup, "texts": len(texts) * decoded.samples})
@@ -167,7 +175,8 @@ def categories_of(decoded: Decoded, costs: Costs) -> list[dict]:
 
 
 def ratios_of(found: list[Decoded]) -> list[dict]:
-    """Both sources, and the adaptive draft length, relative to the best of the others."""
+    """The adaptive draft length and both sources, relative to the best of the others; of both sources also the lowest
+    category."""
     ratios = []
     for temperature in dict.fromkeys(one.temperature for one in found):
         here = {one.source: one for one in found if one.temperature == temperature}
@@ -175,12 +184,26 @@ def ratios_of(found: list[Decoded]) -> list[dict]:
         single = [one for name, one in here.items() if name != BOTH]
         for name, others in (("draft, adaptive", fixed), (BOTH, single)):
             if name in here and others:
-                best = max(others, key=lambda one: fixed_costs.rate(one.texts))
-                texts = here[name].texts
-                ratio = fixed_costs.rate(texts) / fixed_costs.rate(best.texts)
-                what = f"{name} / {best.source}, temperature {temperature:g}"
-                ratios.append({"what": what, "ratio": ratio, "range": fixed_costs.interval(texts, best.texts)})
+                ratios.append(ratio_of(here[name], others))
+        if BOTH in here:
+            ratios.append(lowest_by_category(here[BOTH], single))
     return ratios
+
+
+def lowest_by_category(decoded: Decoded, others: list[Decoded]) -> dict:
+    """The ratio of a source in the category in which it is the lowest."""
+    categories = sorted({text.category for text in decoded.texts})
+    ratios = [ratio_of(decoded.only(one), [other.only(one) for other in others]) for one in categories]
+    category, lowest = min(zip(categories, ratios, strict=True), key=lambda found: found[1]["ratio"])
+    return {**lowest, "what": f"{lowest['what']}, lowest category ({category})"}
+
+
+def ratio_of(decoded: Decoded, others: list[Decoded]) -> dict:
+    """Tokens per second of a source relative to the best of `others`."""
+    best = max(others, key=lambda one: fixed_costs.rate(one.texts))
+    ratio = fixed_costs.rate(decoded.texts) / fixed_costs.rate(best.texts)
+    what = f"{decoded.source} / {best.source}, temperature {decoded.temperature:g}"
+    return {"what": what, "ratio": ratio, "range": fixed_costs.interval(decoded.texts, best.texts)}
 
 
 def table(rows: list[dict]) -> str:
@@ -206,26 +229,7 @@ def categories_table(rows: list[dict], temperature: float) -> str:
     return "\n".join(lines)
 
 
-def lowest_by_category(categories: list[dict]) -> list[str]:
-    """The category in which both sources are the furthest behind, or the least ahead of, the best of the others."""
-    lines = []
-    for temperature in dict.fromkeys(row["temperature"] for row in categories):
-        best: dict[str, float] = {}
-        both: dict[str, float] = {}
-        for row in categories:
-            if row["temperature"] == temperature:
-                kept = both if row["source"] == BOTH else best
-                kept[row["category"]] = max(kept.get(row["category"], 0.0), row["speedup"])
-        if both:
-            ratio, category = min((both[category] / best[category], category) for category in both)
-            lines.append(
-                f"{BOTH} / the best other source of each category, temperature {temperature:g}: {ratio:.2f} or more "
-                f"({category})"
-            )
-    return lines
-
-
-def summary(rows: list[dict], categories: list[dict], ratios: list[dict]) -> list[str]:
+def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = max((row for row in rows if row["temperature"] == temperature), key=lambda row: row["speedup"])
@@ -235,7 +239,7 @@ def summary(rows: list[dict], categories: list[dict], ratios: list[dict]) -> lis
             f"({low:.2f}-{high:.2f})."
         )
     lines += [f"{one['what']}: {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})" for one in ratios]
-    return lines + lowest_by_category(categories)
+    return lines
 
 
 def main() -> int:
@@ -258,7 +262,7 @@ def main() -> int:
     }
     result = {
         "program": "compare_sources",
-        "summary": summary(rows, categories, ratios),
+        "summary": summary(rows, ratios),
         "environment": facts,
         "rows": rows,
         "categories": categories,

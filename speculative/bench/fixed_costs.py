@@ -22,7 +22,7 @@ from speculative.drafting.policy import LONGEST, Costs
 
 
 class DecodedText(NamedTuple):
-    """A decoded text, without the prompt's forward pass and its token."""
+    """A decoded text, or several after the same prompt, without the prompt's forward pass and its token."""
 
     category: str
     tokens: int

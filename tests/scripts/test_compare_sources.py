@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
@@ -46,24 +47,38 @@ def test_every_source_is_compared_and_with_the_same_costs_the_result_is_the_same
         assert row["texts"] == (6 if row["temperature"] else 3)
         assert (row["draft_passes"] > 0) == (row["source"] != "suffix decoding")
     assert {row["source"] for row in result["categories"]} == set(SOURCES)
-    assert [one["what"].partition(" / ")[0] for one in result["ratios"]] == 2 * ["draft, adaptive", SOURCES[-1]]
+    assert [one["what"].partition(" / ")[0] for one in result["ratios"]] == 2 * ["draft, adaptive", *2 * SOURCES[-1:]]
     assert "category, T = 1" in process.stdout and "Fastest at temperature 0: " in process.stdout
     again = as_result(run_here(*asked, "--costs", tmp_path / "sources.json"))
     for key in ("rows", "categories", "ratios", "costs", "summary"):
         assert again[key] == result[key]
 
 
-def test_the_summary_names_the_category_in_which_both_sources_gain_least(run_here, costs):
+def test_each_sample_of_a_prompt_has_its_own_seed(run_here, costs):
+    def speedup(*options: str) -> float:
+        process = run_here(PROGRAM, MAIN, DRAFT, *SMALL, "--costs", costs, "--temperature", "1", *options)
+        return as_result(process)["rows"][SOURCES.index("draft, K = 4")]["speedup"]
+
+    third, fourth = speedup("--seed", "3"), speedup("--seed", "4")
+    assert third != fourth
+    assert speedup("--seed", "3", "--samples", "2") == pytest.approx(2 / (1 / third + 1 / fourth))
+
+
+def test_the_lowest_category_of_both_sources_is_named(run_here, costs):
     prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4")
-    result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs, "--temperature", "0"))
-    speedups = {(row["category"], row["source"]): row["speedup"] for row in result["categories"]}
-    ratios = {
-        category: speedups[category, SOURCES[-1]] / max(speedups[category, source] for source in SOURCES[:-1])
-        for category, _ in speedups
-    }
-    lowest = min(ratios, key=ratios.__getitem__)
-    assert len(ratios) > 1
-    assert result["summary"][-1].endswith(f"temperature 0: {ratios[lowest]:.2f} or more ({lowest})")
+    result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs))
+    for temperature in (0, 1):
+        rows = [row for row in result["categories"] if row["temperature"] == temperature]
+        speedups = {(row["category"], row["source"]): row["speedup"] for row in rows}
+        ratios = {
+            category: speedups[category, SOURCES[-1]] / max(speedups[category, source] for source in SOURCES[:-1])
+            for category, _ in speedups
+        }
+        category = min(ratios, key=ratios.__getitem__)
+        assert len(ratios) > 1
+        (lowest,) = [one for one in result["ratios"] if f"{temperature}, lowest category ({category})" in one["what"]]
+        assert lowest["ratio"] == pytest.approx(ratios[category])
+        assert f"{lowest['what']}: {lowest['ratio']:.2f} (" in "\n".join(result["summary"])
 
 
 def test_without_a_draft_suffix_decoding_is_measured(run_here):
@@ -100,12 +115,15 @@ def engine():
     return decoder.load(MAIN, DRAFT)
 
 
+SEED = 3
+
+
 def texts_of(engine, draft_length, k=0, tokens=40):
     engine.draft_length.costs = COSTS
     config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, num_assistant_tokens=k)
     ids = [engine.tokenizer.encode(text).input_ids.data[0] for text in ("def area(", "class Box:")]
     passes = [time_in(model) for model in engine.models]
-    return fixed_costs.decode_all(with_source(engine, draft_length), config, ids, ["a", "b"], COSTS, passes, 0)
+    return fixed_costs.decode_all(with_source(engine, draft_length), config, ids, ["a", "b"], COSTS, passes, SEED)
 
 
 def test_a_fixed_draft_length_counts_its_passes(engine):
@@ -116,6 +134,11 @@ def test_a_fixed_draft_length_counts_its_passes(engine):
         left = text.draft_passes - 4 * (text.passes - 1)
         last = COSTS.drafting()[left] + COSTS.verify()[left + 1] + 0.25 * (left < 4)
         assert text.seconds == pytest.approx(sum(full) + last)
+
+
+def test_texts_are_decoded_in_random_order_and_returned_in_that_of_the_prompts(engine):
+    assert np.random.default_rng(SEED).permutation(2).tolist() == [1, 0]
+    assert [text.category for text in texts_of(engine, 4, k=4)] == ["a", "b"]
 
 
 def test_no_source_counts_as_plain_decoding(engine):
