@@ -1,4 +1,4 @@
-"""Reproduce all benchmark results in README and docs: `make figures`. Takes two hours; can be interrupted and resumed.
+"""Reproduce all benchmark results in README and docs: `make figures`. Takes three hours; can be resumed.
 
     python scripts/figures.py                     measure missing results, one after another
     python scripts/figures.py embedded,lossless   measure only these
@@ -60,22 +60,22 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "embedded": Figure(
-        f"scripts/benchmark.py {EMBEDDED} -k 2,4,8 --max-prompts 8 --starts 3 --rounds 1 --huge-pages", 6
+        f"scripts/benchmark.py {EMBEDDED} -k 2,4,8 --max-prompts 8 --starts 3 --rounds 1 --huge-pages", 3
     ),
     "eagle3-embedded": Figure(
         "scripts/benchmark.py models/embedded/main models/embedded/eagle3 --paths genai,engine,sampled -k 2,3,4 "
         "--max-prompts 8 --starts 3 --rounds 1 --huge-pages --no-starts",
-        5,
+        2,
     ),
     "eagle3-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} --paths genai,engine,sampled -k 3 --prompts scripts/prompts/instructions.jsonl "
         "--max-prompts 16 --starts 2 --rounds 1 --huge-pages --no-starts",
-        10,
+        8,
     ),
     "benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} --paths genai,engine,sampled -k 4,8 --max-prompts 4 --max-new-tokens 48 "
         f"--starts 3 --rounds 1 {FAST}",
-        20,
+        5,
     ),
     "lookup": Figure(
         f"scripts/benchmark.py {LARGE} --paths lookup --max-prompts 3 --max-new-tokens 48 --starts 2 --rounds 1 "
@@ -85,17 +85,17 @@ FIGURES = {
     "sources-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} {MIXED} --paths genai,lookup,engine,sampled -k 3 --max-prompts 33 "
         "--max-new-tokens 96 --rounds 1 --no-starts",
-        18,
+        14,
     ),
     "structured-smollm2": Figure(
         f"scripts/benchmark.py {CHAT} --prompts scripts/prompts/structured.jsonl --paths lookup,engine -k 3 "
         "--max-prompts 6 --max-new-tokens 64 --rounds 1 --no-starts",
-        7,
+        2,
     ),
     "sources-benchmark-pair": Figure(
         f"scripts/benchmark.py {LARGE} {MIXED} --paths genai,lookup,engine,sampled -k 4 --max-prompts 12 "
         f"--max-new-tokens 32 --rounds 1 --no-starts {FAST}",
-        25,
+        7,
     ),
     "fixed-costs-smollm2": Figure(f"scripts/compare_sources.py {CHAT} {MIXED} --max-prompts 146 --samples 3", 36),
     "fixed-costs-benchmark-pair": Figure(
@@ -107,17 +107,17 @@ FIGURES = {
         f"scripts/benchmark_serving.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 5 --png docs/load.png", 2
     ),
     "server-benchmark-pair": Figure(
-        f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 5
+        f"scripts/benchmark_serving.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --rounds 2 --max-new-tokens 48", 3
     ),
     "server-structured": Figure(
         f"scripts/benchmark_serving.py {EMBEDDED} --chat --prompts scripts/prompts/structured.jsonl "
         "--max-concurrency 1,4,16 --seconds 4 --rounds 2",
-        4,
+        3,
     ),
     "batch-embedded": Figure(
         f"scripts/benchmark_batching.py {EMBEDDED} --max-concurrency 1,4,16 --seconds 4 --starts 3 --rounds 1 "
         "--huge-pages",
-        4,
+        3,
     ),
     "batch-benchmark-pair": Figure(
         f"scripts/benchmark_batching.py {LARGE} --max-concurrency 1,4,16 --seconds 8 --starts 2 --rounds 1 "
