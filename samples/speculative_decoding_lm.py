@@ -18,7 +18,7 @@ def key_value(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda sentence: parser.exit(2, f"error: {sentence}\n")
-    hints = {RuntimeError: " (python scripts/check_pair.py MAIN DRAFT checks the models)"}  # errors of the engine
+    hints = {RuntimeError: " (scripts/check_pair.py MAIN DRAFT tells whether models fit)"}  # errors of the engine
     sys.excepthook = lambda kind, e, _: parser.error((str(e).strip() or repr(e)).splitlines()[-1] + hints.get(kind, ""))
     for role, prefix in (("main", ""), ("draft", "draft-")):
         parser.add_argument(role, help=f"folder of the {role} model (OpenVINO IR)")
