@@ -42,11 +42,12 @@ def decode_all(
     """
     decoder.main.pass_width = None  # of another policy
     decoder.reset(seed)
-    texts = {}
-    for i in np.random.default_rng(seed).permutation(len(ids)):
-        texts[i] = _decode(decoder, config, ids[i], categories[i], costs, forward_passes)
+    prompts, texts = list(zip(ids, categories, strict=True)), {}
+    for i in np.random.default_rng(seed).permutation(len(prompts)):
+        prompt, category = prompts[i]
+        texts[i] = _decode(decoder, config, prompt, category, costs, forward_passes)
         done()
-    return [texts[i] for i in range(len(ids))]
+    return [texts[i] for i in range(len(prompts))]
 
 
 def _decode(
