@@ -381,7 +381,7 @@ class BatchDecoder:
             if not slot or not proposer:
                 continue
             if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
-                slot.match_prefix(proposer.final_ids(ids))
+                slot.match_prefix(proposer.final_ids(request.sequence.verified_ids))
                 asked[request] = ScheduledTokens(slot, ids, 1)
         parts = _within(PREFILL_CHUNK, _first_of_alike(asked))
         computed = sum(part.missing for part in parts.values())
@@ -443,9 +443,10 @@ class BatchDecoder:
         for request in requests:
             if request.error:
                 continue
-            request.slot.cache_full_blocks(request.sequence.token_ids)
+            verified = request.sequence.verified_ids
+            request.slot.cache_full_blocks(verified)
             if request.draft_slot and request.of_model:
-                request.draft_slot.cache_full_blocks(request.of_model.final_ids(request.sequence.token_ids))
+                request.draft_slot.cache_full_blocks(request.of_model.final_ids(verified))
 
     def _gain(self, request: Request, step: Step) -> RequestOutput:
         tokens, piece = request.output.take(step)

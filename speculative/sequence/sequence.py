@@ -74,6 +74,11 @@ class Sequence:
         return self._tokens[: self.n + len(self._q)]
 
     @property
+    def verified_ids(self) -> np.ndarray:
+        """Token ids of prompt and generated tokens, without draft tokens: int64 [n]."""
+        return self._tokens[: self.n]
+
+    @property
     def drafted(self) -> int:
         """Number of draft tokens not yet verified."""
         return len(self._q)

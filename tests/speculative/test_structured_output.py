@@ -45,7 +45,7 @@ from tests.support.computed_once import ComputedOnce
 from tests.support.languages import REGEXES, STOP, allowed_after, grammars, words
 from tests.support.letters import shared_letters
 from tests.support.noisy_draft import save_noisy_draft
-from tests.support.paths import DRAFT, ROOT
+from tests.support.paths import DRAFT, MAIN, ROOT
 from tests.support.steps import finish
 from tests.support.tiny_eagle3 import fitted, save_head, tiny_head
 from tests.support.tiny_llama import VOCABULARY, save_tiny_llama, tiny_llama
@@ -330,6 +330,25 @@ def test_what_the_grammar_forces_is_drafted_for_nothing(pair, monkeypatch):
     monkeypatch.setattr(sequence, "MOST_FORCED", 0)
     plain = alone.generate("def f(x):\n", json_config())
     assert plain.tokens == free[0].tokens and not sum(plain.proposed)
+
+
+def test_a_draft_shares_no_blocks_of_forced_tokens_that_are_rejected():
+    """The grammar drafts tokens before the draft model reads the prompt. Here another request wrote the same tokens, so
+    that their block is shared, and the main model rejects the second one of them."""
+    batch = load_batch(MAIN, DRAFT, cache_tokens=2048)
+    config = GenerationConfig(max_new_tokens=24, num_assistant_tokens=2)
+    config.structured_output_config = StructuredOutputConfig(regex="the quick brown fox jumps [a-z ]{30,40}")
+    prompt = np.arange(300, 394)  # the second token after it ends a block
+    the, quick, b = batch.tokenizer.encode("the quick b", add_special_tokens=False).input_ids.data[0].tolist()
+
+    def answer(bias):
+        request = batch.add_request(prompt, config, logit_bias={the: 100.0, **bias})
+        finish(batch)
+        return request.result.tokens
+
+    assert answer({quick: 100.0, b: 100.0})[:3] == [the, quick, b]
+    rejecting = answer({quick: -100.0})
+    assert rejecting[0] == the and rejecting[1] != quick and len(rejecting) == 24
 
 
 def test_nothing_is_imported_until_a_request_asks():
