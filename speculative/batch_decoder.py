@@ -48,6 +48,7 @@ from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
+from speculative.sequence.detokenizer import cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -146,6 +147,7 @@ class BatchDecoder:
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
         self.grammars = grammars_of(tokenizer, main.vocab_size)
+        self._cleans_up = tokenizer is not None and cleans_up(tokenizer)
         self._masks = MaskThread()
         self._shared = shared
         self._requests: list[Request] = []
@@ -206,7 +208,7 @@ class BatchDecoder:
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, OutputProcessor(params, decode, stream), self._policy(params))
+        request = Request(text, OutputProcessor(params, decode, stream, None, self._cleans_up), self._policy(params))
         request.result.prompt_logprobs = text.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)
         if self.suffix:

@@ -41,6 +41,7 @@ from speculative.models.spec import ModelSpec
 from speculative.sampling.grammar import Grammars, Tokens
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
+from speculative.sequence.detokenizer import cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -81,6 +82,7 @@ class Decoder:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.grammars = grammars_of(tokenizer, main.vocab_size)
+        self._cleans_up = tokenizer is not None and cleans_up(tokenizer)
         self.kv_cache = _cache_notes(main, draft)
         self._masks = MaskThread()
         self._busy = threading.Lock()
@@ -146,7 +148,7 @@ class Decoder:
         text = self._sequence(prompt, config or GenerationConfig(), seed, logit_bias, prompt_logprobs)
         policy = self._policy(text.params)
         decode = self.tokenizer.decode if self.tokenizer else None
-        recording = OutputProcessor(text.params, decode, piecewise=takes_text, begin=begin)
+        recording = OutputProcessor(text.params, decode, takes_text, begin, self._cleans_up)
         result = recording.result
         result.prompt_logprobs = text.prompt_logprobs
         # closing frees the decoder even if a streamer raises

@@ -19,7 +19,7 @@ from speculative.cli.processes import discard_unwritable_output
 from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.pair.weights import read as read_weights
 from speculative.sampling.params import stop_ids_of
-from speculative.sequence.detokenizer import IncrementalDetokenizer
+from speculative.sequence.detokenizer import IncrementalDetokenizer, cleans_up
 from speculative.sequence.metrics import block_efficiency
 from speculative.sequence.result import GenerationResult
 
@@ -74,7 +74,7 @@ class Streamer(openvino_genai.StreamerBase):
 
     def __init__(self, folder: str | Path, tokenizer: openvino_genai.Tokenizer):
         super().__init__()
-        self.detokenizer = IncrementalDetokenizer(tokenizer.decode)
+        self.detokenizer = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans_up(tokenizer))
         self.stop_tokens = stop_ids_of(folder, tokenizer)
         self.started = time.perf_counter()
         self.times: list[float] = []

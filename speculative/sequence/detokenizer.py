@@ -1,28 +1,42 @@
 """Incremental detokenizer: streams text in whole characters and holds back what may be part of a stop string."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 
+import openvino_genai
+
 KEPT = 16  # tokens decoded again as context for the next ones (spaces, bytes of one character)
+UNCERTAIN = re.compile(r" (?:'[rv]?|n'?)?$")  # an end of a text that a clean-up may change when more text follows
+
+
+def cleans_up(tokenizer: openvino_genai.Tokenizer) -> bool:
+    """Whether decoding removes the space before punctuation and contractions (clean_up_tokenization_spaces)."""
+    return tokenizer.decode(tokenizer.encode("a .", add_special_tokens=False).input_ids.data[0].tolist()) == "a."
 
 
 class IncrementalDetokenizer:
     """Converts a growing list of tokens to text.
 
     `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
-    stop string or, with `include_stop`, after it.
+    stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop_strings: Collection[str] = (), include_stop: bool = False
+        self,
+        decode: Callable[[list[int]], str],
+        stop_strings: Collection[str] = (),
+        include_stop: bool = False,
+        cleans_up: bool = False,
     ):
         self._decode = decode
+        self._cleans_up = cleans_up
         self._stops = [stop for stop in stop_strings if stop]
         self._matches = [_Match(stop) for stop in self._stops]
         self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
         self._ids: list[int] = []
-        self._begin = self._done = 0  # first token decoded again, end of the tokens whose text is in `text`
-        self._before = ""  # the text of tokens _begin to _done
+        self._begin = self._done = 0  # first token decoded again, end of the tokens decoded so far
+        self._taken = 0  # characters of the text from token _begin that are in `text`
         self._returned = 0  # characters returned so far
         self.text = ""
         self.stopped = False
@@ -53,13 +67,15 @@ class IncrementalDetokenizer:
         both = self._decode(self._ids[self._begin :])
         if both.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
             return
+        uncertain = UNCERTAIN.search(both) if self._cleans_up and not last else None
+        certain = uncertain.start() if uncertain else len(both)
         searched = len(self.text)
-        self.text += both[len(self._before) :]
-        if len(self._ids) - self._begin <= KEPT:
-            self._before = both
+        self.text += both[self._taken : certain]
+        if uncertain or len(self._ids) - self._begin <= KEPT:
+            self._taken = certain
         else:
             self._begin = self._done
-            self._before = self._decode(self._ids[self._begin :])
+            self._taken = len(self._decode(self._ids[self._begin :]))
         self._done = len(self._ids)
         self._stop_at_first(searched)
 

@@ -11,8 +11,9 @@ from speculative.sequence.result import GenerationResult, Step
 class OutputProcessor:
     """Collects steps: `result` grows with each `take` and is complete after `end`.
 
-    `decode` turns token ids into text; None without a tokenizer, and then there is no text. With `piecewise`, `take`
-    returns text to stream. Times are measured from `begin` (a time.perf_counter() value, by default now).
+    `decode` turns token ids into text, and `cleans_up` is that of the tokenizer (`detokenizer.cleans_up`); None without
+    a tokenizer, and then there is no text. With `piecewise`, `take` returns text to stream. Times are measured from
+    `begin` (a time.perf_counter() value, by default now).
     """
 
     def __init__(
@@ -21,6 +22,7 @@ class OutputProcessor:
         decode: Callable[[list[int]], str] | None,
         piecewise: bool = False,
         begin: float | None = None,
+        cleans_up: bool = False,
     ):
         if params.stop_strings and not decode:
             raise ValueError("stop_strings need text, but this decoder has no tokenizer: pass one")
@@ -29,7 +31,9 @@ class OutputProcessor:
         self._decode = decode
         self._text: IncrementalDetokenizer | None = None  # only if text is needed before the end
         if decode and (params.stop_strings or piecewise):
-            self._text = IncrementalDetokenizer(decode, params.stop_strings, params.include_stop_str_in_output)
+            self._text = IncrementalDetokenizer(
+                decode, params.stop_strings, params.include_stop_str_in_output, cleans_up
+            )
         self._begin = time.perf_counter() if begin is None else begin
 
     def take(self, step: Step) -> tuple[list[int], str]:

@@ -5,11 +5,11 @@ accepted draft token. `iterations` and `draft_tokens` count the main model's for
 draft tokens since then. The `content` of a chunk may be shorter, because it withholds a possible stop string.
 """
 
-from collections.abc import Callable
+from openvino_genai import Tokenizer
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.models.eagle3_batch import BatchHead
-from speculative.sequence.detokenizer import IncrementalDetokenizer
+from speculative.sequence.detokenizer import IncrementalDetokenizer, cleans_up
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 
@@ -24,11 +24,11 @@ def draft_source(decoder: BatchDecoder) -> str | None:
 
 
 class TokenSources:
-    """Reads the growing result of `job`. `decode` turns token ids into text."""
+    """Reads the growing result of `job`."""
 
-    def __init__(self, job: GenerationHandle, decode: Callable[[list[int]], str]):
+    def __init__(self, job: GenerationHandle, tokenizer: Tokenizer):
         self._job = job
-        self._text = IncrementalDetokenizer(decode)
+        self._text = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans_up(tokenizer))
         self._tokens = self._iterations = 0  # read so far
         self._incomplete: list[dict] = []  # tokens with a part of a character
 

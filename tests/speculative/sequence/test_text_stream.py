@@ -1,12 +1,15 @@
 """Streamed text ends before a stop string, however tokens split it, and no streamed text is ever retracted."""
 
+import importlib
 import itertools
+import re
 import sys
 
+import openvino
 import openvino_genai
 import pytest
 
-from speculative.sequence.detokenizer import IncrementalDetokenizer
+from speculative.sequence.detokenizer import IncrementalDetokenizer, cleans_up
 from tests.support.paths import MAIN
 
 LENGTH = 6
@@ -110,6 +113,85 @@ def test_a_long_stop_string_takes_no_more_time_a_token_than_a_short_one(stop):
         return steps_of_python(lambda: [stream.push([0]) for _ in range(1500)])
 
     assert steps(1000) < 2 * steps(10)
+
+
+CLEANED = [
+    "mode =",
+    " '",
+    "main",
+    "' ",
+    " .",
+    " is",
+    " n",
+    "'",
+    "t",
+    " n",
+    "o",
+    " ' ",
+    "x",
+    " '",
+    "r",
+    "e",
+    " '",
+    "v",
+    "w",
+    " !",
+    "  ",
+    ",",
+    " '",
+    "s",
+    " n",
+    "'",
+    " ",
+    "?",
+    " a ",
+    " b",
+]
+
+
+def cleaned(text):
+    """As the detokenizers of openvino_tokenizers, with clean_up_tokenization_spaces."""
+    return re.sub(
+        r" ([.?!,])| ('[ms])| (') | ('[rv]e)| (n't)", lambda found: "".join(filter(None, found.groups())), text
+    )
+
+
+@pytest.mark.parametrize("stop", [(), ("main'.", "never")], ids=["no stop string", "stop string"])
+@pytest.mark.parametrize("pushed", [1, 2, 7])
+def test_spaces_that_a_detokenizer_removes_later_are_held_back(pushed, stop):
+    for begin in range(len(CLEANED)):
+        pieces = CLEANED[begin:] + CLEANED[:begin]
+        stream = IncrementalDetokenizer(
+            lambda ids, pieces=pieces: cleaned("".join(pieces[i] for i in ids)), stop, cleans_up=True
+        )
+        text = ""
+        for i in range(0, len(pieces), pushed):
+            text += stream.push(list(range(i, min(i + pushed, len(pieces)))))[0]
+            if stream.stopped:
+                break
+        whole = cleaned("".join(pieces))
+        expected = whole[: whole.index(stop[0])] if stop and stop[0] in whole else whole
+        assert text + stream.end() == stream.text == expected
+
+
+@pytest.mark.export
+def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
+    openvino_tokenizers, transformers = (
+        importlib.import_module(name) for name in ("openvino_tokenizers", "transformers")
+    )
+    text = "mode = 'main'\nx = 'success'\nIt 's n't , is it ? We 've \u00e9 ' y ' ."
+    for cleans in (True, False):
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(MAIN / "tokenizer.json"), clean_up_tokenization_spaces=cleans
+        )
+        models = openvino_tokenizers.convert_tokenizer(fast, with_detokenizer=True)
+        for model, name in zip(models, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
+            openvino.save_model(model, tmp_path / f"{name}.xml")
+        tokenizer = openvino_genai.Tokenizer(str(tmp_path))
+        ids = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+        assert cleans_up(tokenizer) == cleans and (tokenizer.decode(ids) == text) != cleans
+        stream = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans)
+        assert "".join(stream.push([token])[0] for token in ids) + stream.end() == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("pushed", [1, 3, 20])
