@@ -137,8 +137,8 @@ class BatchDecoder:
         """Without `draft` and `suffix`, decoding is plain; with both, each draft token comes from the source that is
         worth more. `draft_length` applies to requests whose GenerationConfig sets no draft
         length. Without `tokenizer`, prompts are token ids and results have no text. `stop_token_ids` apply when a
-        GenerationConfig sets none. `subtract_penalties` gives penalties OpenAI's meaning instead of GenAI's. `shared`
-        is for a draft with another tokenizer."""
+        GenerationConfig sets no `eos_token_id`. `subtract_penalties` gives penalties OpenAI's meaning instead of
+        GenAI's. `shared` is for a draft with another tokenizer."""
         self.main = main
         self.draft = draft
         self.suffix = suffix

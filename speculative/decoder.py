@@ -67,7 +67,7 @@ class Decoder:
     ):
         """Without `draft`, decoding is plain. `draft_length` applies when a call's GenerationConfig sets no draft
         length; it defaults to a fixed 5. Without `tokenizer`, prompts are token ids and results have no text.
-        `stop_token_ids` apply when a GenerationConfig sets none."""
+        `stop_token_ids` apply when a GenerationConfig sets no `eos_token_id`."""
         if isinstance(draft_length, AdaptiveDraftLength) and (
             isinstance(draft_length, CombinedDraftLength) != isinstance(draft, CombinedProposer) and draft is not None
         ):

@@ -64,9 +64,9 @@ class SamplingParams:
         """Resolve `config` for a prompt of `num_prompt_tokens` tokens.
 
         `context_length` is the longest sequence in tokens, prompt included (None: no limit). The model's
-        `default_stop_token_ids` apply if `config` sets none. `seed` takes precedence over the config's `rng_seed`.
-        `grammars` compiles the `structured_output_config`, which is not supported without. `logit_bias` (added to the
-        logits of token ids) and `prompt_logprobs` are no options of GenAI.
+        `default_stop_token_ids` apply unless `config` sets an `eos_token_id`, as in GenAI. `seed` takes precedence over
+        the config's `rng_seed`. `grammars` compiles the `structured_output_config`, which is not supported without.
+        `logit_bias` (added to the logits of token ids) and `prompt_logprobs` are no options of GenAI.
 
         Raises ValueError, naming the setting, if `config` asks for anything but a single sampled sequence, if a value
         is out of range, if a grammar is invalid, or if the prompt leaves no room for new tokens.
@@ -75,8 +75,8 @@ class SamplingParams:
         max_new_tokens = _max_new_tokens(config, num_prompt_tokens, context_length)
         _check_ranges(config)
         structure = config.structured_output_config
-        named = {token for token in (*config.stop_token_ids, config.eos_token_id) if token >= 0}
-        all_stop_token_ids = frozenset(named or default_stop_token_ids)
+        eos = default_stop_token_ids if config.eos_token_id < 0 else {config.eos_token_id}
+        all_stop_token_ids = frozenset({token for token in config.stop_token_ids if token >= 0} | eos)
         return cls(
             max_new_tokens=max_new_tokens,
             min_new_tokens=config.min_new_tokens,

@@ -371,10 +371,11 @@ class Endpoint:
         return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
 
     def _set_stop_tokens(self, asked: BaseRequest, config: GenerationConfig) -> None:
-        """With `stop_token_ids`, the model's own stop tokens still apply, unless `ignore_eos` is set."""
+        """With `stop_token_ids`, `ignore_eos` ignores the model's own stop tokens only."""
         if asked.stop_token_ids:
-            own = frozenset() if asked.ignore_eos else self.engine.decoder.stop_token_ids
-            config.stop_token_ids = own | set(asked.stop_token_ids)
+            config.stop_token_ids = set(asked.stop_token_ids)
+            if asked.ignore_eos:
+                config.eos_token_id = asked.stop_token_ids[0]  # instead of the model's own
             config.ignore_eos = False
 
     def _set_draft_length(self, config: GenerationConfig) -> None:

@@ -44,15 +44,15 @@ def test_options_keep_their_names_and_values():
     [
         ({}, {5}, {5}),
         (dict(eos_token_id=0), {0}, {0}),
-        (dict(stop_token_ids={3}), {3}, {3}),
+        (dict(stop_token_ids={3}), {3, 5}, {3, 5}),
         (dict(eos_token_id=0, stop_token_ids={3, 4}), {0, 3, 4}, {0, 3, 4}),
         (dict(ignore_eos=True), set(), {5}),
-        (dict(ignore_eos=True, stop_token_ids={3}), set(), {3}),
+        (dict(ignore_eos=True, stop_token_ids={3}), set(), {3, 5}),
     ],
     ids=str,
 )
-def test_stop_tokens_of_the_config_replace_the_models_own(config, ids, all_ids):
-    """With ignore_eos none ends the output; `min_new_tokens` still suppresses them."""
+def test_an_eos_token_of_the_config_replaces_the_models_stop_tokens(config, ids, all_ids):
+    """Further stop tokens do not. With ignore_eos none ends the output; `min_new_tokens` still suppresses them."""
     params = resolve(config, default_stop_token_ids=frozenset({5}))
     assert params.stop_token_ids == ids and params.all_stop_token_ids == all_ids
 
