@@ -4,6 +4,7 @@ A GenerationConfig does not determine the stop tokens, the number of tokens that
 these with `SamplingParams.resolve` when a request arrives; all lower layers use the result only.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ def _max_new_tokens(config: GenerationConfig, num_prompt_tokens: int, context_le
 def _check_ranges(config: GenerationConfig) -> None:
     """Raise ValueError for a value that no distribution can be computed with."""
     for name, valid, range_ in (
-        ("temperature", config.temperature >= 0, "0 or more (0 means greedy)"),
+        ("temperature", 0 <= config.temperature < math.inf, "0 or more (0 means greedy), and finite"),
         ("top_p", 0 < config.top_p <= 1, "above 0 and at most 1 (1 means off)"),
         ("min_p", 0 <= config.min_p < 1, "from 0 (off) to below 1"),
         ("repetition_penalty", config.repetition_penalty > 0, "above 0 (1 means off)"),

@@ -160,6 +160,7 @@ def test_params_do_not_change():
     [
         ("temperature", -1.0),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", 1.0),
