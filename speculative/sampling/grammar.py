@@ -43,6 +43,7 @@ MOST_MULTIPLE = 1000  # the least common multiple of all multipleOf: each remain
 MOST_LEXER_STATES = 20_000  # kept as long as the grammar, 1 to 2 kB each
 LEXER_FUEL = 200_000  # to compile; llguidance's default is 1,000,000, which takes seconds
 STACK = 256 << 20  # bytes: llguidance overflows 8 MB on long chains of rules or references, which ends the process
+_stack_size_lock = threading.Lock()  # the size is that of all new threads of the process
 MOST_ERROR = 200  # characters of an error message
 INSTALL = "structured_output_config needs llguidance; install it: pip install llguidance==1.9.1"
 
@@ -393,12 +394,13 @@ def _schema(source: str) -> object:
 
 
 def _on_large_stack(make: Callable[[], "LLMatcher"]) -> "LLMatcher":
-    before = threading.stack_size(STACK)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(make).result()
-    finally:
-        threading.stack_size(before)
+    with _stack_size_lock:
+        before = threading.stack_size(STACK)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(make).result()
+        finally:
+            threading.stack_size(before)
 
 
 def _invalid(kind: str, message: str) -> ValueError:

@@ -5,6 +5,9 @@ import json
 import string
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import numpy as np
@@ -174,3 +177,13 @@ def test_texts_of_random_schemas_are_valid_and_a_rollback_gives_the_masks_of_a_n
                 assert again.are_allowed == fresh.are_allowed and again.ids.tolist() == fresh.ids.tolist()
     if state.is_over(text):
         jsonschema.validate(json.loads("".join(LETTERS[token] for token in text if token != END)), schema)
+
+
+def test_grammars_compiled_at_once_leave_the_stack_size_of_threads_as_it_was():
+    before = threading.stack_size()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(grammar._on_large_stack, lambda: time.sleep(0.2))
+        time.sleep(0.1)
+        second = pool.submit(grammar._on_large_stack, lambda: time.sleep(0.2))
+        first.result(), second.result()
+    assert threading.stack_size() == before
