@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from speculative import batch_decoder
+from speculative.serving.api import tools
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ChatChoiceBuilder
@@ -337,10 +338,10 @@ REFUSED = [
     ({"tools": function(), "tool_choice": NAMED}, "tool_choice", "'weather'"),
     ({"tool_choice": "any"}, "tool_choice", '"required"'),
     ({"tool_choice": {"type": "function"}}, "tool_choice", ""),
-    ({"messages": calling(function={"name": "f", "arguments": "{"})},
-     "messages[1].tool_calls[0].function.arguments", "JSON object"),
-    ({"messages": calling(function={"name": "f", "arguments": "[" * 9_000})},
-     "messages[1].tool_calls[0].function.arguments", "JSON object"),
+    ({"messages": calling(function={"name": "f", "arguments": {}})},
+     "messages[1].tool_calls[0].function.arguments", "string"),
+    ({"messages": calling(function={"name": "f", "arguments": "{}", "strict": True})},
+     "messages[1].tool_calls[0].function.strict", "unknown parameter"),
     ({"messages": calling()}, "messages[1].tool_calls[0].function", "required"),
     ({"messages": [HI, {"role": "tool", "content": "7"}]}, "messages[1]", "tool_call_id"),
     ({"messages": [{**HI, "tool_call_id": "1"}]}, "messages[0]", "tool_call_id"),
@@ -355,6 +356,19 @@ def test_what_is_no_tool_is_refused_by_its_name(api, asked, parameter, words):
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_request")
     assert error["param"].startswith(parameter) and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_template"),
+    [("", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]"), ("[" * 9_000, "[" * 9_000)],
+)
+def test_a_call_that_a_model_wrote_is_accepted_whatever_its_arguments_are(api, arguments, in_template):
+    """The server returns such calls, and the loop that runs tools sends them back with an error as the result."""
+    function = {"name": "f", "arguments": arguments}
+    assert tools.ToolCall(id="1", function=function).plain()["function"]["arguments"] == in_template
+    if len(arguments) < 100:  # fits in the context
+        result = {"role": "tool", "tool_call_id": "1", "content": "invalid arguments"}
+        assert ask(api, messages=[*calling(function=function), result], max_tokens=2).status_code == 200
 
 
 def test_tools_are_refused_where_the_format_of_calls_is_unknown(api, monkeypatch):

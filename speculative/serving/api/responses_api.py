@@ -21,7 +21,7 @@ from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import described
 from speculative.serving.api.structured_output import Schema, Structure
 from speculative.serving.api.tool_calls import ToolFormat
-from speculative.serving.api.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names, is_object
+from speculative.serving.api.tools import CHOICES, MOST_TOOLS, NAME, Function, check_choice, check_names
 
 PART = {
     "type": "object",
@@ -101,11 +101,6 @@ class InputCall(Item):
     call_id: str
     name: str
     arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def are_an_object(cls, arguments: str) -> str:
-        return is_object(arguments)
 
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Add the call to the assistant's message before it, or to a new one."""

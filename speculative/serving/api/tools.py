@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from speculative.serving.api.api_object import LABEL, ApiObject
 from speculative.serving.api.structured_output import Schema, with_whitespace
@@ -43,19 +43,19 @@ class NamedTool(ApiObject):
     function: FunctionName
 
 
-def is_object(arguments: str) -> str:
-    """Validate the arguments of a call."""
-    try:
-        if isinstance(json.loads(arguments), dict):
-            return arguments
-    except (ValueError, RecursionError):
-        pass
-    raise ValueError("should be a JSON object as a string")
-
-
 class FunctionCall(ApiObject):
     name: str
-    arguments: Annotated[str, AfterValidator(is_object)]
+    arguments: str
+
+    @property
+    def as_object(self) -> dict[str, Any] | str:
+        """The arguments for chat templates. Arguments that a model wrote need not be a JSON object: others stay text,
+        and none are an empty object."""
+        try:
+            given = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return self.arguments
+        return given if isinstance(given, dict) else self.arguments
 
 
 class ToolCall(ApiObject):
@@ -66,8 +66,8 @@ class ToolCall(ApiObject):
     function: FunctionCall
 
     def plain(self) -> dict[str, Any]:
-        """Return the call in the format of chat templates, with its arguments as an object."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        """Return the call in the format of chat templates."""
+        function = {"name": self.function.name, "arguments": self.function.as_object}
         return {"id": self.id, "type": self.type, "function": function}
 
 
