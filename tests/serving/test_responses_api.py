@@ -120,9 +120,9 @@ def test_what_changes_no_text_passes(api):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "part 0.type: "),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "item 0.call_id: is required"),
         (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "index": 0}]},
             "input",
-            "item 0.arguments: should be a JSON object",
+            "item 0.index: unknown",
         ),
         ({"max_output_tokens": 401}, "max_output_tokens", "at most 400 are allowed"),
         ({"max_tokens": 5}, "max_tokens", "unknown parameter"),

@@ -148,6 +148,8 @@ REFUSED = [
     ({"messages": []}, "messages", "messages: should have at least 1 item."),
     ({"messages": [HI], "bad_words": ["x"]}, "bad_words", "only [] is supported: omit it"),
     ({"messages": [HI], "best_of": 2}, "best_of", "only 1 is supported"),
+    ({"messages": [HI], "max_tool_calls": 3}, "max_tool_calls", "unknown parameter"),  # of /v1/responses
+    ({"messages": [{**HI, "user": "me"}]}, "messages[0].user", "unknown parameter"),  # of requests
     ({"messages": [HI], "tool_choice": "required"}, "tool_choice", "no tools"),
     ({"messages": [HI], "temperatur": 1, "other": 2}, "temperatur", "unknown parameter"),
     ({"messages": [HI], "repetition_penalty": 1e-38}, "repetition_penalty", "0.01"),

@@ -1,9 +1,12 @@
 """`ApiObject`: base class of the JSON objects in a request."""
 
+import json
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
+NOT_SERVED = "not_served"  # type of the error for an unknown or unsupported field, whose context has its name
 LABEL = ()  # `off` of a field that labels a request or message without effect on the output: any value is accepted
 
 
@@ -21,15 +24,19 @@ class ApiObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_omitted(cls, data: Any) -> Any:
-        """Remove omitted fields. Keep at most one unsupported field, for pydantic's error to name."""
+        """Remove omitted fields."""
         if not isinstance(data, dict):
             return data
-        fields = cls.names
-        given = {name: value for name, value in data.items() if name in fields and value is not None}
         for name, value in data.items():
-            if value is None or name in fields:
+            if value is None or name in cls.names:
                 continue
             off = cls.off.get(name)
             if off is None or (off != LABEL and value not in off):
-                return given | {name: value}
-        return given
+                raise PydanticCustomError(NOT_SERVED, "{problem}", {"name": name, "problem": _problem(off)})
+        return {name: value for name, value in data.items() if name in cls.names and value is not None}
+
+
+def _problem(off: tuple | None) -> str:
+    if off is None:
+        return "unknown parameter: omit it"
+    return f"only {' or '.join(map(json.dumps, off))} is supported: omit it"

@@ -1,12 +1,13 @@
 """Errors of the OpenAI API, and problems of a request in its notation."""
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
+
+from speculative.serving.api.api_object import NOT_SERVED
 
 PYDANTIC_WORDS = re.compile(r"^(Value error, |(Input|List|String|Dictionary) (?=should))| after validation, not \d+$")
 SHOWN = 100  # maximum length of client input in an error message, in characters
@@ -43,20 +44,13 @@ def shown(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def described(error: Mapping[str, Any], off: dict[str, tuple]) -> tuple[str, str]:
+def described(error: Mapping[str, Any]) -> tuple[str, str]:
     """Return the parameter of a pydantic error in the API's notation (`messages[0].content`), and the problem."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    location = (*error["loc"], error["ctx"]["name"]) if error["type"] == NOT_SERVED else error["loc"]
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     place = shown("".join(parts).removeprefix("."))
     if error["type"] == "missing":
         return place, "is required"
-    if error["type"] == "extra_forbidden":
-        return place, _not_served(str(error["loc"][-1]), off)
     if error["type"] in ("model_type", "model_attributes_type"):
         return place, "should be an object"
     return place, PYDANTIC_WORDS.sub("", error["msg"])
-
-
-def _not_served(name: str, off: dict[str, tuple]) -> str:
-    if name not in off:
-        return "unknown parameter: omit it"
-    return f"only {' or '.join(json.dumps(value) for value in off[name])} is supported: omit it"

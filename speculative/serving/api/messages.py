@@ -32,7 +32,7 @@ def joined(content: Any) -> Any:
         try:
             texts.append(TextPart.model_validate(part).text)
         except ValidationError as error:
-            place, problem = described(error.errors(include_url=False)[0], TextPart.off)
+            place, problem = described(error.errors(include_url=False)[0])
             raise ValueError(f"part {i} is not a text part: {place}{': ' if place else ''}{problem}") from None
     return "".join(texts)
 

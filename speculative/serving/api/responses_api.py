@@ -130,7 +130,7 @@ def checked(kind: type, data: Any, name: str) -> Any:
     try:
         return kind.model_validate(data)  # type: ignore[attr-defined]
     except ValidationError as error:
-        place, problem = described(error.errors(include_url=False)[0], kind.off)  # type: ignore[attr-defined]
+        place, problem = described(error.errors(include_url=False)[0])
         raise ValueError(f"{name}{'.' if place else ''}{place}: {problem}") from None
 
 

@@ -396,10 +396,7 @@ class Endpoint:
 
     async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place, problem = described(
-            {**first, "loc": first["loc"][1:]},
-            ChatCompletionRequest.off | CompletionRequest.off | TokenizeRequest.off | ResponsesRequest.off,
-        )
+        place, problem = described({**first, "loc": first["loc"][1:]})
         message = f"{place or 'The body'}: {problem}."
         return await self._refuse(request, ApiError(400, message, "invalid_request", place or None))
 
