@@ -8,7 +8,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,9 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
     return args
 
 
-def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; there is no `draft` if it is optional and was not given."""
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if vars(args).get("draft", "") is None:
         del args.draft
     return args
@@ -261,9 +261,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
 # ---- recommended settings -------------------------------------------------------------------------------------------
 
 
-def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespace, *methods: str) -> argparse.Namespace:
-    """Parse again with tune.py's settings for the first of `methods` that has any as defaults; `args.recommended`
-    describes their origin."""
+def take_recommendation(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *methods: str, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse `arguments`, by default those of this program, again: with tune.py's settings for the first of `methods`
+    that has any as defaults. `args.recommended` describes their origin. `args` are those parsed before."""
     main, draft = Path(args.main), Path(args.draft) if "draft" in args else None
     check_folders({"main": main, "draft": draft} if draft else {"main": main})
     file = recommendation.place(main)
@@ -298,7 +300,7 @@ def take_recommendation(parser: argparse.ArgumentParser, args: argparse.Namespac
         if chosen["draft_properties"] != chosen["properties"]:  # if equal, the draft inherits the main model's
             own["draft_property"] = list(chosen["draft_properties"].items())
     parser.set_defaults(**own)
-    args = _parse(parser)
+    args = _parse(parser, arguments)
     overridden = [name for name, value in own.items() if vars(args)[name] != value]
     args.recommended = f"by {file}"
     if overridden:

@@ -40,7 +40,8 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
     if args.recommended:  # except its draft length, which is tuned for a single text; batches need less
         draft_length = args.num_assistant_tokens
         alone = [SUFFIX, ALONE] if args.suffix_decoding else [ALONE]
-        args = take_recommendation(parser, args, *([NATIVE] if "draft" in args else alone))
+        methods = [NATIVE] if "draft" in args else alone
+        args = take_recommendation(parser, args, *methods, arguments=arguments)
         args.num_assistant_tokens = draft_length
     if args.past_answers and not args.suffix_decoding:
         console.fail("--past-answers is for suffix decoding: add --suffix-decoding.")

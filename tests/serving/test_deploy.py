@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from speculative.bench.load.server import free_port
+from speculative.pair import recommendation
 from speculative.serving.settings import API_KEY_VARIABLE, Settings
 from tests.support.later import Later
 from tests.support.paths import DRAFT, ROOT
@@ -85,6 +87,20 @@ def test_the_builder_takes_the_options_of_serve_pair(monkeypatch):
     deployment = application.build(app["args"])._bound_deployment
     assert deployment.num_replicas == 2
     assert deployment._deployment_config.request_router_config.get_request_router_class() is application.PrefixRouter
+
+
+def test_the_builder_parses_its_own_options_again_with_a_recommendation(monkeypatch, tmp_path):
+    """Not the arguments of the process, which is one of Ray's workers."""
+    main = shutil.copytree(DRAFT, tmp_path / "main")
+    settings = {"device": "CPU", "properties": {"INFERENCE_NUM_THREADS": 1}}
+    role = {"fingerprint": recommendation.fingerprint(main)}
+    found = {"main": role, "draft": None, "measured_on": {}, "best": "alone", "settings": {"alone": settings}}
+    recommendation.write(recommendation.place(main), {**found, "reason": ""})
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    monkeypatch.setattr("sys.argv", ["serve", "deploy"])
+    options = [main, "--recommended", "--no-suffix-decoding", "--max-num-seqs", 3]
+    pair, limits, *_ = application.build({"options": options})._bound_deployment.init_args
+    assert pair.main.properties == {"INFERENCE_NUM_THREADS": 1} and limits.max_num_seqs == 3
 
 
 @pytest.mark.parametrize(
