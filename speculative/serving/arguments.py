@@ -261,4 +261,6 @@ def is_loopback(host: str) -> bool:
 
 
 def in_url(host: str) -> str:
+    """The host in a URL for this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import httpx
 import numpy as np
@@ -742,6 +743,22 @@ def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys
         digest("two"),
     }
     assert "warning" not in capsys.readouterr().err
+
+
+def test_the_server_is_asked_directly_whether_it_answers(monkeypatch):
+    """Not through the proxy of the environment, which cannot reach this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert application.answers(f"http://127.0.0.1:{server.server_port}/")
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("localhost", "localhost")]
+)
+def test_the_url_of_the_server_can_be_opened_on_this_machine(host, shown):
+    assert arguments.in_url(host) == shown
 
 
 @pytest.mark.parametrize("key", ["schl\u00fcssel", "a\x07b"])

@@ -6,6 +6,7 @@ import urllib.request
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
+import ray
 from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -23,6 +24,7 @@ NAME = "speculative"
 ROOT = str(Path(__file__).resolve().parents[3])
 ATTEMPTS = 3  # to load the models
 CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by a proxy of the environment
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
@@ -48,7 +50,7 @@ def start(settings: Settings) -> DeploymentHandle:
     except RuntimeError as error:
         raise ServeFailed(_reason() or str(error)) from error
     url = f"http://{in_url(settings.host)}:{settings.port}/health"
-    if not _answers(url):
+    if _has_proxy(settings) and not answers(url):
         raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
@@ -128,11 +130,16 @@ def _reason() -> str | None:
     return lines[-1] if lines else None
 
 
-def _answers(url: str) -> bool:
+def _has_proxy(settings: Settings) -> bool:
+    """Whether this machine has a proxy of Ray Serve: in a cluster, only the head node and those with replicas have."""
+    return not settings.address or ray.get_runtime_context().get_node_id() in serve.status().proxies
+
+
+def answers(url: str) -> bool:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with DIRECTLY.open(url, timeout=5):
                 return True
         except OSError:  # also an HTTP error: a proxy may not know of the application yet
             time.sleep(0.1)
