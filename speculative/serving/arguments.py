@@ -240,7 +240,7 @@ def _pair(args: argparse.Namespace) -> Pair:
 def _keys(file: Path | None) -> frozenset[bytes] | None:
     """The digests of the API keys, or None if no key is required."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file else [os.environ.get(API_KEY_VARIABLE, "")]
+        lines = file.read_text(encoding="utf-8-sig").splitlines() if file else [os.environ.get(API_KEY_VARIABLE, "")]
     except (OSError, UnicodeDecodeError) as error:
         console.fail(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or 'not UTF-8'}.")
     keys = [line.strip() for line in lines if line.strip()]

@@ -22,7 +22,7 @@ from openvino_genai import GenerationConfig
 from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert import program
-from speculative.convert.draft_training import eagle3
+from speculative.convert.draft_training import beginnings, eagle3
 from speculative.convert.draft_training.beginnings import opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
@@ -560,6 +560,13 @@ def test_a_wrong_main_model_is_one_sentence(refuses, main, tmp_path):
     assert not out.exists()
 
 
+def test_prompts_may_have_a_byte_order_mark_and_unicode_line_separators(tmp_path):
+    texts = [f"Write\u2028{i}" for i in range(12)]
+    lines = [json.dumps({"prompt": text, "category": "x"}, ensure_ascii=False) for text in texts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8-sig", newline="\r\n")
+    assert beginnings.read_prompts(tmp_path / "prompts.jsonl") == [(text, "x") for text in texts]
+
+
 def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     assert "--minutes is 0.0, but must be greater than 0" in refuses(2, main, out, "--minutes", 0)
@@ -581,6 +588,8 @@ def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     assert "is not a JSONL file of prompts" in refuses(2, main, out, "--prompts", prompts)
     prompts.write_text('{"prompt": "Write a poem."}\n' * 12)
     assert "has 1 different prompts" in refuses(2, main, out, "--prompts", prompts)
+    prompts.write_text('{"prompt": 5}\n' * 12)
+    assert "is not a JSONL file of prompts" in refuses(2, main, out, "--prompts", prompts)
     assert "tokens need up to" in refuses(1, main, out, "--tokens", 10**12)
     assert not out.exists() or not (out / "draft.json").exists()
 

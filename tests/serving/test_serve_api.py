@@ -737,7 +737,7 @@ def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys
     for host in ("127.0.0.1", "localhost", "::1"):
         parsed_arguments(monkeypatch, "--host", host)
     key = tmp_path / "key"
-    key.write_text("one\n\n two\n", encoding="utf-8")
+    key.write_text("one\n\n two\n", encoding="utf-8-sig")  # with a byte order mark, as Windows editors write it
     assert parsed_arguments(monkeypatch, "--host", "0.0.0.0", "--api-key-file", key).keys == {
         digest("one"),
         digest("two"),

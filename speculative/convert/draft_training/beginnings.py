@@ -55,8 +55,10 @@ class Prompt(NamedTuple):
 def read_prompts(file: Path) -> list[Prompt]:
     """The different prompts of a JSONL file. Raises ConvertError if there are fewer than LEAST_PROMPTS."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         rows = [json.loads(line) for line in lines]
+        if not all(isinstance(row["prompt"], str) for row in rows):
+            raise TypeError
         prompts = list({row["prompt"]: Prompt(row["prompt"], str(row.get("category", ""))) for row in rows}.values())
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
