@@ -251,6 +251,7 @@ def export_pair(options: argparse.Namespace) -> None:
     folder.open()
     try:
         folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
+        folder.forget_others(options.halves)
         sources = {half: open_source(asked) for half, asked in options.halves.items()}
         check_sources(sources, options)
         requests = {half: request(half, model, options) for half, model in sources.items()}

@@ -7,6 +7,7 @@ there until the pair is complete, so that a second run can resume; other files i
 import contextlib
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import TypedDict, TypeGuard
 
@@ -111,6 +112,11 @@ class PairFolder(WorkFolder):
         """Mark a half as complete: move its files, then write its record."""
         self._part(half).rename(self.work / half)
         _write(self._record(half), record)
+
+    def forget_others(self, halves: Collection[str]) -> None:
+        """Remove what an unfinished run left of all halves except `halves`."""
+        for half in {*HALVES}.difference(halves):
+            self._forget(half)
 
     def _forget(self, half: str) -> None:
         self._record(half).unlink(missing_ok=True)

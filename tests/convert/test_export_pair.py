@@ -643,6 +643,20 @@ def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tm
     third.close()
 
 
+def test_without_draft_installs_no_draft_that_an_earlier_run_left(irs, tmp_path):
+    pair, unfinished = tmp_path / "pair", PairFolder(tmp_path / "pair")
+    shutil.copytree(irs / "main", pair / "draft")  # made by hand: no pair.json
+    before = everything_in(pair / "draft")
+    unfinished.open()
+    shutil.copytree(irs / "draft", unfinished.start("draft"))
+    unfinished.complete("draft", {"source": "refused"})
+    unfinished.close()
+    assert (tmp_path / ".pair.unfinished/draft").is_dir()
+    assert export_pair.main([str(irs / "main"), str(pair), "--without-draft"]) == 0
+    assert everything_in(pair / "draft") == before and (pair / "main/openvino_model.xml").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+
+
 def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
     first = PairFolder(tmp_path / "pair")
     first.open()
