@@ -192,13 +192,27 @@ def resolve_extra(
 ) -> tuple[list[str], list[str]]:
     """The optimum-cli options of main model and draft: `both`, then each one's own."""
     try:
-        main, draft = ([*both, *shlex.split(own)] for own in (options.main_args, options.draft_args))
+        main, draft = (separated([*both, *shell_words(own)]) for own in (options.main_args, options.draft_args))
     except ValueError as error:
         parser.error(f"--main-args or --draft-args cannot be parsed ({error}); check their quotes")
     for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
         if name in [*main, *draft]:
             parser.error(f"{name} is an option of this program; put it before the --")
     return main, draft
+
+
+def shell_words(text: str) -> list[str]:
+    """The words of `text` as in a shell; on Windows, where paths have them, backslashes are not special."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    if os.name == "nt":
+        lexer.escape = ""
+    return list(lexer)
+
+
+def separated(words: list[str]) -> list[str]:
+    """`words` with `--name=value` as two words."""
+    return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def known_pairs() -> dict[str, dict]:

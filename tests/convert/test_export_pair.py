@@ -144,6 +144,22 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     assert not any(tmp_path.iterdir())  # --dry-run prints only
 
 
+def test_values_of_optimum_clis_options_may_follow_an_equals_sign(checkpoints, tmp_path, capsys):
+    arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run"]
+    assert export_pair.main([*arguments, "--", "--quant-mode=int8", "--dataset=wikitext2"]) == 0
+    assert "--quant-mode int8 --dataset wikitext2" in capsys.readouterr().out.splitlines()[0]
+    typed = export_pair.separated(["--dataset=a=b", "x=y"])
+    assert typed == ["--dataset", "a=b", "x=y"] and optimum_cli._needs_hub(typed)
+
+
+def test_backslashes_in_options_are_part_of_paths_on_windows_only(monkeypatch):
+    for system, given in (("nt", r'--cache_dir "C:\my cache" #1'), ("posix", r"--cache_dir C:\\my\ cache \#1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(export_pair.os, "name", system)
+            words = export_pair.shell_words(given)
+        assert words == ["--cache_dir", r"C:\my cache", "#1"]
+
+
 def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
     assert export_pair.main([*arguments, "--", "--group-size", "64"]) == 0
@@ -389,6 +405,7 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
         (["main", "out", "--draft-from-main", "--weight-format", "int4"], "smaller than int4"),
         (["main", "draft", "out", "--weight-format", "int3"], "int3"),
         (["main", "draft", "out", "--", "--weight-format", "int4"], "put it before the --"),
+        (["main", "draft", "out", "--", "--weight-format=int4"], "put it before the --"),
         (["main", "draft", "out", "--main-args", '"'], "check their quotes"),
         (["./main", "./draft", "out"], "./main is neither a folder here nor a hub id"),
     ],
