@@ -395,7 +395,7 @@ def test_the_verdict_is_by_category_and_beside_other_drafts(pruned, made):
             assert part[mode]["acceptance_by_position"][0] > 0.02
             assert len(part[mode]["acceptance_by_position_of_others"][str(made)]) == 4
             ways = ["fixed draft length 4", "draft", f"--compare {made}, fixed draft length 4", f"--compare {made}"]
-            assert [*part[mode]["tokens_per_second"]] == [*ways, "prompt lookup", "main alone"]
+            assert [*part[mode]["tokens_per_second"]] == [*ways, "suffix decoding", "main alone"]
     kept = ", ".join(map(str, record["draft"]["kept_layers"]))
     assert f"| layers | {kept} of the main model's 0 to 3" in card and "\n    read (" in card
 

@@ -72,7 +72,7 @@ def judge(
         ways |= {_fixed(name): (decoder, {"num_assistant_tokens": K}), _adaptive(name): (decoder, {})}
     lookup = load(main, max_ngram_size=LONGEST_MATCH)
     alone = Decoder(lookup.main, stop_token_ids=lookup.stop_token_ids)
-    ways |= {"prompt lookup": (lookup, {}), "main alone": (alone, {})}
+    ways |= {"suffix decoding": (lookup, {}), "main alone": (alone, {})}
     runs = {mode: {way: Run() for way in ways} for mode in MODES}
     categories: list[str] = []
     for prompt, category in prompts:
