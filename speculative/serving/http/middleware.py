@@ -97,4 +97,6 @@ class Guard:
         return bounded
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body has more than {self.max_body} bytes: send a shorter prompt.", "body_too_large")
+        return ApiError(
+            413, f"The body has more than {self.max_body} bytes: send a shorter prompt, or fewer.", "body_too_large"
+        )
