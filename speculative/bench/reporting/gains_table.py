@@ -49,7 +49,9 @@ def summary(kept: dict[str, RecordedResult]) -> str:
         lines.append(f"| {words} | {cell(kept[figure]['result']) if figure in kept else 'not measured'} |")
     machine = facts["machine"]
     last = (
-        f"Speedup over the main model alone, decode only, median and range; {machine['cores']} cores of "
+        "Speedup over the main model alone (greedy: in GenAI's pipeline), decode only, median and range, on Python "
+        "code; [other texts gain less](docs/benchmarks.md#all-sources-of-draft-tokens). "
+        f"{machine['cores']} cores of "
         f"{machine['processor']}, OpenVINO GenAI {machine['openvino_genai']}, {machine['date'][:10]}, commit "
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
