@@ -167,13 +167,15 @@ class Planner:
         return load
 
     def drafting(self, settings: Settings) -> list[LoadRow]:
-        """Throughput of a replica with and without drafting, by number of clients, up to a full batch."""
+        """Throughput of a replica with and without drafting, by number of clients, up to a full batch; empty if no
+        request fits."""
         clients = [1 << i for i in range(settings.max_num_seqs.bit_length())]
         alone, draft = (
             self.closed_loop(dataclasses.replace(settings, with_draft=with_draft), clients, name)
             for name, with_draft in ((ALONE, False), (DRAFT, True))
         )
-        return [row(method, n, alone) for method in (alone, draft) for n in clients]
+        rows = [row(method, n, alone) for method in (alone, draft) for n in clients]
+        return rows if all(one["throughput"] for one in rows) else []
 
     def against(self, measured: Sequence[Drawn], settings: Settings, replicas: int = 1) -> list[CapacityCheck]:
         """Compare the rows of a load benchmark, the medians of several results, with simulations of the same clients.

@@ -37,6 +37,11 @@ class Settings:
     max_queue: int = 64
     cache_tokens: int = 16_384
 
+    @property
+    def room(self) -> int:
+        """Tokens that fit in the cache, in whole blocks as in the engine."""
+        return _blocks(self.cache_tokens) * BLOCK
+
 
 @dataclass(eq=False)
 class SimulatedRequest:
@@ -114,7 +119,7 @@ class Replica:
         """Keep the beginning of a chat in the prefix cache, and forget others if there is no room."""
         if tokens >= BLOCK:
             self._beginnings[chat] = max(tokens, self._beginnings.pop(chat, 0))
-        while sum(self._beginnings.values()) > self.settings.cache_tokens - self._reserved():
+        while self._beginnings and sum(self._beginnings.values()) > self.settings.room - self._reserved():
             self._beginnings.popitem(last=False)
 
     def submit(self, request: SimulatedRequest, latency: float = 0.0) -> simpy.Event:
@@ -122,7 +127,7 @@ class Replica:
         at its end."""
         request.sent, request.done = self.environment.now - latency, self.environment.event()
         settings = self.settings
-        too_long = request.prompt + request.output > settings.cache_tokens
+        too_long = request.prompt + request.output > settings.room
         places = settings.max_queue + max(settings.max_num_seqs - len(self.running), 0)
         if too_long or len(self.waiting) >= places:
             request.refused, request.end = True, self.environment.now
@@ -154,7 +159,7 @@ class Replica:
         while self.waiting and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
             needed = _blocks(request.prompt + request.output) * BLOCK
-            if self.running and self._reserved() + needed > self.settings.cache_tokens:
+            if self.running and self._reserved() + needed > self.settings.room:
                 break
             self.running.append(self.waiting.popleft())
             request.estimate = cast(AcceptanceEstimate, self.policy.estimate())

@@ -338,7 +338,18 @@ def test_the_plan_is_the_smallest_number_of_replicas():
 def test_goals_that_no_number_of_replicas_meets_are_named():
     why = [Planner(COSTS, SHORT, goals).plan(1.0, Settings()).why_not for goals in (Goals(0.1, 9), Goals(9, 0.01))]
     assert "TTFT" in why[0] and "TPOT" in why[1]
-    assert "do not fit" in Planner(COSTS, SHORT, Goals(9, 9)).plan(1.0, Settings(cache_tokens=50)).why_not
+    assert "do not fit" in Planner(COSTS, SHORT, Goals(9, 9)).plan(1.0, Settings(cache_tokens=30)).why_not
+
+
+def test_requests_that_do_not_fit_have_no_load_at_which_drafting_helps():
+    assert Planner(COSTS, SHORT, Goals(9, 9)).drafting(Settings(cache_tokens=30)) == []
+    assert Planner(COSTS, SHORT, Goals(9, 9)).drafting(Settings(max_num_seqs=2)) != []
+
+
+def test_a_cache_that_is_no_multiple_of_a_block_has_room_for_whole_blocks():
+    workload = Workload(lengths("900"), lengths("100"), 0.7)
+    [plan] = [Planner(COSTS, workload, Goals(99, 9)).plan(0.01, Settings(cache_tokens=1000))]
+    assert plan.rows and not plan.why_not
 
 
 def test_clients_of_a_closed_loop_wait_for_their_answers():
