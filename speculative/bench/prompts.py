@@ -27,7 +27,8 @@ DATA_SET = re.compile(r"(?P<name>[^:@]+?)(@(?P<subset>[\w.+-]+))?(:(?P<column>[^
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 COLUMNS = ("prompt", "turns", "instruction", "question", "text", "article")  # tried in this order by default
 SPLITS = ("test", "validation", "train")
-FILES = (".jsonl", ".json", ".txt", ".md", ".csv")
+JSON_LINES = (".jsonl", ".json")
+FILES = (*JSON_LINES, ".txt", ".md", ".csv")
 
 
 class Prompt(NamedTuple):
@@ -106,9 +107,8 @@ def _read_files(paths: Iterable[Path]) -> list[Prompt]:
             if not line.strip():
                 continue
             try:
-                prompt = (
-                    _json_prompt(line, number) if path.suffix == ".jsonl" else Prompt(line, "", str(number), (line,))
-                )
+                is_json = path.suffix.lower() in JSON_LINES
+                prompt = _json_prompt(line, number) if is_json else Prompt(line, "", str(number), (line,))
             except ValueError as error:
                 raise ValueError(f"{place} {error}: fix or remove it") from None
             if prompt.turns in places:
@@ -125,15 +125,16 @@ def _json_prompt(line: str, number: int) -> Prompt:
         raise ValueError('is not JSON like {"prompt": "..."}') from None
     if not isinstance(content, dict):
         raise ValueError('is not a JSON object like {"prompt": "..."}')
-    turns = content.get("turns", [content.get("prompt")])
+    turns = content.get("turns") or [content.get("prompt")]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError('has neither a string "prompt" nor a list of strings "turns"')
-    if content.get("prompt", turns[0]) != turns[0]:
+    if content.get("prompt") not in (None, turns[0]):
         raise ValueError('has a "prompt" that differs from its first turn')
     schema = content.get("json_schema")
     if not isinstance(schema, (dict, type(None))):
         raise ValueError('has a "json_schema" that is no object')
-    category, name = str(content.get("category", "")), str(content.get("id", number))
+    category, name = (content.get(key) for key in ("category", "id"))
+    category, name = "" if category is None else str(category), str(number if name is None else name)
     return Prompt(turns[0], category, name, tuple(turns), json.dumps(schema) if schema else "")
 
 

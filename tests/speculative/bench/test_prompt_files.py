@@ -74,6 +74,17 @@ def test_text_files_have_a_prompt_a_line(tmp_path):
     assert (second.text, second.id) == ("  class A:\u2028 pass", "3")
 
 
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json", "PROMPTS.JSONL"])
+def test_json_lines_are_read_whatever_the_case_of_the_suffix_and_nulls_are_missing_values(tmp_path, name):
+    rows = [
+        {"prompt": "a", "category": "x", "id": 7, "turns": None},
+        {"prompt": None, "turns": ["b", "c"], "category": None, "id": None, "json_schema": None},
+    ]
+    (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    first, second = read_prompts(tmp_path / name)
+    assert first == ("a", "x", "7", ("a",), "") and second == ("b", "", "2", ("b", "c"), "")
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
