@@ -281,28 +281,28 @@ def summarise(methods: list[Method], keeps_caches: bool) -> list[MethodRow]:
 
 
 def by_category(methods: list[Method], prompts: list[Prompt]) -> list[CategoryRow]:
-    """Speedup and acceptance rate of each drafting method, per prompt category."""
+    """Speedup and acceptance rate of each drafting method, per prompt category that has answers of several tokens."""
     alone, found = baselines(methods), []
     categories: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         categories.setdefault(prompt.category or "other", []).append(i)
     for category, chosen in categories.items() if len(categories) > 1 else ():
+        if not all(method.decodes(chosen) for method in methods):
+            continue
         for method in methods:
             if not method.draft_length:
                 continue
             baseline = alone[method.temperature > 0]
             rounds = range(len(method.rounds))
             runs = [method.rounds[r][i] for r in rounds for i in chosen]
-            proposed, gained = (
-                [n for run in runs for n in of(run)] for of in (lambda r: r.proposed, lambda r: r.gained)
-            )
+            proposed, accepted = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
             speedups = [method.throughput(r, chosen) / baseline.throughput(r, chosen) for r in rounds]
             found.append(
                 {
                     "category": category,
                     "name": method.name,
                     "speedup": statistics.median(speedups),
-                    "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+                    "acceptance_rate": metrics.acceptance_rate(proposed, accepted),
                     "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
                     "prompts": len(chosen),
                 }

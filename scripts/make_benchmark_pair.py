@@ -297,8 +297,8 @@ def acceptance_rate(
         config.do_sample, config.temperature = True, arguments.temperature
     bar = tqdm(arguments.prompts, desc=description, unit="prompt", leave=False)
     runs = [engine.generate(prompt, config, seed=arguments.seed) for prompt in bar]
-    proposed, gained = ([n for run in runs for n in getattr(run, key)] for key in ("proposed", "gained"))
-    return metrics.acceptance_rate(proposed, gained), 1 / max(1, sum(proposed))
+    proposed, accepted = ([n for run in runs for n in getattr(run, key)] for key in ("proposed", "accepted"))
+    return metrics.acceptance_rate(proposed, accepted), 1 / max(1, sum(proposed))
 
 
 def make_draft(arguments: argparse.Namespace, folder: Path) -> tuple[llama_ir.Llama, float]:

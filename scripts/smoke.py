@@ -144,7 +144,7 @@ def check(
         problems += difference(engine, prompt, output.tokens, reference)
         problems += stream_difference(engine, prompt, output.pieces, output.text)
     metrics_of_engine: EngineCheck = {
-        "acceptance_rate": metrics.acceptance_rate(proposed, gained),
+        "acceptance_rate": metrics.acceptance_rate(proposed, [n - 1 for n in gained]),
         "block_efficiency": metrics.block_efficiency(gained),
         "streamed_pieces": streamed,
     }

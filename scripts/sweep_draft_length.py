@@ -204,8 +204,8 @@ def sweep(methods: list[Method], rows: list[MethodRow], costs: MeasuredCosts) ->
             if method.temperature == t and method.draft_length
         ]
         runs = [run for method, _ in drafted for run in method.runs()]
-        proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
-        alpha = metrics.per_token_acceptance(proposed, gained) or 0.0
+        proposed, accepted = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
+        alpha = metrics.per_token_acceptance(proposed, accepted) or 0.0
         best = max(drafted, key=lambda pair: pair[1]["speedup"])[0]
         for method, one in drafted:
             k, tau = method.draft_length, one["block_efficiency"]

@@ -24,7 +24,7 @@ class Tree(NamedTuple):
 class Run:
     """One greedy generation.
 
-    tokens: new token ids. proposed, gained: one entry per main-model forward pass after the prompt (see
+    tokens: new token ids. proposed, accepted, gained: one entry per main-model forward pass after the prompt (see
     `speculative.sequence.metrics`). ttft: from the call to the first token, prompt included. seconds: from the call to
     the last token, as in `speculative.sequence.result`; GenAI's work after that (clean-up, detokenization) is excluded.
     """
@@ -34,6 +34,10 @@ class Run:
     gained: list[int]
     ttft: float
     seconds: float
+
+    @property
+    def accepted(self) -> list[int]:
+        return [n - 1 for n in self.gained]
 
     @property
     def decode_seconds(self) -> float:

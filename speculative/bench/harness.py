@@ -70,7 +70,14 @@ class Method:
         """New tokens per second in a round, decode only, over all prompts or those with these indices."""
         runs = self.rounds[round_]
         runs = runs if prompts is None else [runs[i] for i in prompts]
-        return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
+        tokens = sum(len(run.tokens) - 1 for run in runs)
+        if not tokens:
+            raise ValueError(f"all answers of {self.name} have a single token: give prompts with longer ones")
+        return tokens / sum(run.decode_seconds for run in runs)
+
+    def decodes(self, prompts: Sequence[int]) -> bool:
+        """Whether an answer to these prompts has more than one token, in every round."""
+        return all(any(len(runs[i].tokens) > 1 for i in prompts) for runs in self.rounds)
 
     def runs(self) -> list[Run | GenerationResult]:
         return [run for round_ in self.rounds for run in round_]
@@ -166,6 +173,7 @@ def row(method: Method, baseline: Method) -> MethodRow:
     speedups = [method.throughput(i) / baseline.throughput(i) for i in rounds]
     runs = method.runs()
     proposed = [n for run in runs for n in run.proposed]
+    accepted = [n for run in runs for n in run.accepted]
     gained = [n for run in runs for n in run.gained]
     texts = [run.tokens for run in method.rounds[0]]
     speedup = statistics.median(speedups)
@@ -186,12 +194,12 @@ def row(method: Method, baseline: Method) -> MethodRow:
         "speedup_range": [min(speedups), max(speedups)],
         "gain_percent": 100 * (speedup - 1),
         "forward_speedup": forward_speedup,
-        "acceptance_rate": metrics.acceptance_rate(proposed, gained),
-        "position_acceptance": [] if is_tree else metrics.position_acceptance(proposed, gained),
+        "acceptance_rate": metrics.acceptance_rate(proposed, accepted),
+        "position_acceptance": [] if is_tree else metrics.position_acceptance(proposed, accepted),
         "block_efficiency": metrics.block_efficiency(gained),
         "mean_draft_length": sum(proposed) / len(proposed) if proposed else None,
         "ttft": statistics.median(run.ttft for run in runs),
-        "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs),
+        "tpot": statistics.median(run.decode_seconds / (len(run.tokens) - 1) for run in runs if len(run.tokens) > 1),
         "outside": sum(method.outside) / sum(run.seconds for run in runs) if method.seconds else None,
         "repetition": statistics.mean(metrics.repetition(run.tokens) for run in runs),
         "same_text": None if method.temperature else same,
@@ -331,17 +339,22 @@ def output_file(text: str) -> Path:
     return path
 
 
+def _printable(text: str) -> str:
+    """`text` with escapes for bytes of arguments that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def write_outputs(arguments: argparse.Namespace, result: Result, table: str = "") -> None:
     """Write `result` to the requested files; print `table`, then `result` as JSON on the last line.
 
     If a file cannot be written, everything else is, and the program exits with status 1. Files are written first, as
     `| head` may end the program.
     """
-    line = json.dumps(result, ensure_ascii=False)
+    line = _printable(json.dumps(result, ensure_ascii=False))
     failed = False
     for path, text in _outputs(arguments, result, line):
         try:
-            atomic_write(path, text)
+            atomic_write(path, _printable(text))
         except OSError as error:
             reason = error.strerror or type(error).__name__
             print(

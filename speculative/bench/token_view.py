@@ -44,7 +44,7 @@ def token_view(engine: Decoder, prompt: np.ndarray, draft_length: int | str, max
     steps: list[TokenStep] = []
     for step in decoder.stream(prompt, config):
         *accepted, own = step.tokens
-        rejected = noted.tokens[len(accepted) :]
+        rejected = noted.tokens[len(accepted) - step.ends_in_leaf :]
         shown: TokenStep = {
             "accepted": pieces(engine.tokenizer, text, accepted),
             "rejected": pieces(engine.tokenizer, text + accepted, rejected),

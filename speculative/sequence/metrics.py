@@ -1,32 +1,31 @@
 """Metrics of speculative decoding, one definition each.
 
-After Leviathan et al. 2023 (arXiv 2211.17192) and Spec-Bench. A run is described by two numbers for each forward pass
-of the main model after the prompt: `proposed[i]` draft tokens, and `gained[i]` new tokens, of which all but the last
-are accepted draft tokens.
+After Leviathan et al. 2023 (arXiv 2211.17192) and Spec-Bench. A run has three numbers for each forward pass of the main
+model after the prompt: `proposed[i]` draft tokens, `accepted[i]` of them, and `gained[i]` new tokens. Leaves of a draft
+tree (drafting/tree.py) count as gained only.
 """
 
 from collections.abc import Sequence
 
 
-def acceptance_rate(proposed: Sequence[int], gained: Sequence[int]) -> float | None:
+def acceptance_rate(proposed: Sequence[int], accepted: Sequence[int]) -> float | None:
     """Accepted draft tokens / proposed draft tokens, over all iterations, the last one included."""
     drafted = sum(proposed)
-    return (sum(gained) - len(gained)) / drafted if drafted else None
+    return sum(accepted) / drafted if drafted else None
 
 
-def per_token_acceptance(proposed: Sequence[int], gained: Sequence[int]) -> float | None:
+def per_token_acceptance(proposed: Sequence[int], accepted: Sequence[int]) -> float | None:
     """Leviathan's alpha: accepted / (accepted + iterations that ended in a rejection)."""
-    accepted = sum(gained) - len(gained)
-    rejections = sum(n - 1 < k for k, n in zip(proposed, gained, strict=True))
-    return accepted / (accepted + rejections) if accepted + rejections else None
+    judged = sum(accepted) + sum(n < k for k, n in zip(proposed, accepted, strict=True))
+    return sum(accepted) / judged if judged else None
 
 
-def position_acceptance(proposed: Sequence[int], gained: Sequence[int]) -> list[float]:
+def position_acceptance(proposed: Sequence[int], accepted: Sequence[int]) -> list[float]:
     """For i = 1, 2, ...: the share of iterations that proposed an i-th draft token and accepted it."""
     shares = []
     for i in range(1, max(proposed, default=0) + 1):
-        accepted = [n - 1 >= i for k, n in zip(proposed, gained, strict=True) if k >= i]
-        shares.append(sum(accepted) / len(accepted))
+        is_accepted = [n >= i for k, n in zip(proposed, accepted, strict=True) if k >= i]
+        shares.append(sum(is_accepted) / len(is_accepted))
     return shares
 
 

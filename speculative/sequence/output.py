@@ -47,7 +47,7 @@ class OutputProcessor:
         result.seconds = time.perf_counter() - self._begin
         if result.ttft:
             result.proposed.append(step.proposed)
-            result.accepted.append(min(step.accepted, used))
+            result.accepted.append(min(step.accepted - step.ends_in_leaf, used))
             result.gained.append(used)
         else:
             result.ttft = result.seconds

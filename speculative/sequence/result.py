@@ -32,8 +32,8 @@ class GenerationResult:
     text: str = ""
     finish_reason: str = "length"  # or "stop", or "cancelled"
     proposed: list[int] = field(default_factory=list)  # for each forward pass of the main model after the prompt
-    accepted: list[int] = field(default_factory=list)  # likewise
-    gained: list[int] = field(default_factory=list)  # likewise: accepted + 1, except at the end of the text
+    accepted: list[int] = field(default_factory=list)  # likewise, of the proposed tokens
+    gained: list[int] = field(default_factory=list)  # likewise: accepted + 1, except at the end and after a leaf
     ttft: float = 0.0  # seconds from the call to the first token, prompt processing included
     seconds: float = 0.0  # of the whole call
     draft_length: str = ""  # what the draft-length policy did last, and why
@@ -48,7 +48,7 @@ class GenerationResult:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return metrics.acceptance_rate(self.proposed, [n + 1 for n in self.accepted])
+        return metrics.acceptance_rate(self.proposed, self.accepted)
 
     @property
     def block_efficiency(self) -> float | None:
@@ -56,4 +56,4 @@ class GenerationResult:
 
     @property
     def position_acceptance(self) -> list[float]:
-        return metrics.position_acceptance(self.proposed, [n + 1 for n in self.accepted])
+        return metrics.position_acceptance(self.proposed, self.accepted)

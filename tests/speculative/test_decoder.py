@@ -178,8 +178,9 @@ def test_a_tree_of_the_config_is_a_chain_and_leaves(make):
     steps = [*make().stream(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=2))]
     assert {(step.proposed, step.leaves) for step in steps[1:-2]} == {(2, 6)}
     assert any(step.ends_in_leaf for step in steps) and not any(step.leaves > 6 for step in steps)
-    texts = [make().generate(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=d)).tokens for d in (0, 2)]
-    assert texts[0] == texts[1]
+    chain, tree = (make().generate(PROMPTS[0], greedy(40, num_assistant_tokens=8, tree_depth=d)) for d in (0, 2))
+    assert chain.tokens == tree.tokens
+    assert tree.accepted == [step.accepted - step.ends_in_leaf for step in steps[1:]]  # leaves are no draft tokens
 
 
 def test_passes_keep_their_size_after_an_accepted_leaf(models, make, monkeypatch):

@@ -204,7 +204,7 @@ def _drafting(answers: list[RequestRecord]) -> Drafting:
     accepted, drafted = sum(kept for _, kept, _ in counts), sum(kept + rejected for _, kept, rejected in counts)
     inferences = sum(tokens - 1 - kept for tokens, kept, _ in counts)
     return {
-        "acceptance_rate": metrics.acceptance_rate([drafted], [accepted + 1]) if drafted else None,
+        "acceptance_rate": metrics.acceptance_rate([drafted], [accepted]),
         "block_efficiency": (accepted + inferences) / inferences if inferences > 0 else None,
         "mean_draft_length": drafted / inferences if inferences > 0 else None,
     }

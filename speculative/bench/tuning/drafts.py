@@ -56,5 +56,5 @@ class DraftStage:
                 self.session.drafts.remove(draft)
                 continue
             proposed = [n for run in runs for n in run.proposed]
-            gained = [n for run in runs for n in run.gained]
-            self.session.alpha[draft] = metrics.per_token_acceptance(proposed, gained) or 0.0
+            accepted = [n for run in runs for n in run.accepted]
+            self.session.alpha[draft] = metrics.per_token_acceptance(proposed, accepted) or 0.0

@@ -96,9 +96,9 @@ def why_it_does_not(tuning: Session, best: Figures, best_alone: Figures, gains: 
     costs = f"a draft step costs {c:.2f} of a main-model step and verifying two tokens {v:.2f} of one"
     contest = contest_of(tuning, best.setting)
     runs = contest.methods[best.setting].runs() if contest else []
-    proposed, gained = [n for run in runs for n in run.proposed], [n for run in runs for n in run.gained]
+    proposed, kept = [n for run in runs for n in run.proposed], [n for run in runs for n in run.accepted]
     drafted = sum(proposed) / len(proposed) if proposed else 0.0
-    accepted = metrics.acceptance_rate(proposed, gained) if drafted >= HARDLY else None
+    accepted = metrics.acceptance_rate(proposed, kept) if drafted >= HARDLY else None
     combined = best.setting.is_combined  # many of the accepted tokens are copies
     accepted = alpha if accepted is None or combined else accepted
     if accepted < FEW and (tau < WORTH_IT or combined):

@@ -41,7 +41,7 @@ class Run:
     @property
     def position_acceptance(self) -> list[float]:
         proposed = [n for result in self.results for n in result.proposed]
-        return metrics.position_acceptance(proposed, [n + 1 for result in self.results for n in result.accepted])
+        return metrics.position_acceptance(proposed, [n for result in self.results for n in result.accepted])
 
 
 def require_draft(main: Path, draft: Path) -> None:

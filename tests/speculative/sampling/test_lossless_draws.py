@@ -282,7 +282,7 @@ def exact_cells(exact_logits, config, length=LENGTH, later=None):
 def sample(decoder, config, draws, length=LENGTH, seed=1):
     """The first tokens of so many texts, and the acceptance of a draft token if those before it were accepted."""
     decoder.reset(seed=seed)
-    drawn, proposed, gained = [], [], []
+    drawn, proposed, accepted = [], [], []
     for i in range(draws):
         if i % 500 == 0:
             for _ in decoder.stream(OTHER_PROMPT, config):
@@ -292,10 +292,10 @@ def sample(decoder, config, draws, length=LENGTH, seed=1):
         while len(tokens) < length and (step := next(steps, None)):  # or a stop token
             tokens += step.tokens
             proposed.append(step.proposed)
-            gained.append(len(step.tokens) - step.ends_in_leaf)
+            accepted.append(len(step.tokens) - 1 - step.ends_in_leaf)
         steps.close()
         drawn.append(tokens[:length])
-    return drawn, per_token_acceptance(proposed, gained)
+    return drawn, per_token_acceptance(proposed, accepted)
 
 
 def config_of(case, colder=1.0):

@@ -6,18 +6,18 @@ import pytest
 
 from speculative.sequence import metrics
 
-PROPOSED, GAINED = [4, 4, 4, 2], [5, 1, 3, 2]  # accepted: all 4, none, 2, 1 of 2
+PROPOSED, ACCEPTED, GAINED = [4, 4, 4, 2], [4, 0, 2, 1], [5, 1, 3, 3]  # the last pass gained a leaf
 
 
 def test_counts_by_hand():
-    assert metrics.acceptance_rate(PROPOSED, GAINED) == 7 / 14
-    assert metrics.per_token_acceptance(PROPOSED, GAINED) == 7 / (7 + 3)
-    assert metrics.position_acceptance(PROPOSED, GAINED) == [3 / 4, 2 / 4, 1 / 3, 1 / 3]
-    assert metrics.block_efficiency(GAINED) == 11 / 4
+    assert metrics.acceptance_rate(PROPOSED, ACCEPTED) == 7 / 14
+    assert metrics.per_token_acceptance(PROPOSED, ACCEPTED) == 7 / (7 + 3)
+    assert metrics.position_acceptance(PROPOSED, ACCEPTED) == [3 / 4, 2 / 4, 1 / 3, 1 / 3]
+    assert metrics.block_efficiency(GAINED) == 12 / 4
 
 
 def test_nothing_drafted_has_no_rate():
-    assert metrics.acceptance_rate([0, 0], [1, 1]) is None
+    assert metrics.acceptance_rate([0, 0], [0, 0]) is None
     assert metrics.per_token_acceptance([], []) is None
     assert metrics.block_efficiency([]) is None
     assert metrics.position_acceptance([], []) == []
@@ -41,7 +41,7 @@ def test_independent_acceptance_gives_the_paper_s_block_efficiency(alpha, draft_
         gained.append(accepted + 1)
     proposed = [draft_length] * len(gained)
     assert metrics.block_efficiency(gained) == pytest.approx(metrics.block_efficiency_at(alpha, draft_length), rel=0.02)
-    assert metrics.per_token_acceptance(proposed, gained) == pytest.approx(alpha, abs=0.01)
+    assert metrics.per_token_acceptance(proposed, [n - 1 for n in gained]) == pytest.approx(alpha, abs=0.01)
 
 
 def test_free_draft_and_free_verify_gain_the_block_efficiency():
