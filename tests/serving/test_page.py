@@ -143,6 +143,29 @@ def test_an_answer_can_be_stopped(api, show, slow, by):
     wait_until(lambda: api.engine.idle, "its place in the batch is free")
 
 
+def test_the_enter_of_an_input_method_sends_nothing(api, show):
+    """In Safari, the composition is over before the key that confirms it, which has the code 229."""
+    page = show(api)
+    page.locator("#message").fill(ASKED)
+    key = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true, cancelable: true})"
+    assert page.locator("#message").evaluate(f"message => message.dispatchEvent({key})")
+    assert page.locator(".turn").count() == 0 and page.locator("#message").input_value() == ASKED
+
+
+def test_who_reads_above_stays_there_when_the_answer_ends(api, show, slow):
+    page = show(api)
+    log, settings = page.locator("#log"), {"max-tokens": "200"}
+    ask(page, **settings)
+    assert log.evaluate("log => log.scrollTop > 0 && log.scrollHeight - log.scrollTop - log.clientHeight < 60")
+    page.locator("#max-tokens").fill("40")
+    page.locator("#message").fill(ASKED)
+    page.keyboard.press("Enter")
+    page.locator(".answer").last.locator("span").first.wait_for()
+    log.evaluate("log => { log.scrollTop = 0; }")
+    page.locator(".figures").nth(1).wait_for()
+    assert log.evaluate("log => log.scrollTop") == 0
+
+
 def test_a_refusal_is_shown_in_words_and_the_message_stays(api, show):
     page = show(api, expect=["400 (Bad Request)"])
     page.locator("#max-tokens").fill("401")
