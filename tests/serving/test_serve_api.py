@@ -3,6 +3,7 @@ size, limits, errors, tenants."""
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import sys
@@ -34,7 +35,7 @@ from speculative.serving.api.responses import ResponseBuilder
 from speculative.serving.engine import health
 from speculative.serving.engine.engine_thread import EngineFailed
 from speculative.serving.http import request_body
-from speculative.serving.http.middleware import digest
+from speculative.serving.http.middleware import Guard, digest
 from speculative.serving.ray_serve import connections
 from speculative.serving.settings import API_KEY_VARIABLE, Limits
 from tests.support.later import Later
@@ -743,6 +744,33 @@ def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys
         digest("two"),
     }
     assert "warning" not in capsys.readouterr().err
+
+
+def test_health_and_page_need_no_key_behind_a_prefix():
+    """Ray Serve keeps the route_prefix in the path."""
+    passed, sent = [], []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    guard = Guard(app, frozenset({digest("key")}), 100, Limits(), sent.append)
+    for path in ("/health", "/", "/v1/models"):
+        scope = {"type": "http", "path": f"/llm{path}", "root_path": "/llm", "headers": []}
+        asyncio.run(guard(scope, None, send))
+    assert passed == ["/llm/health", "/llm/"] and sent[:2] == [401, 401]
+
+
+def test_a_request_that_fails_is_counted_once(api, monkeypatch):
+    counted = []
+    monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
+    monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
+    monkeypatch.setattr(api.endpoint, "limits", dataclasses.replace(api.endpoint.limits, timeout=0.02))
+    asked = {"model": "embedded", "prompt": "def", "max_tokens": 400, "ignore_eos": True}
+    assert httpx.post(f"{api.url}/completions", json=asked, timeout=60, **PLAIN).status_code == 504
+    assert counted == ["timeout"]
 
 
 def test_the_server_is_asked_directly_whether_it_answers(monkeypatch):

@@ -16,6 +16,8 @@ SHOWN = 100  # maximum length of client input in an error message, in characters
 class ApiError(HTTPException):
     """An error response: an HTTP status and the API's error object."""
 
+    is_counted = False  # in the metrics, as the outcome of a request that was begun
+
     def __init__(
         self,
         status: int,

@@ -319,6 +319,7 @@ class Endpoint:
             answer = self._as_answer(error.__cause__ if isinstance(error, AlreadySent) else error)
             outcome = answer.body["error"]["code"] or "decoding_failed"
             if not isinstance(error, AlreadySent):
+                answer.is_counted = True
                 raise answer from error
         finally:
             self.asking -= 1
@@ -391,7 +392,8 @@ class Endpoint:
             headers = error.headers
             error = ApiError(error.status_code, f"{shown(f'{request.method} {request.url.path}')}: {error.detail}.")
             error.headers = headers
-        self.metrics.refused(error.status_code)
+        if not error.is_counted:
+            self.metrics.refused(error.status_code)
         return error.response()
 
     async def _refuse_body(self, request: Request, error: RequestValidationError) -> Response:

@@ -45,7 +45,7 @@ class Guard:
         self.open = 0  # requests being processed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         try:
