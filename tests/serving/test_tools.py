@@ -147,6 +147,12 @@ def test_a_text_and_a_call_are_items_of_their_own():
 # ---- forced calls ---------------------------------------------------------------------------------------------------
 
 
+def test_a_stop_string_does_not_cut_a_forced_call(client):
+    asked = asked_for(tool_choice="required", parallel_tool_calls=False, temperature=1, seed=1)
+    (answer,) = client.chat.completions.create(stop=["\n", '"'], **asked).choices
+    assert answer.finish_reason == "tool_calls" and len(checked(answer.message.tool_calls)) == 1
+
+
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, GENERIC], ids=["hermes", "llama", "mistral", "generic"])
 def test_forced_calls_are_valid_in_each_format(api, client, monkeypatch, form):
     monkeypatch.setattr(api.endpoint, "_tool_format", form)

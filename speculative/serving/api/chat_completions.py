@@ -78,7 +78,8 @@ class ChatCompletionRequest(BaseRequest):
             functions = {name: schema for name, schema in functions.items() if wanted in (None, name)}
             several = not wanted and self.parallel_tool_calls is not False
             tag = forced(form, functions, several, answer if self.tool_choice == "auto" else None)
-            return Structure("tools", StructuredOutputConfig(structural_tags_config=tag))
+            config = StructuredOutputConfig(structural_tags_config=tag)
+            return Structure("tools", config, forces_calls=self.tool_choice != "auto")
         return (self.response_format and self.response_format.structure) or super().structure(form)
 
     def parser(self, form: ToolFormat | None) -> ToolParser | None:

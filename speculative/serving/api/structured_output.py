@@ -22,6 +22,7 @@ class Structure(NamedTuple):
 
     parameter: str
     config: StructuredOutputConfig
+    forces_calls: bool = False  # of tools: nothing else is allowed
 
 
 def small(value: Any) -> Any:

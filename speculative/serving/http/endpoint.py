@@ -233,6 +233,8 @@ class Endpoint:
                 self._set_stop_tokens(asked, config)
                 if structure:
                     config.structured_output_config = structure.config
+                    if structure.forces_calls:  # a stop string would cut them
+                        config.stop_strings = set()
                 for i in range(asked.texts):
                     seed, top = asked.random_seed(i), asked.top_of_prompt
                     of_prompt = max(top, 1) if top is not None and (asked.stream or i == 0) else 0
