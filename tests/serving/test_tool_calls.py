@@ -100,6 +100,8 @@ TEXTS = [  # with no call
     (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     (HERMES, '{"name": "add", "arguments": {}}'),
     (LLAMA, '{"name": "other", "parameters": {}}'),
+    (LLAMA, '{"type": "function" "name": "add"}'),
+    (LLAMA, '{"type": "function", "name": "add", 1: {}}'),
     (LLAMA, '{"answer": {"name": "add", "parameters": {}}} is the answer'),
     (LLAMA, 'Call {"name": "add", "parameters": {}}'),
     (MISTRAL, "[1, 2, 3]"),
@@ -115,6 +117,17 @@ TEXTS = [  # with no call
 def test_calls_are_found(form, text, content, calls):
     assert parsed(form, text) == (content, calls)
     assert parsed(form, *text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a":"\\ud83d"}', '{ "a" : 1e999 }', '{"a": "two\nlines"}', '{"\\u00e9": [{}, null]}']
+)
+def test_arguments_are_passed_on_as_the_model_wrote_them(arguments):
+    """Also where another key comes before the name: half a character, say, cannot be encoded again."""
+    first = f'{{"type": "function", "name": "add", "parameters": {arguments}}}'
+    last = f'{{"parameters" : {arguments} , "name":"add"}}'
+    for text in (first, last):
+        assert found(LLAMA, text) == found(LLAMA, *text) == ("", [("add", arguments)])
 
 
 @pytest.mark.parametrize(("form", "text"), TEXTS)

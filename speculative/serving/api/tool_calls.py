@@ -15,7 +15,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from openvino_genai import StructuredOutputConfig
@@ -24,6 +24,7 @@ Tags = StructuredOutputConfig
 SPACE = " \t\r\n"
 BETWEEN = SPACE + "[],;}"  # what may be between calls
 KEYS = ("arguments", "parameters")
+JSON = json.JSONDecoder(strict=False)  # which allows line breaks in strings
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 NO_MATCH = -1
 
@@ -204,19 +205,20 @@ class ToolParser:
         self._scanned = len(self._rest)
         if end is None:
             return
+        source = self._rest[self._at : end]
         try:
-            call = json.loads(self._rest[self._at : end])
-        except (ValueError, RecursionError):
+            call = {key: (value, source[slice(*place)]) for key, value, place in _members(source)}
+        except (ValueError, RecursionError, IndexError):
             call = {}
-        name: Any = call.get("name")
-        arguments: Any = next((call[key] for key in KEYS if call.get(key) is not None), {})
+        name: Any = call.get("name", (None,))[0]
+        found = (call[key] for key in KEYS if key in call and call[key][0] is not None)
+        arguments, as_text = next(found, ({}, "{}"))
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict | str):
             yield from self._is_no_call()
             return
         self._go_on(end, self._between)
         yield self._new_call(name)
-        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        yield Arguments(self.calls - 1, as_text)
+        yield Arguments(self.calls - 1, arguments if isinstance(arguments, str) else as_text)
 
     def _arguments(self) -> Iterable[Event]:
         end = self._scan.end(self._rest)
@@ -255,6 +257,28 @@ class ToolParser:
         self._go_on(length, self._text)
         if text:
             yield Text(text)
+
+
+def _members(source: str) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+    """The keys and values of a JSON object, and where each value begins and ends. Raises ValueError."""
+    at = _after_space(source, 1)
+    while source[at] != "}":
+        key, at = JSON.raw_decode(source, at)
+        at = _after_space(source, at)
+        if source[at] != ":" or not isinstance(key, str):
+            raise ValueError("no member of an object")
+        at = _after_space(source, at + 1)
+        value, end = JSON.raw_decode(source, at)
+        yield key, value, (at, end)
+        at = _after_space(source, end)
+        if source[at] == ",":
+            at = _after_space(source, at + 1)
+        elif source[at] != "}":
+            raise ValueError("no end of a member")
+
+
+def _after_space(source: str, at: int) -> int:
+    return len(source) - len(source[at:].lstrip(SPACE))
 
 
 class _Scan:
