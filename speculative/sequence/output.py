@@ -51,7 +51,8 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        if (self._text and self._text.stopped) or gained[-1] in self._stop_token_ids or step.is_complete:
+        result.is_cut = self._text is not None and self._text.stopped
+        if result.is_cut or gained[-1] in self._stop_token_ids or step.is_complete:
             result.finish_reason = "stop"
         return gained, piece
 

@@ -31,6 +31,7 @@ class GenerationResult:
     from_draft: list[bool] = field(default_factory=list)  # for each token
     text: str = ""
     finish_reason: str = "length"  # or "stop", or "cancelled"
+    is_cut: bool = False  # the text ends at a stop string, before its last tokens do
     proposed: list[int] = field(default_factory=list)  # for each forward pass of the main model after the prompt
     accepted: list[int] = field(default_factory=list)  # likewise, of the proposed tokens
     gained: list[int] = field(default_factory=list)  # likewise: accepted + 1, except at the end and after a leaf

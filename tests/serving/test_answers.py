@@ -306,6 +306,16 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_tokens_whose_spaces_a_detokenizer_removes_have_log_probabilities(decoder, is_cut):
+    """Only a stop string that was found leaves tokens out."""
+    tokens = [token for part in ("Done", " .", "\n") for token in ids_of(decoder, part).tolist()] + [0]
+    entries = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
+    result = GenerationResult(tokens=tokens, logprobs=entries, is_cut=is_cut)
+    taken = AlignedTokens(TokenTexts(decoder.tokenizer), 1).take(result, "Done.\n", last=True)
+    assert ([entry.token for entry in taken] == tokens) != is_cut
+
+
 def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference):
     prompt = "def read_file(path):\n"
     asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}

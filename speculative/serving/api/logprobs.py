@@ -50,13 +50,11 @@ class TokenEntry(NamedTuple):
 class AlignedTokens:
     """Hands out the tokens of a choice with their text: those whose text begins within the text so far.
 
-    `top` is the number of most probable tokens wanted at each place. With `may_be_cut`, the text may end before the
-    last tokens do, at a stop string.
+    `top` is the number of most probable tokens wanted at each place.
     """
 
-    def __init__(self, texts: TokenTexts, top: int, may_be_cut: bool = False):
+    def __init__(self, texts: TokenTexts, top: int):
         self.texts, self.top = texts, top
-        self._may_be_cut = may_be_cut
         self._read = 0  # generated tokens handed out
         self._sent = self._chars = 0  # characters of the text, and of the tokens handed out
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -69,7 +67,8 @@ class AlignedTokens:
         return entries
 
     def take(self, generation: GenerationResult, text: str, last: bool = False) -> list[TokenEntry]:
-        """The entries that belong to `text`, which follows the text so far; with `last`, all that remain."""
+        """The entries that belong to `text`, which follows the text so far; with `last`, all that remain, except behind
+        a stop string."""
         entries: list[TokenEntry] = []
         if not self._sent and text:
             self._begin(generation.tokens[0], text)
@@ -78,7 +77,7 @@ class AlignedTokens:
         while self._read < count:
             token = generation.tokens[self._read]
             begins = self._chars < self._sent or not self.texts.added(token)
-            if not begins and (self._may_be_cut or not last):
+            if not begins and (generation.is_cut or not last):
                 break
             entries.append(self._entry(token, generation.logprobs[self._read]))
             self._read += 1

@@ -226,8 +226,7 @@ class ResponseBuilder:
         if not self._token_texts or (top := self._asked.top) is None:
             return
         if not choice.tokens:
-            may_be_cut = bool(self._asked.stop)
-            choice.tokens = AlignedTokens(self._token_texts, top, may_be_cut)
+            choice.tokens = AlignedTokens(self._token_texts, top)
             if choice.echo:
                 source = job if self._asked.stream else self._first_of_prompt(choice.index)
                 choice.due = choice.tokens.of_prompt(job.prompt.tolist(), source.result.prompt_logprobs, choice.echo)
