@@ -48,7 +48,7 @@ from speculative.models.vocabulary import SharedTokens
 from speculative.pair.model_info import config_facts
 from speculative.sampling.params import SamplingParams, stop_ids_of
 from speculative.sampling.proposal import Proposal
-from speculative.sequence.detokenizer import cleans_up
+from speculative.sequence.detokenizer import KEPT, cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
 from speculative.sequence.result import GenerationResult, Step
@@ -183,12 +183,14 @@ class BatchDecoder:
         salt: bytes = b"",
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int = 0,
+        continues: bool = False,
     ) -> Request:
         """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
         As the same seed must give the same text, a seeded sampled request with a draft model ignores `draft_length` and
         past answers, and drafts `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs
         carry the text piece by piece. The request shares cached blocks and past answers only with requests that have
-        the same `salt`. `logit_bias` and `prompt_logprobs` are those of `Decoder.generate`.
+        the same `salt`. `logit_bias` and `prompt_logprobs` are those of `Decoder.generate`. With `continues`, the text
+        continues that of the prompt: tokenizers that leave out a text's first space keep it.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.
@@ -208,7 +210,9 @@ class BatchDecoder:
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        request = Request(text, OutputProcessor(params, decode, stream, None, self._cleans_up), self._policy(params))
+        context = ids[-KEPT:].tolist() if continues else None
+        output = OutputProcessor(params, decode, stream, None, self._cleans_up, context)
+        request = Request(text, output, self._policy(params))
         request.result.prompt_logprobs = text.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)
         if self.suffix:

@@ -18,7 +18,8 @@ class IncrementalDetokenizer:
     """Converts a growing list of tokens to text.
 
     `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
-    stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does.
+    stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does. The text is that behind the
+    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class IncrementalDetokenizer:
         stop_strings: Collection[str] = (),
         include_stop: bool = False,
         cleans_up: bool = False,
+        context: Sequence[int] = (),
     ):
         self._decode = decode
         self._cleans_up = cleans_up
@@ -34,9 +36,9 @@ class IncrementalDetokenizer:
         self._matches = [_Match(stop) for stop in self._stops]
         self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
-        self._ids: list[int] = []
-        self._begin = self._done = 0  # first token decoded again, end of the tokens decoded so far
-        self._taken = 0  # characters of the text from token _begin that are in `text`
+        self._ids = [*context][-KEPT:]
+        self._begin, self._done = 0, len(self._ids)  # first token decoded again, end of the tokens decoded so far
+        self._taken = len(decode(self._ids)) if self._ids else 0  # characters from token _begin not to add to `text`
         self._returned = 0  # characters returned so far
         self.text = ""
         self.stopped = False

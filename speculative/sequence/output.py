@@ -12,8 +12,8 @@ class OutputProcessor:
     """Collects steps: `result` grows with each `take` and is complete after `end`.
 
     `decode` turns token ids into text, and `cleans_up` is that of the tokenizer (`detokenizer.cleans_up`); None without
-    a tokenizer, and then there is no text. With `piecewise`, `take` returns text to stream. Times are measured from
-    `begin` (a time.perf_counter() value, by default now).
+    a tokenizer, and then there is no text. With `piecewise`, `take` returns text to stream. The text is that behind the
+    tokens of `context`. Times are measured from `begin` (a time.perf_counter() value, by default now).
     """
 
     def __init__(
@@ -23,6 +23,7 @@ class OutputProcessor:
         piecewise: bool = False,
         begin: float | None = None,
         cleans_up: bool = False,
+        context: list[int] | None = None,
     ):
         if params.stop_strings and not decode:
             raise ValueError("stop_strings need text, but this decoder has no tokenizer: pass one")
@@ -30,9 +31,9 @@ class OutputProcessor:
         self._stop_token_ids = params.stop_token_ids
         self._decode = decode
         self._text: IncrementalDetokenizer | None = None  # only if text is needed before the end
-        if decode and (params.stop_strings or piecewise):
+        if decode and (params.stop_strings or piecewise or context):
             self._text = IncrementalDetokenizer(
-                decode, params.stop_strings, params.include_stop_str_in_output, cleans_up
+                decode, params.stop_strings, params.include_stop_str_in_output, cleans_up, context or ()
             )
         self._begin = time.perf_counter() if begin is None else begin
 

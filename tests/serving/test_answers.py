@@ -306,6 +306,14 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
+def test_offsets_in_a_prompt_begin_behind_a_token_without_text(decoder):
+    """The beginning-of-text token: the space that is left out is that of the next one."""
+    (one,), (two,) = (ids_of(decoder, text).tolist() for text in (" a", " b"))
+    logprobs = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in (one, two)]
+    entries = AlignedTokens(TokenTexts(decoder.tokenizer), 1).of_prompt([0, one, two], logprobs, "a b")
+    assert [entry.offset for entry in entries] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_tokens_whose_spaces_a_detokenizer_removes_have_log_probabilities(decoder, is_cut):
     """Only a stop string that was found leaves tokens out."""

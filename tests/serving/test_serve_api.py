@@ -746,6 +746,42 @@ def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys
     assert "warning" not in capsys.readouterr().err
 
 
+class Stripping:
+    """A tokenizer that leaves out the space before the first token that it decodes, as SentencePiece does."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, *arguments, **options):
+        return self._tokenizer.decode(*arguments, **options).removeprefix(" ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_begins_with_the_space_that_its_first_token_has(api, monkeypatch, stream):
+    asked = {
+        "model": "embedded",
+        "prompt": "def f(x):\n    return",
+        "max_tokens": 8,
+        "temperature": 0,
+        "stream": stream,
+    }
+
+    def text():
+        answer = httpx.post(f"{api.url}/completions", json=asked, timeout=60, **PLAIN).text
+        if not stream:
+            return json.loads(answer)["choices"][0]["text"]
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    before = text()
+    assert before.startswith(" ")
+    monkeypatch.setattr(api.engine.decoder, "tokenizer", Stripping(api.engine.decoder.tokenizer))
+    assert text() == before
+
+
 def test_health_and_page_need_no_key_behind_a_prefix():
     """Ray Serve keeps the route_prefix in the path."""
     passed, sent = [], []

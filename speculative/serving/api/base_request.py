@@ -80,6 +80,7 @@ class BaseRequest(ApiObject):
 
     limit_name: ClassVar[str] = "max_tokens"  # what error messages call the number of tokens
     prompt_name: ClassVar[str] = "prompt"
+    continues_prompt: ClassVar[bool] = False  # the text follows that of the prompt
 
     off: ClassVar[dict[str, tuple]] = {
         # OpenAI's

@@ -33,6 +33,7 @@ def all_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(BaseRequest):
+    continues_prompt: ClassVar[bool] = True
     off: ClassVar[dict[str, tuple]] = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]

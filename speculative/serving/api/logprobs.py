@@ -61,7 +61,7 @@ class AlignedTokens:
 
     def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
         """The entries of an echoed prompt."""
-        self._begin(tokens[0], text)
+        self._begin(next((token for token in tokens if self.texts.added(token)), 0), text)
         entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
         self._sent = self._chars = len(text)
         return entries

@@ -9,7 +9,7 @@ from openvino_genai import Tokenizer
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.models.eagle3_batch import BatchHead
-from speculative.sequence.detokenizer import IncrementalDetokenizer, cleans_up
+from speculative.sequence.detokenizer import KEPT, IncrementalDetokenizer, cleans_up
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 
@@ -28,7 +28,8 @@ class TokenSources:
 
     def __init__(self, job: GenerationHandle, tokenizer: Tokenizer):
         self._job = job
-        self._text = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans_up(tokenizer))
+        context = job.prompt[-KEPT:].tolist() if job.continues else ()
+        self._text = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans_up(tokenizer), context=context)
         self._tokens = self._iterations = 0  # read so far
         self._incomplete: list[dict] = []  # tokens with a part of a character
 

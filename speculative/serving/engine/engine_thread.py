@@ -57,6 +57,7 @@ class GenerationHandle:
         self.salt = b""  # of the prefix cache
         self.logit_bias: Mapping[int, float] | None = None
         self.prompt_logprobs = 0
+        self.continues = False  # the text of the prompt
         self.grammar: Grammar | None = None  # referenced here so that it stays compiled
         self.submitted = time.perf_counter()
         self.admitted = 0.0  # when it got its slot in the batch
@@ -194,6 +195,7 @@ class Engine:
         salt: bytes = b"",
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int = 0,
+        continues: bool = False,
     ) -> GenerationHandle:
         """Submit a job with a time limit of `seconds`; the other arguments are those of `BatchDecoder.add_request`.
         Raises QueueFull, or EngineFailed if the engine has failed."""
@@ -201,7 +203,7 @@ class Engine:
             raise self.error
         self.check_queue()
         job = GenerationHandle(prompt, config, seed)
-        job.salt, job.logit_bias, job.prompt_logprobs = salt, logit_bias, prompt_logprobs
+        job.salt, job.logit_bias, job.prompt_logprobs, job.continues = salt, logit_bias, prompt_logprobs, continues
         job.expiry = self._loop.call_later(seconds, self._expire, job)
         with self._changed:
             self._waiting.append(job)
@@ -273,7 +275,7 @@ class Engine:
             self._waiting.popleft()
             try:
                 job.request = self.decoder.add_request(
-                    job.prompt, job.config, job.seed, True, job.salt, job.logit_bias, job.prompt_logprobs
+                    job.prompt, job.config, job.seed, True, job.salt, job.logit_bias, job.prompt_logprobs, job.continues
                 )
                 job.admitted = time.perf_counter()
                 self._running[job.request] = job

@@ -239,8 +239,9 @@ class Endpoint:
                     seed, top = asked.random_seed(i), asked.top_of_prompt
                     of_prompt = max(top, 1) if top is not None and (asked.stream or i == 0) else 0
                     job = self.engine.submit(
-                        prompt, config, seed, self.limits.timeout, salt, asked.logit_bias, of_prompt
-                    )
+                        prompt, config, seed, self.limits.timeout, salt, asked.logit_bias, of_prompt,
+                        asked.continues_prompt,
+                    )  # fmt: skip
                     job.grammar = grammar
                     jobs.append(job)
         except (QueueFull, EngineFailed, Stopped) as error:

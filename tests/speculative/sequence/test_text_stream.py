@@ -194,6 +194,13 @@ def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
         assert "".join(stream.push([token])[0] for token in ids) + stream.end() == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("context", [[], [90], list(range(50, 90))])
+def test_a_text_behind_others_keeps_its_first_space(context):
+    stream = IncrementalDetokenizer(lambda ids: "".join(f" {i}" for i in ids)[1:], context=context)
+    text = "".join(stream.push([i])[0] for i in range(40)) + stream.end()
+    assert text == stream.text == (" " if context else "") + " ".join(map(str, range(40)))
+
+
 @pytest.mark.parametrize("pushed", [1, 3, 20])
 def test_words_of_a_decoder_that_strips_the_first_space_stay_apart(pushed):
     """SentencePiece drops the space before the first token that it decodes, whichever that is."""
