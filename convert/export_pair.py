@@ -192,11 +192,11 @@ def resolve_extra(
 ) -> tuple[list[str], list[str]]:
     """The optimum-cli options of main model and draft: `both`, then each one's own."""
     try:
-        main, draft = (separated([*both, *shell_words(own)]) for own in (options.main_args, options.draft_args))
+        main, draft = ([*both, *shell_words(own)] for own in (options.main_args, options.draft_args))
     except ValueError as error:
         parser.error(f"--main-args or --draft-args cannot be parsed ({error}); check their quotes")
     for name in ("--weight-format", "--model", "-m", "--trust-remote-code"):
-        if name in [*main, *draft]:
+        if optimum_cli.names(name, [*main, *draft]):
             parser.error(f"{name} is an option of this program; put it before the --")
     return main, draft
 
@@ -208,11 +208,6 @@ def shell_words(text: str) -> list[str]:
     if os.name == "nt":
         lexer.escape = ""
     return list(lexer)
-
-
-def separated(words: list[str]) -> list[str]:
-    """`words` with `--name=value` as two words."""
-    return [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def known_pairs() -> dict[str, dict]:
@@ -265,7 +260,6 @@ def export_pair(options: argparse.Namespace) -> None:
     folder.open()
     try:
         folder.refuse_foreign({half: asked.given for half, asked in options.halves.items()}, options.overwrite)
-        folder.forget_others(options.halves)
         sources = {half: open_source(asked) for half, asked in options.halves.items()}
         check_sources(sources, options)
         requests = {half: request(half, model, options) for half, model in sources.items()}
@@ -277,6 +271,7 @@ def export_pair(options: argparse.Namespace) -> None:
             else:
                 records[half] = make_half(half, sources[half], requests[half], folder, options)
         fingerprint = check_result(folder, options)
+        folder.forget_others(options.halves)
         if folder.has_new_halves():
             kept = folder.other_records(list(sources))
             folder.install_pair({"format": 1, **kept, **records, "tokenizer_fingerprint": fingerprint, "date": now()})
@@ -362,7 +357,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
         channels = parameters > 4e9 or (model is not None and not group_size.fits(group_size.DEFAULT, model.folder))
         added, sentence = optimum_cli.npu_arguments(weight_format, parameters, channels, extra)
         sentences.append(sentence)
-    if model and weight_format in group_size.GROUPED and "--quant-mode" not in extra:
+    if model and weight_format in group_size.GROUPED and not optimum_cli.names("--quant-mode", extra):
         size, sentence = group_size.choose(model.folder, [*added, *extra])
         if size and (extra or not optimum_cli.has_recipe(model.given)):
             added = [*added, "--group-size", str(size)]
@@ -370,7 +365,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
     for sentence in sentences:
         print(f"{'# ' if options.dry_run else ''}{half} {sentence}")
     extra = [*added, *extra]
-    if "--quant-mode" in extra:  # excludes --weight-format
+    if optimum_cli.names("--quant-mode", extra):  # excludes --weight-format
         weight_format = None
     if model.is_head if model else is_head_by_name(asked.given):
         return head_arguments(asked, weight_format, extra)
@@ -379,7 +374,7 @@ def half_arguments(half: str, options: argparse.Namespace, model: source.Source 
 
 def head_arguments(asked: HalfOptions, weight_format: str | None, extra: list[str]) -> list[str]:
     """The options of the conversion of an EAGLE-3 head, which never runs code of its checkpoint."""
-    if "--dataset" in extra:
+    if optimum_cli.names("--dataset", extra):
         raise ConvertError(
             f"{asked.given} is an EAGLE-3 head, which optimum-cli cannot calibrate; give --dataset in --main-args", 2
         )

@@ -16,7 +16,7 @@ FORMATS = ("fp32", "fp16", "int8", "int4", "mxfp4", "nf4", "cb4")
 
 def arguments_for(weight_format: str | None, extra: list[str], trust_remote_code: bool) -> list[str]:
     """The options of an export: this program's first, so that the user's own override them."""
-    arguments = [] if "--task" in extra else ["--task", TASK]
+    arguments = [] if names("--task", extra) else ["--task", TASK]
     if weight_format:
         arguments += ["--weight-format", weight_format]
     return arguments + (["--trust-remote-code"] if trust_remote_code else []) + extra
@@ -95,7 +95,12 @@ def run_head(typed: list[str], log: Path, temporary: Path, verbose: bool) -> Non
 def _needs_hub(typed: list[str]) -> bool:
     """Whether an export needs the hub: for calibration data, remote code of other repositories, or optimum-cli's
     default int4 settings (some use a data set)."""
-    return "--dataset" in typed or "--trust-remote-code" in typed or "int4" in typed
+    return names("--dataset", typed) or "--trust-remote-code" in typed or "int4" in typed
+
+
+def names(option: str, words: list[str]) -> bool:
+    """Whether the arguments have this option, as `--name value` or `--name=value`."""
+    return any(word.partition("=")[0] == option for word in words)
 
 
 def shown(parts: list[str]) -> str:

@@ -117,6 +117,7 @@ class PairFolder(WorkFolder):
         """Remove what an unfinished run left of all halves except `halves`."""
         for half in {*HALVES}.difference(halves):
             self._forget(half)
+            self.log(half).unlink(missing_ok=True)
 
     def _forget(self, half: str) -> None:
         self._record(half).unlink(missing_ok=True)
