@@ -165,7 +165,7 @@ def figures(
         rows["forward passes"] = f"{inferences} of the main model after the prompt"
         rows["block efficiency"] = f"{block_efficiency(streamer.gained[1:]):.2f} tokens per forward pass"
     if hasattr(result, "from_draft"):  # our engine
-        proposed, accepted = sum(result.proposed), sum(result.from_draft)
+        proposed, accepted = sum(result.proposed), sum(result.accepted)
         if result.finish_reason == "length" and tokens + 1 < config.max_new_tokens:
             rows["new tokens"] = f"{tokens + 1} (KV cache full)"
     else:

@@ -71,7 +71,7 @@ class NativeRunner:
         for step in steps:
             tokens += step.tokens
             proposed += step.proposed
-            accepted += step.accepted
+            accepted += step.accepted - step.ends_in_leaf
             if len(tokens) >= wanted:
                 steps.close()
         return Draw(tokens[:wanted], proposed, accepted)
