@@ -366,7 +366,11 @@ def test_what_is_no_tool_is_refused_by_its_name(api, asked, parameter, words):
 
 @pytest.mark.parametrize(
     ("arguments", "in_template"),
-    [("", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]"), ("[" * 9_000, "[" * 9_000)],
+    [
+        ("", {}),
+        ('{"a": 1}', {"a": 1}),
+        *((other, other) for other in ("{a: 1}", "[1]", "[" * 9_000, '{"a": "\\ud83d"}', '{"a": 1e999}', '{"a": NaN}')),
+    ],
 )
 def test_a_call_that_a_model_wrote_is_accepted_whatever_its_arguments_are(api, arguments, in_template):
     """The server returns such calls, and the loop that runs tools sends them back with an error as the result."""

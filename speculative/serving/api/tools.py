@@ -49,10 +49,11 @@ class FunctionCall(ApiObject):
 
     @property
     def as_object(self) -> dict[str, Any] | str:
-        """The arguments for chat templates. Arguments that a model wrote need not be a JSON object: others stay text,
+        """The arguments for chat templates. What a model wrote need not be a JSON object: other arguments stay text,
         and none are an empty object."""
         try:
             given = json.loads(self.arguments or "{}")
+            json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # as the templates need it
         except (ValueError, RecursionError):
             return self.arguments
         return given if isinstance(given, dict) else self.arguments
