@@ -147,7 +147,7 @@ class BatchDecoder:
         self.stop_token_ids = stop_token_ids
         self.subtract_penalties = subtract_penalties
         self.grammars = grammars_of(tokenizer, main.vocab_size)
-        self._cleans_up = tokenizer is not None and cleans_up(tokenizer)
+        self.cleans_up = tokenizer is not None and cleans_up(tokenizer)
         self._masks = MaskThread()
         self._shared = shared
         self._requests: list[Request] = []
@@ -210,8 +210,8 @@ class BatchDecoder:
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        context = ids[-KEPT:].tolist() if continues else None
-        output = OutputProcessor(params, decode, stream, None, self._cleans_up, context)
+        context = ids[-KEPT:].tolist() if continues and not self.cleans_up else None
+        output = OutputProcessor(params, decode, stream, None, self.cleans_up, context)
         request = Request(text, output, self._policy(params))
         request.result.prompt_logprobs = text.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)

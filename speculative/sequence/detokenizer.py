@@ -19,7 +19,8 @@ class IncrementalDetokenizer:
 
     `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
     stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does. The text is that behind the
-    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes.
+    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes; not for a
+    `decode` that cleans up, which would change their end.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class IncrementalDetokenizer:
         certain = uncertain.start() if uncertain else len(both)
         searched = len(self.text)
         self.text += both[self._taken : certain]
-        if uncertain or len(self._ids) - self._begin <= KEPT:
-            self._taken = certain
+        window = self._decode(self._ids[self._done :]) if len(self._ids) - self._begin > KEPT else ""
+        moves = not self._cleans_up or (both.endswith(window) and not uncertain and not UNCERTAIN.search(window))
+        if window and moves:
+            self._begin, self._taken = self._done, len(window)
         else:
-            self._begin = self._done
-            self._taken = len(self._decode(self._ids[self._begin :]))
+            self._taken = certain
         self._done = len(self._ids)
         self._stop_at_first(searched)
 

@@ -52,7 +52,7 @@ class OutputProcessor:
             result.gained.append(used)
         else:
             result.ttft = result.seconds
-        result.is_cut = self._text is not None and self._text.stopped
+        self._note_stop()
         if result.is_cut or gained[-1] in self._stop_token_ids or step.is_complete:
             result.finish_reason = "stop"
         return gained, piece
@@ -63,6 +63,12 @@ class OutputProcessor:
         if self._text:
             rest = self._text.end()
             self.result.text = self._text.text
+            self._note_stop()
+            if self.result.is_cut and self.result.finish_reason == "length":
+                self.result.finish_reason = "stop"
         elif self._decode:
             self.result.text = self._decode(self.result.tokens)
         return rest
+
+    def _note_stop(self) -> None:
+        self.result.is_cut = self._text is not None and self._text.stopped

@@ -306,12 +306,17 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
-def test_offsets_in_a_prompt_begin_behind_a_token_without_text(decoder):
-    """The beginning-of-text token: the space that is left out is that of the next one."""
+def test_offsets_begin_behind_a_token_without_text(decoder):
+    """Such as the beginning of text: the space that is left out is that of the next one."""
     (one,), (two,) = (ids_of(decoder, text).tolist() for text in (" a", " b"))
-    logprobs = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in (one, two)]
-    entries = AlignedTokens(TokenTexts(decoder.tokenizer), 1).of_prompt([0, one, two], logprobs, "a b")
-    assert [entry.offset for entry in entries] == [0, 0, 1]
+    tokens = [0, one, two]
+    first, *others = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
+    texts, result = TokenTexts(decoder.tokenizer), GenerationResult(tokens=tokens, logprobs=[first, *others])
+    for entries in (
+        AlignedTokens(texts, 1).of_prompt(tokens, others, "a b"),
+        AlignedTokens(texts, 1).take(result, "a b", last=True),
+    ):
+        assert [entry.offset for entry in entries] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -61,7 +61,7 @@ class AlignedTokens:
 
     def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
         """The entries of an echoed prompt."""
-        self._begin(next((token for token in tokens if self.texts.added(token)), 0), text)
+        self._begin(tokens, text)
         entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
         self._sent = self._chars = len(text)
         return entries
@@ -71,7 +71,7 @@ class AlignedTokens:
         a stop string."""
         entries: list[TokenEntry] = []
         if not self._sent and text:
-            self._begin(generation.tokens[0], text)
+            self._begin(generation.tokens, text)
         self._sent += len(text)
         count = min(len(generation.tokens), len(generation.logprobs))  # another thread appends to both
         while self._read < count:
@@ -83,9 +83,10 @@ class AlignedTokens:
             self._read += 1
         return entries
 
-    def _begin(self, first: int, text: str) -> None:
+    def _begin(self, tokens: list[int], text: str) -> None:
         """Some tokenizers leave out the space with which a text begins."""
-        if self.texts.added(first).startswith(b" ") and not text.startswith(" "):
+        first = next(filter(None, map(self.texts.added, tokens)), b"")
+        if first.startswith(b" ") and not text.startswith(" "):
             self._chars = -1
 
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> TokenEntry:

@@ -5,11 +5,11 @@ accepted draft token. `iterations` and `draft_tokens` count the main model's for
 draft tokens since then. The `content` of a chunk may be shorter, because it withholds a possible stop string.
 """
 
-from openvino_genai import Tokenizer
+from collections.abc import Callable
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.models.eagle3_batch import BatchHead
-from speculative.sequence.detokenizer import KEPT, IncrementalDetokenizer, cleans_up
+from speculative.sequence.detokenizer import KEPT, IncrementalDetokenizer
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 
@@ -24,12 +24,12 @@ def draft_source(decoder: BatchDecoder) -> str | None:
 
 
 class TokenSources:
-    """Reads the growing result of `job`."""
+    """Reads the growing result of `job`. `decode` turns token ids into text; `cleans_up` is that of its tokenizer."""
 
-    def __init__(self, job: GenerationHandle, tokenizer: Tokenizer):
+    def __init__(self, job: GenerationHandle, decode: Callable[[list[int]], str], cleans_up: bool = False):
         self._job = job
-        context = job.prompt[-KEPT:].tolist() if job.continues else ()
-        self._text = IncrementalDetokenizer(tokenizer.decode, cleans_up=cleans_up(tokenizer), context=context)
+        context = job.prompt[-KEPT:].tolist() if job.continues and not cleans_up else ()
+        self._text = IncrementalDetokenizer(decode, cleans_up=cleans_up, context=context)
         self._tokens = self._iterations = 0  # read so far
         self._incomplete: list[dict] = []  # tokens with a part of a character
 

@@ -209,7 +209,7 @@ class Endpoint:
         tokenizer = self.engine.decoder.tokenizer
         if not (tokenizer and asked.stream_options and asked.stream_options.include_draft_tokens):
             return []
-        return [TokenSources(job, tokenizer) for job in jobs]
+        return [TokenSources(job, tokenizer.decode, self.engine.decoder.cleans_up) for job in jobs]
 
     async def _submit(self, asked: BaseRequest, salt: bytes) -> list[GenerationHandle]:
         """Encode the prompts and submit a job for each text. A full queue rejects the request before encoding."""

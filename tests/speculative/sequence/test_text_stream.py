@@ -174,6 +174,14 @@ def test_spaces_that_a_detokenizer_removes_later_are_held_back(pushed, stop):
         assert text + stream.end() == stream.text == expected
 
 
+@pytest.mark.parametrize("last", [("s", "x"), (" ", ".", "x"), (" s", "x"), (" '", "s"), (" n", "'t")])
+@pytest.mark.parametrize("before", [10, 11, 12, 13, 14, 15])
+def test_the_end_of_a_window_is_no_end_of_a_clean_up(before, last):
+    pieces = ["w"] * before + [" =", " '", " '", *last, " end", "."]
+    stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True)
+    assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
+
+
 @pytest.mark.export
 def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
     openvino_tokenizers, transformers = (
