@@ -170,6 +170,7 @@ class BatchDecoder:
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of up to `tokens` tokens, prompt included, would be accepted now."""
+        tokens = min(tokens, self.main.context)
         with self._lock:
             fits = self.main.has_room(tokens)
             return fits and (not self.draft or self.draft.has_room(self._draft_length(tokens)))

@@ -110,10 +110,15 @@ class CachedModel:
         again = self._length - self._computed  # an accepted leaf
         start = min(self.common_prefix(tokens), self._computed, n - last)
         self._length = self._computed = start  # if a run fails, nothing after `start` counts as cached
-        while n - start > self.backend.chunk + last:
-            self._run(start, tokens[start : start + self.backend.chunk], 1)
-            start += self.backend.chunk
-        return self._run(start, tokens[start:], last, leaves, again)
+        try:
+            while n - start > self.backend.chunk + last:
+                self._run(start, tokens[start : start + self.backend.chunk], 1)
+                start += self.backend.chunk
+            return self._run(start, tokens[start:], last, leaves, again)
+        except BaseException:  # Ctrl-C, for one: the state has grown by a pass that is over; blocks are written again
+            if not isinstance(self.backend, PagedModel):
+                self._length = self._computed = 0
+            raise
 
     def accept_leaf(self, place: int, token: int, leaf: int) -> None:
         """Continue with leaf number `leaf` of the last call, the `token` at `place`. The next call computes its cache

@@ -116,6 +116,12 @@ def blocks_are_back(decoder):
     return all(pool.free == pool.blocks and pool.reserved == 0 for pool in pools)
 
 
+def test_a_request_needs_no_more_room_than_the_context_has(make, monkeypatch):
+    decoder = make()
+    monkeypatch.setattr(decoder.main, "context", 128)
+    assert decoder.has_room(2003) and decoder.add_request([5, 6, 7], greedy(2000)).sequence.max_length == 128
+
+
 @pytest.mark.parametrize("source", ["model", "lookup", "past answers", "two sources", None])
 def test_greedy_tokens_are_those_of_each_text_alone(source, make, alone, monkeypatch):
     """Requests with different lengths and policies join when there is room, and some are cancelled."""

@@ -125,6 +125,40 @@ def test_only_what_is_new_is_computed(stateful, tiny_pair, monkeypatch):
     assert spy.runs == [(45, 20), (65, 20), (85, 5)]
 
 
+class InterruptedOnce:
+    """An inference request that Ctrl-C interrupts once, which is noticed when the inference is over."""
+
+    def __init__(self, request):
+        self._request, self._is_due = request, True
+
+    def __getattr__(self, name):
+        return getattr(self._request, name)
+
+    def wait(self):
+        self._request.wait()
+        if self._is_due:
+            self._is_due = False
+            raise KeyboardInterrupt
+
+
+def difference_after_an_interruption(model, folder):
+    text = np.random.default_rng(0).integers(0, model.vocab_size, 120)
+    other = np.concatenate([text[:30], text[115:]])
+    model.logits(text[:30])
+    request, model.backend._request = model.backend._request, InterruptedOnce(model.backend._request)
+    with pytest.raises(KeyboardInterrupt):
+        model.logits(text[:110])
+    model.backend._request = request
+    expected = Reference(folder)(other)
+    return max(float(np.abs(model.logits(other[:n]) - expected[n - 1]).max()) for n in (33, 35))
+
+
+def test_a_pass_that_was_interrupted_leaves_no_entries(tiny_pair):
+    folder = tiny_pair("llama") / "main"
+    model = cached_model.load(ModelSpec(folder, "CPU", EXACT), stateful=True)
+    assert difference_after_an_interruption(model, folder) < TOLERANCE
+
+
 @STATEFUL
 def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(stateful, tiny_pair):
     folder = tiny_pair("llama") / "main"
@@ -208,6 +242,11 @@ class TestNpu:
         expected = Reference(folder)(text)
         for length, last in [(128, 20), (60, 12), (30, 1), (42, 12), (128, 128)]:
             assert np.abs(model.logits(text[:length], last) - expected[length - last : length]).max() < 0.1
+
+    def test_a_prompt_that_was_interrupted_leaves_no_entries(self, tiny_pair):
+        folder = tiny_pair("llama") / "main"
+        model = cached_model.load(ModelSpec(folder, "NPU", NPU))
+        assert difference_after_an_interruption(model, folder) < 0.1
 
     def test_a_sliding_window_is_refused(self, tiny_pair):
         with pytest.raises(ValueError, match=r"sliding window of 16 tokens cannot be rolled back on an NPU: use a CPU"):
