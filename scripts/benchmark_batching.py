@@ -189,7 +189,9 @@ def summary(
     over_best = [one for one in comparisons if "best of GenAI" in one["what"]]
     surely = [one for one in over_best if one["range"][0] > 1]
     slower = [one for one in over_best if one["range"][1] < 1]
-    if len(surely) == len(over_best):
+    if not over_best:
+        lines = ["No number of texts could be compared, as too few tokens came within --seconds: give more."]
+    elif len(surely) == len(over_best):
         lines = ["Our engine is faster for greedy requests at every measured number of texts."]
     elif len(slower) == len(over_best):
         lines = ["GenAI's pipeline is faster for greedy requests at every measured number of texts."]

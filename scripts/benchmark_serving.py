@@ -94,6 +94,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--suffix-decoding is for servers that this program starts: leave out --url")
     if arguments.replicas > 1 and arguments.url:
         parser.error("--replicas is for servers that this program starts: leave out --url")
+    if arguments.url and (arguments.device != "CPU" or arguments.draft_device != "CPU" or arguments.property):
+        parser.error("devices and properties are those of servers that this program starts: leave out --url")
     if arguments.past_answers and not arguments.suffix_decoding:
         parser.error("--past-answers requires --suffix-decoding")
     if arguments.baseline_url and not arguments.url:

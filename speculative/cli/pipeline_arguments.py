@@ -59,12 +59,10 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
         set_draft_length(args, args.num_assistant_tokens)
     args.property = dict(args.property)
     models = {"main": (Path(args.main), args.device, args.property)}
-    if "draft" in names:
-        if args.draft_device == args.device or "NPU" not in (args.draft_device, args.device):
-            args.draft_property = args.draft_property or args.property  # as the engine does
-        args.draft_property = dict(args.draft_property)
-        models["draft"] = (Path(args.draft), args.draft_device, args.draft_property)
     engine = NATIVE if "-k" in names else GENAI
+    if "draft" in names:
+        args.draft_property = draft_properties(args, engine)
+        models["draft"] = (Path(args.draft), args.draft_device, args.draft_property)
     check_models(models, engine)
     if "draft" in names:
         check_limits(args, engine)
@@ -80,6 +78,15 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
         fit_in_context(args)
     say("Loading " + " and ".join(f"{folder} on {device}" for folder, device, _ in models.values()) + " ...")
     return args
+
+
+def draft_properties(args: argparse.Namespace, engine: str) -> dict[str, Any]:
+    """The properties of the draft: those given, else the main model's on the same device, or in GenAI's pipeline on any
+    device unless one is an NPU."""
+    if args.draft_property is not None:
+        return dict(args.draft_property)
+    devices = {args.device, args.draft_device}
+    return args.property if len(devices) == 1 or (engine == GENAI and "NPU" not in devices) else {}
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -248,7 +255,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "help": "stop after N new tokens (default: %(default)s)",
     },
     "--property": {**PROPERTY, "help": "OpenVINO property, like INFERENCE_PRECISION_HINT=f32 (repeatable)"},
-    "--draft-property": {**PROPERTY, "help": "OpenVINO property of the draft model (default: the main model's)"},
+    "--draft-property": {
+        **PROPERTY,
+        "default": None,
+        "help": "OpenVINO property of the draft model (default: the main model's, on the same device)",
+    },
     "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {
         "action": "store_true",

@@ -16,6 +16,7 @@ from speculative.cli.pipeline_arguments import (
     DRAFT_LENGTH,
     check_models,
     decimal,
+    draft_properties,
     take_recommendation,
     whole_number,
 )
@@ -48,7 +49,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Settings:
     args.draft = Path(args.draft) if "draft" in args else None
     args.main = Path(args.main)
     args.property = dict(args.property)
-    args.draft_property = dict(args.draft_property) or args.property
+    args.draft_property = draft_properties(args, NATIVE)
     if args.max_replicas and args.max_replicas < args.replicas:
         console.fail(f"--max-replicas {args.max_replicas} is below --replicas {args.replicas}: use at least as many.")
     _check_models(args)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from scripts import benchmark_batching
+from speculative.bench.harness import BackgroundLoad
 from speculative.bench.result import BatchingResult
 from speculative.models.spec import ModelSpec
 from tests.support import load_benchmarks
@@ -92,3 +94,9 @@ def test_memory_is_told_for_each_choice(result):
         assert 10_000_000 < start["peak_bytes"] < 4_000_000_000
         assert ("ours" in name) == bool(start["cache_bytes"])
     assert starts["ours, draft"]["cache_bytes"] > starts["ours, main alone"]["cache_bytes"]
+
+
+def test_without_a_number_of_texts_that_could_be_compared_no_engine_is_faster():
+    """All first tokens came after --seconds."""
+    lines = benchmark_batching.summary([], [], [], rounds=1, asked=1, load=BackgroundLoad())
+    assert len(lines) == 1 and "could be compared" in lines[0]

@@ -65,6 +65,8 @@ def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):
         ([MAIN], 2, "no draft"),
         (["--url", "http://127.0.0.1:9", "--suffix-decoding"], 2, "leave out --url"),
         (["--url", "http://127.0.0.1:9", "--replicas", "2"], 2, "leave out --url"),
+        (["--url", "http://127.0.0.1:9", "--draft-device", "GPU"], 2, "leave out --url"),
+        (["--url", "http://127.0.0.1:9", "--property", "INFERENCE_NUM_THREADS=1"], 2, "leave out --url"),
         ([MAIN, DRAFT, "--past-answers", "100"], 2, "requires --suffix-decoding"),
         ([MAIN, DRAFT, "--url", "http://127.0.0.1:1/v1"], 2, "either"),
         ([MAIN, DRAFT, "--baseline-url", "http://127.0.0.1:1/v1"], 2, "--baseline-url"),

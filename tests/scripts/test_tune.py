@@ -4,6 +4,7 @@ The embedded draft serves as both models, because it is fast. No test depends on
 depends on the machine and its load.
 """
 
+import argparse
 import json
 import os
 import pickle
@@ -41,6 +42,7 @@ from speculative.bench.tuning.session import Candidate
 from speculative.bench.tuning.settings import SCHEDULERS, Setting
 from speculative.bench.tuning.stages import Tuning
 from speculative.bench.tuning.verdict import judge
+from speculative.cli import pipeline_arguments
 from speculative.drafting.policy import Costs
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
@@ -818,6 +820,36 @@ def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_m
     settings[SUFFIX_KEY] = {"device": "CPU", "properties": {"KV_CACHE_PRECISION": "f32"}, "max_ngram_size": 16}
     recommended.write()
     assert serving_arguments.parse("").pair.main.properties == {"KV_CACHE_PRECISION": "f32"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "of_draft"),
+    [
+        (NATIVE, [], {"A": "1"}),
+        (NATIVE, ["--draft-device", "GPU"], {}),
+        (NATIVE, ["--draft-device", "GPU", "--draft-property", "B=2"], {"B": "2"}),
+        (GENAI, ["--draft-device", "GPU"], {"A": "1"}),
+        (GENAI, ["--draft-device", "NPU"], {}),
+    ],
+)
+def test_a_draft_has_the_main_models_properties_on_the_same_device(engine, given, of_draft):
+    parser = argparse.ArgumentParser()
+    for name in ("--device", "--draft-device", "--property", "--draft-property"):
+        parser.add_argument(name, **pipeline_arguments.ARGUMENTS[name])
+    args = parser.parse_args(["--property", "A=1", *given])
+    args.property = {name: str(value) for name, value in args.property}
+    found = pipeline_arguments.draft_properties(args, engine)
+    assert {name: str(value) for name, value in found.items()} == of_draft
+
+
+def test_a_recommended_draft_without_properties_has_none(recommended, monkeypatch):
+    settings = recommended.content["settings"]
+    settings[NATIVE] |= {"draft_device": "CPU"}
+    recommended.write()
+    argv = ["serve_pair.py", str(recommended.main), str(recommended.draft), "--recommended"]
+    monkeypatch.setattr(sys, "argv", argv)
+    pair = serving_arguments.parse("").pair
+    assert pair.main.properties == {"EXECUTION_MODE_HINT": "ACCURACY"} and pair.draft.properties == {}
 
 
 @pytest.mark.parametrize("with_suffix_decoding", [True, False])
