@@ -81,12 +81,12 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
 
 
 def draft_properties(args: argparse.Namespace, engine: str) -> dict[str, Any]:
-    """The properties of the draft: those given, else the main model's on the same device, or in GenAI's pipeline on any
-    device unless one is an NPU."""
+    """The properties of the draft: those given, else the main model's on the same kind of device (GPU.0 and GPU.1), or
+    in GenAI's pipeline on any device unless one is an NPU."""
     if args.draft_property is not None:
         return dict(args.draft_property)
-    devices = {args.device, args.draft_device}
-    return args.property if len(devices) == 1 or (engine == GENAI and "NPU" not in devices) else {}
+    kinds = {device.partition(".")[0] for device in (args.device, args.draft_device)}
+    return args.property if len(kinds) == 1 or (engine == GENAI and "NPU" not in kinds) else {}
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -258,7 +258,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "--draft-property": {
         **PROPERTY,
         "default": None,
-        "help": "OpenVINO property of the draft model (default: the main model's, on the same device)",
+        "help": "OpenVINO property of the draft model (default: the main model's, on the same kind of device)",
     },
     "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {

@@ -89,7 +89,7 @@ def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_gree
 
 def test_any_text_on_any_console_and_device(run, engine, mediocre):
     prompt = "naïve 你好 🙂 Σ"
-    options = ("--draft-device", "HETERO:CPU", "-k", 3, "--temperature", 2, "--seed", 1)
+    options = ("--draft-device", "HETERO:CPU", "--draft-property", ACCURACY, "-k", 3, "--temperature", 2, "--seed", 1)
     done = run(SAMPLE, SMALL, mediocre, "-", *SHORT, *options, stdin=prompt, env={"PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == engine.generate(prompt, drawn(2.0), seed=1).text

@@ -827,6 +827,7 @@ def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_m
     [
         (NATIVE, [], {"A": "1"}),
         (NATIVE, ["--draft-device", "GPU"], {}),
+        (NATIVE, ["--device", "GPU.0", "--draft-device", "GPU.1"], {"A": "1"}),
         (NATIVE, ["--draft-device", "GPU", "--draft-property", "B=2"], {"B": "2"}),
         (GENAI, ["--draft-device", "GPU"], {"A": "1"}),
         (GENAI, ["--draft-device", "NPU"], {}),
