@@ -211,7 +211,7 @@ class BatchDecoder:
         )
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
-        context = ids[-KEPT:].tolist() if continues and not self.cleans_up else None
+        context = ids[-KEPT:].tolist() if continues else None
         output = OutputProcessor(params, decode, stream, None, self.cleans_up, context)
         request = Request(text, output, self._policy(params))
         request.result.prompt_logprobs = text.prompt_logprobs

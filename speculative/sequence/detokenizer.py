@@ -19,8 +19,8 @@ class IncrementalDetokenizer:
 
     `text` is the whole text so far. `stopped` is set once a stop string is complete; the text then ends before the
     stop string or, with `include_stop`, after it. `cleans_up` says whether `decode` does. The text is that behind the
-    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes; not for a
-    `decode` that cleans up, which would change their end.
+    tokens of `context`, because SentencePiece leaves out the space before the first token that it decodes. A `decode`
+    that cleans up gets none, as it would change their end.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         self._matches = [_Match(stop) for stop in self._stops]
         self._matched = 0  # characters of `text` that `_matches` have seen
         self._include_stop = include_stop
-        self._ids = [*context][-KEPT:]
+        self._ids = [] if cleans_up else [*context][-KEPT:]
         self._begin, self._done = 0, len(self._ids)  # first token decoded again, end of the tokens decoded so far
         self._taken = len(decode(self._ids)) if self._ids else 0  # characters from token _begin not to add to `text`
         self._returned = 0  # characters returned so far

@@ -28,7 +28,7 @@ class TokenSources:
 
     def __init__(self, job: GenerationHandle, decode: Callable[[list[int]], str], cleans_up: bool = False):
         self._job = job
-        context = job.prompt[-KEPT:].tolist() if job.continues and not cleans_up else ()
+        context = job.prompt[-KEPT:].tolist() if job.continues else ()
         self._text = IncrementalDetokenizer(decode, cleans_up=cleans_up, context=context)
         self._tokens = self._iterations = 0  # read so far
         self._incomplete: list[dict] = []  # tokens with a part of a character

@@ -182,6 +182,13 @@ def test_the_end_of_a_window_is_no_end_of_a_clean_up(before, last):
     assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
 
 
+@pytest.mark.parametrize(("before", "text"), [("x = '", "success'"), ("a ", ". b"), ("n", "'t")])
+def test_a_clean_up_of_the_end_of_a_context_costs_no_letters(before, text):
+    pieces = [before, *text]
+    stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True, context=[0])
+    assert "".join(stream.push([i])[0] for i in range(1, len(pieces))) + stream.end() == text
+
+
 @pytest.mark.export
 def test_a_real_tokenizer_that_cleans_up_streams_its_text(tmp_path):
     openvino_tokenizers, transformers = (
