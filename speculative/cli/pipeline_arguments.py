@@ -308,7 +308,8 @@ def take_recommendation(
     if draft:
         own["draft_device"] = chosen["draft_device"]
         own["num_assistant_tokens"] = chosen["assistant_confidence_threshold"] or chosen["num_assistant_tokens"]
-        if chosen["draft_properties"] != chosen["properties"]:  # if equal, the draft inherits the main model's
+        alike = all(chosen[f"draft_{name}"] == chosen[name] for name in ("device", "properties"))
+        if not alike:  # otherwise the draft inherits the main model's
             own["draft_property"] = list(chosen["draft_properties"].items())
     parser.set_defaults(**own)
     args = _parse(parser, arguments)

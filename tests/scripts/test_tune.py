@@ -851,6 +851,9 @@ def test_a_recommended_draft_without_properties_has_none(recommended, monkeypatc
     monkeypatch.setattr(sys, "argv", argv)
     pair = serving_arguments.parse("").pair
     assert pair.main.properties == {"EXECUTION_MODE_HINT": "ACCURACY"} and pair.draft.properties == {}
+    settings[NATIVE] |= {"draft_device": "HETERO:CPU", "draft_properties": settings[NATIVE]["properties"]}
+    recommended.write()  # the same ones, on another kind of device
+    assert serving_arguments.parse("").pair.draft.properties == {"EXECUTION_MODE_HINT": "ACCURACY"}
 
 
 @pytest.mark.parametrize("with_suffix_decoding", [True, False])

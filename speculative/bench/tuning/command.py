@@ -28,7 +28,7 @@ def command(tuning: Session, setting: Setting, choice: TuningChoice) -> list[str
         options += ["--property", f"{name}={value}"]
     if setting.draft:
         options += ["--draft-device", models.draft_device] if models.draft_device != "CPU" else []
-        if models.draft_properties != models.properties:
+        if (models.draft_device, models.draft_properties) != (models.device, models.properties):
             for name, value in models.draft_properties:
                 options += ["--draft-property", f"{name}={value}"]
         adaptive = isinstance(setting.draft_length, str)
