@@ -11,6 +11,7 @@ import pytest
 from speculative.bench.load.clients import Target
 from speculative.serving.ray_serve import body_hashes
 from speculative.serving.ray_serve.body_hashes import CHUNK, HEADER, READ, BeginningReader, hashes
+from speculative.serving.ray_serve.internal_headers import WithoutInternalHeaders
 from tests.support.later import Later
 from tests.support.serving import small_server
 from tests.support.waiting import wait_until
@@ -94,12 +95,12 @@ def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
     assert table.longest(["b"], {"first", "second"}) == set()
 
 
-def read(parts, more_after=False):
-    """The header and body that the application behind `BeginningReader` gets of a request with these parts."""
+def read(parts, more_after=False, method="POST"):
+    """The header and body that the application behind Ray's proxy gets of a request with these parts."""
     got = {}
 
     async def application(scope, receive, send):
-        got["header"] = [value for name, value in scope["headers"] if name == HEADER]
+        got["header"] = [value for name, value in scope["headers"] if name != b"authorization"]
         got["body"] = b""
         for _ in parts:
             got["body"] += (await receive())["body"]
@@ -112,8 +113,9 @@ def read(parts, more_after=False):
                 await asyncio.sleep(600)
             return left.pop(0)
 
-        scope = {"type": "http", "method": "POST", "headers": [(HEADER, b"forged"), (b"authorization", b"key")]}
-        await BeginningReader(application)(scope, receive, None)
+        headers = [(HEADER, b"forged"), (b"x_session_id", b"forged"), (b"authorization", b"key")]
+        scope = {"type": "http", "method": method, "headers": headers}
+        await WithoutInternalHeaders(BeginningReader(application))(scope, receive, None)
 
     asyncio.run(client())
     return got["header"], got["body"]
@@ -125,3 +127,4 @@ def test_the_application_gets_the_body_and_the_hashes_of_its_beginning(monkeypat
     wanted = ",".join(hashes(b"".join(parts)[:READ], b"key")).encode()
     assert read(parts) == ([wanted], b"".join(parts))
     assert read(parts[:1], more_after=True) == ([hashes(parts[0], b"key")[0].encode()], parts[0])  # of a slow client
+    assert read([b"y" * CHUNK], method="GET") == ([], b"y" * CHUNK)

@@ -1,7 +1,7 @@
 """Hashes of the beginning of a request body, for Ray's router, which chooses a replica without reading the body.
 
-`BeginningReader` runs in Ray's proxies (connections.py). It reads the beginning of a body and adds a header with
-hashes: one for each `CHUNK` bytes, together with all bytes before them.
+`BeginningReader` runs in Ray's proxies (connections.py), behind `WithoutInternalHeaders`. It reads the beginning of a
+body and adds a header with hashes: one for each `CHUNK` bytes, together with all bytes before them.
 """
 
 import asyncio
@@ -38,9 +38,8 @@ class BeginningReader:
             return await self.app(scope, receive, send)
         messages = await self._read(receive)
         body = b"".join(message.get("body", b"") for message in messages)[:READ]
-        headers = [header for header in scope["headers"] if header[0] != HEADER]
-        found = hashes(body, dict(headers).get(b"authorization", b""))
-        headers.append((HEADER, ",".join(found).encode()))
+        found = hashes(body, dict(scope["headers"]).get(b"authorization", b""))
+        headers = [*scope["headers"], (HEADER, ",".join(found).encode())]
 
         async def again() -> Message:
             return messages.pop(0) if messages else await receive()

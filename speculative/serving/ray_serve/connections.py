@@ -11,15 +11,17 @@ from uvicorn.protocols.http import auto
 
 from speculative.serving.http.request_id import RequestId
 from speculative.serving.ray_serve.body_hashes import BeginningReader
+from speculative.serving.ray_serve.internal_headers import WithoutInternalHeaders
 
 MOST = 1_000  # connections
 IDLE = 30.0  # seconds without a request
 
 
 def bound() -> list[Middleware]:
-    """Install the limits; call before creating uvicorn's server. Returns the middlewares that Ray adds to its own."""
+    """Install the limits; call before creating uvicorn's server. Returns the middlewares that Ray adds to its own,
+    the outermost one last."""
     auto.AutoHTTPProtocol = bounded(auto.AutoHTTPProtocol)
-    return [Middleware(RequestId)]
+    return [Middleware(RequestId), Middleware(WithoutInternalHeaders)]
 
 
 def bound_for_prefix_routing() -> list[Middleware]:
