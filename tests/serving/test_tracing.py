@@ -120,6 +120,7 @@ def test_a_request_that_fails_has_its_error_in_its_span(collector):
     traces.close()
     [(_, span, attributes)] = spans(collector)
     assert span.status.code == span.status.STATUS_CODE_ERROR and attributes["error.type"] == "timeout"
+    assert not attributes["gen_ai.response.finish_reasons"]
 
 
 @pytest.mark.parametrize(

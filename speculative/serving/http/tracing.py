@@ -110,7 +110,9 @@ class Traces:
             "gen_ai.request.temperature": asked.temperature,
             "gen_ai.request.top_p": asked.top_p,
             "gen_ai.request.seed": asked.seed,
-            "gen_ai.response.finish_reasons": [job.result.finish_reason for job in begun if job.finished],
+            "gen_ai.response.finish_reasons": [
+                job.result.finish_reason for job in begun if job.finished and not job.error
+            ],
             "gen_ai.usage.input_tokens": sum(len(job.prompt) for job in first),
             "gen_ai.usage.cache_read.input_tokens": sum(job.cached_tokens for job in first),
             "gen_ai.usage.output_tokens": sum(len(job.result.tokens) for job in begun),
