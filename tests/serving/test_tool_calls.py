@@ -67,6 +67,13 @@ CALLS = [  # the format, a text, its content, its calls
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "1}"}</tool_call>', "", [ADD]),
     (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
     (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
+    (HERMES, '<tool_call>{"name": "add", "id": "1", "arguments": null}</tool_call>', "", [("add", {})]),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+        "",
+        [("add", {"a": "?"})],
+    ),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
     (LLAMA, '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
     (LLAMA, ' {"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
@@ -98,6 +105,8 @@ TEXTS = [  # with no call
     (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "args": {"a": 1, "b": 2}}</tool_call>'),  # nothing is dropped
+    (LLAMA, '{"name": "add", "age": 3}'),
     (HERMES, '{"name": "add", "arguments": {}}'),
     (LLAMA, '{"name": "other", "parameters": {}}'),
     (LLAMA, '{"type": "function" "name": "add"}'),

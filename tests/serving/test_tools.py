@@ -164,6 +164,28 @@ def test_forced_calls_are_valid_in_each_format(api, client, monkeypatch, form):
         assert choice == "required" or name == "weather"
 
 
+OTHERS = {"type": "object", "properties": {"days": {"const": 1}}, "required": ["days"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OTHERS, "allOf": [{"properties": {"city": {"const": "Rome"}}, "required": ["city"]}]},
+        {
+            "properties": {"days": {"const": 1}},
+            "anyOf": [{"properties": {"city": {"type": "string"}}, "required": ["city"]}],
+        },
+        {**OTHERS, "required": ["days", "city"]},
+    ],
+)
+def test_a_schema_may_name_properties_elsewhere(client, schema):
+    asked = asked_for(tools=function(name="weather", parameters=schema), tool_choice="required", temperature=1, seed=1)
+    (call,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
+    if call.function.arguments.endswith("}"):
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+    assert "city" in call.function.arguments
+
+
 def test_several_calls_may_be_forced(client):
     """The last one may be cut off."""
     found = client.chat.completions.create(**asked_for(tool_choice="required", temperature=2, seed=3, n=3)).choices
@@ -290,6 +312,13 @@ def test_openai_streams_and_parses_calls(client):
     for answer in (final, client.chat.completions.parse(**asked)):
         (call,) = answer.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+        history = [HI, answer.choices[0].message, result]
+        parsed = client.chat.completions.parse(
+            **asked_for(messages=history, tools=openai.omit, response_format=Weather)
+        ).choices[0].message  # fmt: skip
+        assert isinstance(parsed.parsed, Weather)
+        assert client.chat.completions.create(**asked_for(messages=[*history, parsed, HI], max_tokens=2)).choices
 
 
 def test_langchain_binds_tools(api):

@@ -44,6 +44,7 @@ class Message(ApiObject):
         "audio": ({},),
         "reasoning_content": ("",),
         "annotations": LABEL,  # sources of an earlier response
+        "parsed": LABEL,  # `content` again, as the openai package parsed it
         "provider_specific_fields": LABEL,  # LiteLLM's
     }
 

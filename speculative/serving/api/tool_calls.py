@@ -24,6 +24,7 @@ Tags = StructuredOutputConfig
 SPACE = " \t\r\n"
 BETWEEN = SPACE + "[],;}"  # what may be between calls
 KEYS = ("arguments", "parameters")
+LABELS = ("name", "type", "id")  # other keys of a call
 JSON = json.JSONDecoder(strict=False)  # which allows line breaks in strings
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 NO_MATCH = -1
@@ -212,13 +213,15 @@ class ToolParser:
             call = {}
         name: Any = call.get("name", (None,))[0]
         found = (call[key] for key in KEYS if key in call and call[key][0] is not None)
-        arguments, as_text = next(found, ({}, "{}"))
+        none: tuple[Any, str] = ({}, "{}") if call.keys() <= {*LABELS, *KEYS} else (None, "")
+        arguments, as_text = next(found, none)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict | str):
             yield from self._is_no_call()
             return
         self._go_on(end, self._between)
         yield self._new_call(name)
-        yield Arguments(self.calls - 1, arguments if isinstance(arguments, str) else as_text)
+        as_text = arguments.encode("utf-8", "replace").decode() if isinstance(arguments, str) else as_text
+        yield Arguments(self.calls - 1, as_text)
 
     def _arguments(self) -> Iterable[Event]:
         end = self._scan.end(self._rest)

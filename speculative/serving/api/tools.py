@@ -10,6 +10,7 @@ from speculative.serving.api.structured_output import Schema, with_whitespace
 
 MOST_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+OTHER_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties"}  # may name some
 # The arguments of a call are not meant to be read: a space behind "," and ":", as templates write calls, or none.
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
@@ -23,9 +24,12 @@ class Function(ApiObject):
     @property
     def schema_text(self) -> str:
         """The JSON schema of the arguments, which are an object. It has no properties but those that are named, unless
-        the schema allows others: small models invent some."""
+        the schema allows or names others elsewhere: small models invent some."""
         parameters = {"properties": {}} if self.parameters is None else self.parameters
-        closed = {"additionalProperties": False} if "properties" in parameters else {}
+        named, required = parameters.get("properties"), parameters.get("required", [])
+        closed = {}
+        if isinstance(named, dict) and isinstance(required, list) and not OTHER_PROPERTIES & parameters.keys():
+            closed = {"additionalProperties": False} if all(str(name) in named for name in required) else {}
         return with_whitespace({"type": "object", **closed, **parameters}, WHITESPACE)
 
 
@@ -44,6 +48,10 @@ class NamedTool(ApiObject):
 
 
 class FunctionCall(ApiObject):
+    off: ClassVar[dict[str, tuple]] = {
+        "parsed_arguments": LABEL
+    }  # `arguments` again, as the openai package parsed them
+
     name: str
     arguments: str
 
