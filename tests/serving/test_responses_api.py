@@ -38,6 +38,7 @@ def test_a_response_is_the_chat_completion_of_the_same_messages(client):
     )
     assert response.usage.total_tokens == same.usage.total_tokens
     assert response.usage.output_tokens_details.accepted_prediction_tokens > 0
+    assert type(response).model_validate(response.model_dump()) == response  # it has every field of the API's
     assert response.object == "response" and response.store is False and response.instructions == "Be brief."
 
 

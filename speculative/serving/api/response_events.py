@@ -99,7 +99,10 @@ class ResponsesBuilder:
             "output": self._items,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
+                "input_tokens_details": {
+                    "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+                    "cache_write_tokens": 0,  # writing into the prefix cache is free
+                },
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": counts["completion_tokens_details"],
                 "total_tokens": counts["total_tokens"],

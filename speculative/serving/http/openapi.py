@@ -259,6 +259,7 @@ class OutputCall(Schema):
 
 class InputTokens(Schema):
     cached_tokens: int = Field(ge=0)
+    cache_write_tokens: int = Field(ge=0)
 
 
 class ResponseUsage(Schema):
