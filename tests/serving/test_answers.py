@@ -245,13 +245,13 @@ def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, ref
     tokens = np.array([names[name] for name in found["tokens"]])
     exact = reference(ids_of(decoder, body["prompt"]), tokens)
     assert np.allclose(found["token_logprobs"], exact[range(30), tokens], atol=2e-3)
+    if not top:
+        assert found["top_logprobs"] is None
+        return
     for row, best in zip(exact, found["top_logprobs"], strict=True):
-        if top:
-            expected = {pieces.text(token): row[token] for token in np.argsort(-row)[:top]}
-            assert {name: best[name] for name in expected} == pytest.approx(expected, abs=2e-3)
-            assert len(best) in (top, top + 1)
-        else:
-            assert best is None
+        expected = {pieces.text(token): row[token] for token in np.argsort(-row)[:top]}
+        assert {name: best[name] for name in expected} == pytest.approx(expected, abs=2e-3)
+        assert len(best) in (top, top + 1)
 
 
 def test_log_probabilities_of_a_chat_have_bytes(api):
@@ -306,12 +306,27 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
+class ChangedTokenizer:
+    """The embedded one, whose texts a function changes."""
+
+    def __init__(self, tokenizer, change):
+        self._tokenizer, self._change = tokenizer, change
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, tokens, **options):
+        found = self._tokenizer.decode(tokens, **options)
+        return self._change(found) if isinstance(found, str) else found
+
+
 def test_offsets_begin_behind_a_token_without_text(decoder):
     """Such as the beginning of text: the space that is left out is that of the next one."""
     (one,), (two,) = (ids_of(decoder, text).tolist() for text in (" a", " b"))
     tokens = [0, one, two]
     first, *others = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
-    texts, result = TokenTexts(decoder.tokenizer), GenerationResult(tokens=tokens, logprobs=[first, *others])
+    texts = TokenTexts(ChangedTokenizer(decoder.tokenizer, lambda text: text.removeprefix(" ")))  # as SentencePiece
+    result = GenerationResult(tokens=tokens, logprobs=[first, *others])
     for entries in (
         AlignedTokens(texts, 1).of_prompt(tokens, others, "a b"),
         AlignedTokens(texts, 1).take(result, "a b", last=True),
@@ -321,12 +336,32 @@ def test_offsets_begin_behind_a_token_without_text(decoder):
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_tokens_whose_spaces_a_detokenizer_removes_have_log_probabilities(decoder, is_cut):
-    """Only a stop string that was found leaves tokens out."""
-    tokens = [token for part in ("Done", " .", "\n") for token in ids_of(decoder, part).tolist()] + [0]
+    """Only a stop string that was found leaves tokens out: those behind the text."""
+    parts = [ids_of(decoder, part).tolist() for part in ("x", " ,", " y", " .", " b", "STOP")]
+    tokens = [token for part in parts for token in part]
     entries = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
     result = GenerationResult(tokens=tokens, logprobs=entries, is_cut=is_cut)
-    taken = AlignedTokens(TokenTexts(decoder.tokenizer), 1).take(result, "Done.\n", last=True)
-    assert ([entry.token for entry in taken] == tokens) != is_cut
+    texts = TokenTexts(ChangedTokenizer(decoder.tokenizer, lambda text: text.replace(" .", ".").replace(" ,", ",")))
+    taken = AlignedTokens(texts, 1).take(result, "x, y. b", last=True)
+    assert [entry.token for entry in taken] == (tokens[: -len(parts[-1])] if is_cut else tokens)
+    begins = np.cumsum([0, *map(len, parts[:-1])])
+    assert [taken[begin].offset for begin in begins[:5]] == [0, 1, 2, 4, 5]
+
+
+def test_a_prompt_alone_has_its_log_probabilities(api):
+    asked = {**ONE, "prompt": "def f(x):", "echo": True, "logprobs": 1}
+    alone, more = answered(api, {**asked, "max_tokens": 0}), answered(api, asked)
+    (choice,), count = alone["choices"], alone["usage"]["prompt_tokens"]
+    assert choice["text"] == asked["prompt"] and choice["finish_reason"] == "length"
+    assert alone["usage"]["completion_tokens"] == 0 and alone["usage"]["total_tokens"] == count
+    for name, values in choice["logprobs"].items():
+        assert values == more["choices"][0]["logprobs"][name][:count]
+
+
+def test_a_prompt_without_text_is_repeated_with_its_log_probabilities(api):
+    end = {**ONE, "prompt": [0], "echo": True, "logprobs": 1, "max_tokens": 2, "ignore_eos": True}
+    found = answered(api, end)["choices"][0]["logprobs"]
+    assert len(found["tokens"]) == 3 and found["token_logprobs"][0] is None and found["text_offset"][:2] == [0, 0]
 
 
 def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference):
@@ -415,8 +450,12 @@ def test_a_stop_string_can_stay_in_the_text(api):
         ({**ONE, "logit_bias": [1]}, "logit_bias", "should be an object"),
         ({**ONE, "stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
         ({**ONE, "stop_token_ids": [5000]}, "stop_token_ids", "has token 5000"),
-        ({**ONE, "prompt": [5, 4096], "echo": True}, None, "the prompt's token ids range from 5 to 4096"),
-        ({**ONE, "prompt": [5, 10**30], "echo": True}, None, "The prompt cannot be encoded"),
+        ({**ONE, "prompt": [5, 4096], "stream": True}, "prompt", "has token 4096, but the model's token ids are 0 to"),
+        ({**ONE, "prompt": [[5], [5, -1]]}, "prompt", "has token -1, but"),
+        ({**ONE, "prompt": [5, 10**30], "echo": True}, "prompt", f"has token {10**30}, but"),
+        ({**ONE, "max_tokens": 0}, None, "max_tokens=0 requires echo=true and stream=false"),
+        ({**ONE, "max_tokens": 0, "echo": True, "stream": True}, None, "max_tokens=0 requires echo=true and"),
+        ({**CHAT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({**ONE, "min_tokens": 13}, "min_tokens", "is 13, but at most 12 tokens are generated"),
         ({**ONE, "skip_special_tokens": False}, "skip_special_tokens", "only true is supported"),
         ({**ONE, "use_beam_search": True}, "use_beam_search", "only false is supported"),

@@ -135,6 +135,11 @@ class BaseRequest(ApiObject):
         return self
 
     @property
+    def has_no_text(self) -> bool:
+        """Whether the response has no text but the echoed prompt."""
+        return False
+
+    @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
 

@@ -37,9 +37,16 @@ class CompletionRequest(BaseRequest):
     off: ClassVar[dict[str, tuple]] = BaseRequest.off | {"add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: Annotated[list, BeforeValidator(all_prompts), WithJsonSchema(PROMPTS)]
+    max_tokens: int | None = Field(None, ge=0, le=2**31)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MOST_TEXTS)
+
+    @model_validator(mode="after")
+    def prompt_alone(self) -> "CompletionRequest":
+        if self.has_no_text and (self.stream or not self.echo):
+            raise ValueError("max_tokens=0 requires echo=true and stream=false")
+        return self
 
     @model_validator(mode="after")
     def best_of_several(self) -> "CompletionRequest":
@@ -75,4 +82,9 @@ class CompletionRequest(BaseRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_tokens or COMPLETION_TOKENS
+        """One token is decoded, and left out, if only the prompt is asked for."""
+        return COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
+
+    @property
+    def has_no_text(self) -> bool:
+        return self.max_tokens == 0

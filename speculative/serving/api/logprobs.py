@@ -1,13 +1,13 @@
 """Log-probabilities in the API: tokens as texts and bytes, aligned with the text of a choice."""
 
-import codecs
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openvino_genai
 
 from speculative.models import vocabulary
 from speculative.sampling.logprobs import TokenLogprobs
+from speculative.sequence.detokenizer import IncrementalDetokenizer, cleans_up
 from speculative.sequence.result import GenerationResult
 
 LOWEST = -9999.0  # instead of -infinity, which JSON does not have; as OpenAI and vLLM
@@ -20,6 +20,7 @@ class TokenTexts:
         known = vocabulary.of(tokenizer)
         if not known:
             raise ValueError("logprobs need a detokenizer that names its tokens: convert the model again")
+        self._decode, self._cleans_up = tokenizer.decode, cleans_up(tokenizer)
         self._bytes = known.tokens()
         self._special = vocabulary.special(tokenizer, known)
 
@@ -30,6 +31,9 @@ class TokenTexts:
     def added(self, token: int) -> bytes:
         """The bytes that the token adds to a text."""
         return b"" if token in self._special else self.spelled(token)
+
+    def detokenizer(self, context: Sequence[int]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self._decode, cleans_up=self._cleans_up, context=context)
 
     def text(self, token: int) -> str:
         """The token as text, or `bytes:` and its bytes if they are incomplete characters."""
@@ -50,18 +54,18 @@ class TokenEntry(NamedTuple):
 class AlignedTokens:
     """Hands out the tokens of a choice with their text: those whose text begins within the text so far.
 
-    `top` is the number of most probable tokens wanted at each place.
+    `top` is the number of most probable tokens wanted at each place. `context` are the tokens before the choice, if its
+    text continues theirs.
     """
 
-    def __init__(self, texts: TokenTexts, top: int):
+    def __init__(self, texts: TokenTexts, top: int, context: Sequence[int] = ()):
         self.texts, self.top = texts, top
         self._read = 0  # generated tokens handed out
         self._sent = self._chars = 0  # characters of the text, and of the tokens handed out
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = texts.detokenizer(context)
 
     def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
         """The entries of an echoed prompt."""
-        self._begin(tokens, text)
         entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
         self._sent = self._chars = len(text)
         return entries
@@ -70,8 +74,6 @@ class AlignedTokens:
         """The entries that belong to `text`, which follows the text so far; with `last`, all that remain, except behind
         a stop string."""
         entries: list[TokenEntry] = []
-        if not self._sent and text:
-            self._begin(generation.tokens, text)
         self._sent += len(text)
         count = min(len(generation.tokens), len(generation.logprobs))  # another thread appends to both
         while self._read < count:
@@ -83,22 +85,16 @@ class AlignedTokens:
             self._read += 1
         return entries
 
-    def _begin(self, tokens: list[int], text: str) -> None:
-        """Some tokenizers leave out the space with which a text begins."""
-        first = next(filter(None, map(self.texts.added, tokens)), b"")
-        if first.startswith(b" ") and not text.startswith(" "):
-            self._chars = -1
-
     def _entry(self, token: int, logprobs: TokenLogprobs | None) -> TokenEntry:
-        entry = TokenEntry(token, max(self._chars, 0), logprobs)
-        self._chars += len(self._decoder.decode(self.texts.added(token)))
+        entry = TokenEntry(token, self._chars, logprobs)
+        self._chars += len(self._text.push([token])[0])
         return entry
 
 
 def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
     """The `logprobs` of a text completion, with the most probable tokens at each position and the token itself."""
     texts, top = tokens.texts, tokens.top
-    found: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, offset, one in entries:
         found["tokens"].append(texts.text(token))
         found["text_offset"].append(offset)
@@ -108,8 +104,8 @@ def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:
             continue
         found["token_logprobs"].append(_number(one.logprob))
         best = {texts.text(other): _number(value) for other, value in _top(one, top)}
-        found["top_logprobs"].append(best | {texts.text(token): _number(one.logprob)} if top else None)
-    return found
+        found["top_logprobs"].append(best | {texts.text(token): _number(one.logprob)})
+    return found if top else found | {"top_logprobs": None}
 
 
 def of_chat(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:

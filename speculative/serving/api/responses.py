@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from speculative.batch_decoder import BatchDecoder
+from speculative.sequence.detokenizer import KEPT
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
@@ -163,6 +164,9 @@ class ResponseBuilder:
 
     def whole(self) -> dict:
         """Return the response."""
+        if self._asked.has_no_text:
+            for job in self._jobs:
+                job.result.tokens, job.result.logprobs, job.result.text = [], [], ""
         choices = []
         for choice, job in zip(self.choices, self._best(), strict=True):
             self._take(choice, job, job.result.text, last=True)
@@ -226,8 +230,9 @@ class ResponseBuilder:
         if not self._token_texts or (top := self._asked.top) is None:
             return
         if not choice.tokens:
-            choice.tokens = AlignedTokens(self._token_texts, top)
-            if choice.echo:
+            context = job.prompt[-KEPT:].tolist() if job.continues and not self._asked.repeated else ()
+            choice.tokens = AlignedTokens(self._token_texts, top, context)
+            if self._asked.repeated:
                 source = job if self._asked.stream else self._first_of_prompt(choice.index)
                 choice.due = choice.tokens.of_prompt(job.prompt.tolist(), source.result.prompt_logprobs, choice.echo)
         choice.due += choice.tokens.take(job.result, text, last)

@@ -262,13 +262,10 @@ class Endpoint:
             raise ApiError(400, message, "invalid_request", structure.parameter) from None
 
     def _echoes(self, asked: BaseRequest) -> list[str]:
-        """The echoed prompts. The engine refuses a prompt with a token that the model does not have."""
-        tokenizer, size = self.engine.decoder.tokenizer, self.engine.decoder.main.vocab_size
+        """The echoed prompts."""
+        tokenizer = self.engine.decoder.tokenizer
         assert tokenizer  # a server has one
-        return [
-            one if isinstance(one, str) else tokenizer.decode(one) if 0 <= min(one) <= max(one) < size else ""
-            for one in asked.repeated
-        ]
+        return [one if isinstance(one, str) else tokenizer.decode(one) for one in asked.repeated]
 
     async def _encoded(self, asked: BaseRequest) -> list[np.ndarray]:
         self._coming += asked.all_texts

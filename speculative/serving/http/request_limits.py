@@ -2,6 +2,7 @@
 
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
+from speculative.serving.api.completions import CompletionRequest
 from speculative.serving.api.errors import ApiError
 from speculative.serving.api.tool_calls import ToolFormat
 from speculative.serving.settings import Limits
@@ -21,9 +22,14 @@ def check_number(asked: BaseRequest, limits: Limits) -> None:
 
 def check_tokens(asked: BaseRequest, vocab_size: int) -> None:
     """Raise ApiError if `asked` names token ids that a model with `vocab_size` tokens does not have."""
-    for name, tokens in (("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)):
-        if (highest := max(tokens, default=0)) >= vocab_size:
-            message = f"{name}: has token {highest}, but the model's token ids are 0 to {vocab_size - 1}."
+    named = [("logit_bias", asked.logit_bias), ("stop_token_ids", asked.stop_token_ids)]
+    if isinstance(asked, CompletionRequest):
+        named += [("prompt", prompt) for prompt in asked.prompt if not isinstance(prompt, str)]
+    for name, tokens in named:
+        if wrong := [
+            token for token in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= token < vocab_size
+        ]:
+            message = f"{name}: has token {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}."
             raise ApiError(400, message, "invalid_request", name)
 
 
