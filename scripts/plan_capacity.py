@@ -69,7 +69,9 @@ from speculative.cli.properties import PROPERTY
 from speculative.pair.engines import NATIVE
 from speculative.serving.settings import Limits, Pair
 
+NEW_TOKENS = 64  # by default
 NUMBER_TOKENS = 16  # maximum length of the number before a prompt
+SAME = ("main", "draft", "device", "draft_device", "properties")  # of costs whose medians count
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -129,7 +131,11 @@ def _add_costs_arguments(group: argparse._ArgumentGroup) -> None:
     add_huge_pages_argument(group)
     add_prompt_arguments(group, max_prompts=20)
     group.add_argument(
-        "--max-new-tokens", type=two_or_more, default=64, metavar="N", help="new tokens per measured text (default: 64)"
+        "--max-new-tokens",
+        type=two_or_more,
+        metavar="N",
+        help="new tokens per measured text and, unless --output-tokens is given, per answer (default: 64; of --costs: "
+        "as measured)",
     )
     group.add_argument(
         "--acceptance",
@@ -299,19 +305,20 @@ class NumberedPrompts(Sequence[np.ndarray]):
 
 def measured_costs(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
     """The costs on this machine, and the environment."""
+    tokens = arguments.max_new_tokens or NEW_TOKENS
     with exit_on(ValueError, status=2):
         prompts = read_prompts(arguments.prompts, arguments.max_prompts)
-        token_ids(prompts, arguments.main, arguments.max_new_tokens + NUMBER_TOKENS)
+        token_ids(prompts, arguments.main, tokens + NUMBER_TOKENS)
     with exit_on(RuntimeError, ValueError):
         decoder = batch_decoder.load(
             *model_specs(arguments), cache_tokens=CACHE_TOKENS, use_huge_pages=arguments.huge_pages
         )
         with BackgroundLoad() as load:
             numbered = NumberedPrompts(arguments.main, [prompt.text for prompt in prompts])
-            costs = measuring.measure(decoder, numbered, arguments.max_new_tokens)
+            costs = measuring.measure(decoder, numbered, tokens)
     if load.sentence:
         print(f"note: {load.sentence}", file=sys.stderr)
-    return costs, {**environment(arguments, load), "max_new_tokens": arguments.max_new_tokens}
+    return costs, {**environment(arguments, load), "max_new_tokens": tokens}
 
 
 def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
@@ -322,6 +329,12 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
     else:
         with exit_on(ValueError, status=2):
             found = [Costs.read(path) for path in arguments.costs]
+            for path, (_, facts) in zip(arguments.costs, found, strict=True):
+                if other := [key for key in SAME if facts.get(key) != found[0][1].get(key)]:
+                    raise ValueError(
+                        f"{path} has costs of another {other[0]} than {arguments.costs[0]}: give files of the same "
+                        "models, devices and properties"
+                    )
         costs, facts = median([costs for costs, _ in found]), found[0][1]
     if arguments.server:
         costs = dataclasses.replace(costs, server=arguments.server)
@@ -337,7 +350,7 @@ def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
 def workload_of(arguments: argparse.Namespace, costs: Costs, measured: Drawn) -> Workload:
     return Workload(
         arguments.prompt_tokens or costs.prompt_tokens or lengths("128"),
-        arguments.output_tokens or lengths(str(measured.get("max_new_tokens", arguments.max_new_tokens))),
+        arguments.output_tokens or lengths(str(arguments.max_new_tokens or measured.get("max_new_tokens", NEW_TOKENS))),
         costs.judged or 0.0 if arguments.acceptance is None else arguments.acceptance,
         arguments.trace[1] if arguments.trace else (),
         arguments.cached,
@@ -418,13 +431,13 @@ def main() -> int:
                 planner.against(arguments.against, all_settings[-1], arguments.replicas) if arguments.against else []
             )
     result = result_of(arguments, planner, plans, drafting, checks, measured)
+    shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
+    write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
     if arguments.png:
         from speculative.bench.capacity import plot
 
         with exit_on(OSError, ValueError):
             atomic_write(arguments.png, plot.png(result))
-    shown = [plans_table(plans, goals), drafting_table(drafting), checks_table(checks), "\n".join(result["summary"])]
-    write_outputs(arguments, result, "\n\n".join(filter(None, shown)))
     return 0
 
 

@@ -1,6 +1,7 @@
 """plan_capacity.py as users run it."""
 
 import csv
+import dataclasses
 import json
 
 import pytest
@@ -122,6 +123,21 @@ def test_goals_out_of_reach_are_no_error(run_here, costs):
     assert result["plans"][0]["replicas"] is None and "above the goal" in result["plans"][0]["why_not"]
 
 
+def test_without_a_plan_to_plot_the_result_is_kept(run_here, tmp_path):
+    Costs.save(dataclasses.replace(COSTS, draft=None, judged=[]), tmp_path / "costs.json", {})
+    files = ["--png", tmp_path / "plan.png", "--json", tmp_path / "plan.json"]
+    process = run_here(PROGRAM, "--costs", tmp_path / "costs.json", "--rate", "1", "--ttft-goal", "0.001", *files)
+    assert process.returncode == 1 and "no plan to plot" in process.stderr
+    written = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert written == json.loads(process.stdout.splitlines()[-1])
+
+
+def test_answers_have_the_new_tokens_that_are_asked_for(run_here, costs):
+    for given, wanted in (([], "16"), (["--max-new-tokens", "40"], "40")):
+        result = as_result(run_here(PROGRAM, "--costs", costs, "--rate", "1", *QUICK, *given))
+        assert result["workload"]["output_tokens"] == wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -130,6 +146,7 @@ def test_goals_out_of_reach_are_no_error(run_here, costs):
         (["--costs", "no/such.json", "--rate", "1"], "no/such.json"),
         (["--costs", "README.md", "--rate", "1"], "--save-costs"),
         (["COSTS"], "--rate"),
+        (["COSTS", "docs/capacity/embedded-0.json", "--rate", "1"], "another main"),
         (["COSTS", "--rate", "0"], "'0'"),
         (["COSTS", "--rate", "1,x"], "'x'"),
         (["COSTS", "--rate", "1", "--percentile", "100"], "'100'"),

@@ -14,7 +14,7 @@ import numpy as np
 import simpy
 
 from speculative.bench.capacity.costs import Costs
-from speculative.bench.capacity.replica import Replica, Settings, SimulatedRequest
+from speculative.bench.capacity.replica import BLOCK, Replica, Settings, SimulatedRequest
 from speculative.bench.capacity.sharing import SharedCores
 from speculative.bench.capacity.workload import Workload
 from speculative.bench.load.metrics import RequestRecord, Span
@@ -41,12 +41,14 @@ class Router:
         self._tolerance = max(replicas[0].settings.max_num_seqs // 4, 1)
         self._having: dict[int, set[int]] = {}  # indices of replicas by chat
 
-    def choose(self, chat: int) -> Replica:
+    def choose(self, request: SimulatedRequest) -> Replica:
         loads = [replica.load for replica in self._replicas]
         if len(loads) == 1:
             return self._replicas[0]
         most = min(loads) + self._tolerance
-        fit = [i for i in sorted(self._having.get(chat, ())) if loads[i] <= most] if self._by_prefix else []
+        chat = request.chat
+        having = sorted(self._having.get(chat, ())) if self._by_prefix and request.shared >= BLOCK else []
+        fit = [i for i in having if loads[i] <= most]
         compared = fit or self._random.choice(len(loads), 2, replace=False).tolist()
         chosen = min(compared, key=lambda i: loads[i])
         self._having.setdefault(chat, set()).add(chosen)
@@ -60,6 +62,7 @@ class Served:
     requests: list[SimulatedRequest]
     utilisation: float  # share of the time that a replica runs iterations, from 0 to 1
     batch: float  # mean number of requests in an iteration
+    throughput: float  # tokens per second of all replicas together
     seconds: float  # until the last answer
 
     def ttft(self) -> list[float]:
@@ -100,7 +103,7 @@ def serve(
     def arrive() -> Generator[simpy.Event, None, None]:
         for request in arrivals:
             yield environment.timeout(max(request.sent + costs.latency - environment.now, 0.0))
-            chooser.choose(request.chat).submit(request, costs.latency)
+            chooser.choose(request).submit(request, costs.latency)
         for request in arrivals:
             yield request.done
 
@@ -108,7 +111,10 @@ def serve(
     counted = arrivals[int(COUNTED[0] * count) : math.ceil(COUNTED[1] * count)]
     busy, in_batch = sum(one.busy for one in pool), sum(one.in_batch for one in pool)
     seconds = float(environment.now)
-    return Served(counted, busy / (seconds * simulated), in_batch / busy if busy else 0.0, seconds)
+    begin, end = counted[0].sent, counted[-1].sent
+    tokens = sum(one.output for one in arrivals if not one.refused and begin <= one.end < end)
+    throughput = tokens / (end - begin) / share if end > begin else 0.0
+    return Served(counted, busy / (seconds * simulated), in_batch / busy if busy else 0.0, throughput, seconds)
 
 
 def _replicas(environment: simpy.Environment, costs: Costs, settings: Settings, n: int) -> list[Replica]:
@@ -124,7 +130,7 @@ def _fill_caches(
     for request in arrivals:
         first.setdefault(request.chat, request)
     for chat in sorted(begun & set(first)):
-        for replica in pool if chat == 0 else [chooser.choose(chat)]:
+        for replica in pool if chat == 0 else [chooser.choose(first[chat])]:
             replica.remember(chat, first[chat].shared)
 
 
@@ -138,8 +144,8 @@ class ClosedLoop:
     ):  # fmt: skip
         self._environment = simpy.Environment()
         self.replicas = _replicas(self._environment, costs, settings, replicas)
-        self._random = np.random.default_rng(seed)
-        self._router = Router(routing, self.replicas, self._random)
+        self._seed, self._spans = seed, 0  # the same requests, whatever the settings and the order of their answers
+        self._router = Router(routing, self.replicas, np.random.default_rng(seed))
         self._workload = workload
         self._latency = costs.latency
 
@@ -147,14 +153,15 @@ class ClosedLoop:
         """As `Load.run`: the simulated records of `clients` clients for `seconds`."""
         begin, numbers = float(self._environment.now), itertools.count(first)
         records: list[RequestRecord] = []
+        self._spans += 1
 
         def client() -> Generator[simpy.Event, None, None]:
             while self._environment.now < begin + seconds:
                 number = next(numbers)
-                request = self._workload.numbered(number, self._random)
+                request = self._workload.numbered(number, np.random.default_rng([self._seed, self._spans, number]))
                 if self._latency:
                     yield self._environment.timeout(self._latency)
-                yield self._router.choose(request.chat).submit(request, self._latency)
+                yield self._router.choose(request).submit(request, self._latency)
                 records.append(record(number, request))
                 if request.refused:
                     yield self._environment.timeout(RETRY)

@@ -25,9 +25,9 @@ ONE_BY_ONE = 8  # replicas up to which each number is tried; beyond, an eighth m
 FINE = 32  # the smallest number of replicas is found to one in so many
 MOST_REPLICAS = 1_000_000
 EACH = 50  # requests that each replica serves at least, so that its load becomes steady
-LONE = 20  # requests, one at a time
 A_MOMENT = 1e-9  # seconds in which each client sends one request
-LASTING = 8.0  # duration of a closed loop, in those of a request alone
+LASTING = 8.0  # duration of a simulation, in those of the requests, or in goals for TTFT
+IDLE = 0.02  # share of the time: where replicas compute so little, more of them are no faster
 HELPS = 1.02  # speedup from which a draft helps
 ALONE, DRAFT = "main model alone", "with draft"
 METHODS = {  # of the load benchmarks: whether they have a draft
@@ -67,26 +67,32 @@ class Planner:
         self, costs: Costs, workload: Workload, goals: Goals, routing: Routing = "balanced", count: int = 300,
         seed: int = 0,
     ):  # fmt: skip
-        """`count` requests are simulated for each number of replicas, or `EACH` per replica if these are more."""
+        """`count` requests are simulated for each number of replicas, or as many as arrive while an overloaded replica
+        misses the goals, at least `EACH` per replica."""
         self.costs = costs
         self.workload = workload
         self.goals = goals
         self.routing: Routing = routing
         self.count = count
         self.seed = seed
+        self._of_lone: dict[Settings, list[RequestRecord]] = {}
 
     def plan(self, rate: float, settings: Settings) -> Plan:
         """The smallest number of replicas for `rate` requests per second, and others that were tried."""
         if why_not := self._why_not(settings):
             return Plan(rate, settings, [], why_not)
-        fails, holds = 0, MOST_REPLICAS + 1
+        holds = MOST_REPLICAS + 1
         tried: dict[int, CapacityRow] = {}
-        n = self._first_guess(rate, settings)
+        n = self._least(rate, settings)
+        fails = n - 1
         while holds - fails > max(holds // FINE if holds <= MOST_REPLICAS else 1, 1):
             tried[n] = self.row(rate, settings, n)
+            if not tried[n]["holds"] and tried[n]["utilisation"] < IDLE:
+                why_not = self._missed(tried[n]["ttft_percentile"], tried[n]["tpot_percentile"], "a nearly idle")
+                return Plan(rate, settings, [tried[n] for n in sorted(tried)], why_not)
             if tried[n]["holds"]:
                 holds = n
-                n = max(n - max(n // ONE_BY_ONE, 1), fails + 1) if not fails else (fails + holds) // 2
+                n = (fails + holds) // 2 if tried.get(fails) else max(n - max(n // ONE_BY_ONE, 1), fails + 1)
             else:
                 fails = n
                 more = n + max(n // ONE_BY_ONE, 1)
@@ -95,7 +101,9 @@ class Planner:
 
     def row(self, rate: float, settings: Settings, replicas: int) -> CapacityRow:
         """Simulate `replicas` replicas."""
-        count = max(self.count, EACH * min(replicas, MOST_SIMULATED))
+        simulated = min(replicas, MOST_SIMULATED)
+        lasting = LASTING * max(self.goals.ttft, self._lone_seconds(settings))
+        count = max(self.count, EACH * simulated, math.ceil(rate * simulated / replicas * lasting))
         served = serve(self.costs, settings, replicas, self.workload, rate, count, self.routing, self.seed)
         goals, requests = self.goals, served.requests
         answered = [one for one in requests if not one.refused]
@@ -110,7 +118,7 @@ class Planner:
             "ttft_percentile": ttft[1],
             "tpot": tpot[0],
             "tpot_percentile": tpot[1],
-            "throughput": sum(one.output for one in answered) / len(requests) * rate,
+            "throughput": served.throughput,
             "utilisation": served.utilisation,
             "batch": served.batch,
             "requests": len(requests),
@@ -125,23 +133,38 @@ class Planner:
         span = self._lone(settings)
         if not span:
             return f"the requests do not fit in a KV cache of {settings.cache_tokens:,} tokens"
-        for name, goal, seconds in (
-            ("TTFT", self.goals.ttft, [one.ttft for one in span]),
-            ("TPOT", self.goals.tpot, [one.tpot for one in span]),
-        ):
-            alone = percentiles([value for value in seconds if value is not None], self.goals.percentile)[1]
-            if not _within(alone, goal):
-                return f"a request alone on a replica has a {name} of {alone:.3g} s, above the goal of {goal:g} s"
+        ttft, tpot = (
+            percentiles([value for value in seconds if value is not None], self.goals.percentile)[1]
+            for seconds in ([one.ttft for one in span], [one.tpot for one in span])
+        )
+        return self._missed(ttft, tpot, "an idle")
+
+    def _missed(self, ttft: float | None, tpot: float | None, replica: str) -> str:
+        """The goal that the percentiles miss, in words; "" if they meet both."""
+        for name, goal, seconds in (("TTFT", self.goals.ttft, ttft), ("TPOT", self.goals.tpot, tpot)):
+            if seconds is None:
+                return "the requests are refused"
+            if not _within(seconds, goal):
+                p = f"p{self.goals.percentile:g}"
+                return f"the {p} {name} of {replica} replica is {seconds:.3g} s, above the goal of {goal:g} s"
         return ""
 
     def _lone(self, settings: Settings) -> list[RequestRecord]:
-        """The answered requests of some that are sent one at a time."""
-        loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
-        spans = [loop.run(1, A_MOMENT, i) for i in range(LONE)]
-        return [one for span in spans for one in span.answers if one.outcome == "answered"]
+        """The answered requests of `count` that are sent one at a time."""
+        if settings not in self._of_lone:
+            loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
+            spans = [loop.run(1, A_MOMENT, i) for i in range(self.count)]
+            self._of_lone[settings] = [one for span in spans for one in span.answers if one.outcome == "answered"]
+        return self._of_lone[settings]
 
-    def _first_guess(self, rate: float, settings: Settings) -> int:
-        """The replicas that a full batch needs."""
+    def _lone_seconds(self, settings: Settings) -> float:
+        """The mean duration of a request alone."""
+        lone = self._lone(settings)
+        return max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
+
+    def _least(self, rate: float, settings: Settings) -> int:
+        """The replicas that have the throughput of `rate` requests per second with full batches. With fewer, the queue
+        grows without end, which shows only after a while."""
         most = self.closed_loop(settings, [settings.max_num_seqs], "")
         per_second = _requests_per_second(most.rounds[settings.max_num_seqs][0])
         return min(max(math.ceil(rate / per_second), 1), MOST_REPLICAS) if per_second else 1
@@ -153,15 +176,13 @@ class Planner:
         replicas: int = 1,
     ) -> Load:  # fmt: skip
         """Simulate clients that send one request after another, after a warm-up, as the load benchmarks do. `seconds`:
-        by default, long enough for several requests of each client."""
-        if not seconds:
-            lone = self._lone(settings)
-            seconds = LASTING * max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
+        by default, long enough for several requests of each client, which take longer the more there are."""
+        each = LASTING * self._lone_seconds(settings) if not seconds else 0.0
         loop = ClosedLoop(self.costs, settings, self.workload, self.seed, replicas, self.routing)
         load = Load(name, loop.run)
         for number in range(rounds + 1):
             for n in clients:
-                span = loop.run(n, seconds if number else A_MOMENT, 0)
+                span = loop.run(n, (seconds or each * n) if number else A_MOMENT, 0)
                 if number:
                     load.rounds.setdefault(n, []).append(span)
         return load

@@ -26,7 +26,7 @@ def png(result: CapacityResult) -> bytes:
     if result["checks"]:
         drawn.append(lambda panel: _checks(panel, result))
     if not drawn:
-        raise ValueError("there is no plan to plot: give a --rate")
+        raise ValueError("there is no plan to plot: no number of replicas meets the goals, or no --rate was given")
     figure = Figure(figsize=(SIZE[0] * len(drawn), SIZE[1]), dpi=DOTS)
     for panel, draw in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         draw(panel)

@@ -77,6 +77,11 @@ class SimulatedRequest:
         return self.prompt + self.generated + self.drafted
 
     @property
+    def in_shared(self) -> int:
+        """Tokens in blocks that it shares with others of its chat, as far as they are computed."""
+        return min(self.shared, self.prompt - 1, self.read) // BLOCK * BLOCK
+
+    @property
     def can_draft(self) -> bool:
         return self.generated + self.drafted < self.output - 1 and self.drafted < LONGEST and not self.idle
 
@@ -116,11 +121,15 @@ class Replica:
         return len(self.waiting) + len(self.running)
 
     def remember(self, chat: int, tokens: int) -> None:
-        """Keep the beginning of a chat in the prefix cache, and forget others if there is no room."""
+        """Keep the beginning of a chat in the prefix cache, and forget unused ones if there is no room."""
         if tokens >= BLOCK:
             self._beginnings[chat] = max(tokens, self._beginnings.pop(chat, 0))
-        while self._beginnings and sum(self._beginnings.values()) > self.settings.room - self._reserved():
-            self._beginnings.popitem(last=False)
+        used = self._used()
+        unused = {one: kept - used.get(one, 0) for one, kept in self._beginnings.items()}
+        excess = sum(unused.values()) - (self.settings.room - self._reserved())
+        for one in list(self._beginnings):
+            if excess > 0 and one not in used:
+                excess -= self._beginnings.pop(one)
 
     def submit(self, request: SimulatedRequest, latency: float = 0.0) -> simpy.Event:
         """Queue a request that was sent `latency` seconds before, or refuse it if the queue is full; the event happens
@@ -166,7 +175,17 @@ class Replica:
         return len(self.running) - before
 
     def _reserved(self) -> int:
-        return sum(_blocks(request.prompt + request.output) for request in self.running) * BLOCK
+        """Tokens that fit in the blocks of the running requests; a shared block counts once."""
+        own = sum(_blocks(request.prompt + request.output) * BLOCK - request.in_shared for request in self.running)
+        return own + sum(self._used().values())
+
+    def _used(self) -> dict[int, int]:
+        """Tokens of the beginnings that running requests share, by chat."""
+        used: dict[int, int] = {}
+        for request in self.running:
+            if tokens := request.in_shared:
+                used[request.chat] = max(tokens, used.get(request.chat, 0))
+        return used
 
     # ---- an iteration -----------------------------------------------------------------------------------------------
 

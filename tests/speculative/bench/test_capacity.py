@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.bench.capacity.cluster import MOST_SIMULATED, ClosedLoop, serve
+from speculative.bench.capacity.cluster import MOST_SIMULATED, ROUTINGS, ClosedLoop, serve
 from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
 from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
 from speculative.bench.capacity.planner import Goals, Planner, breaking_even
@@ -22,6 +22,7 @@ from speculative.bench.capacity.workload import Workload, judge, lengths, read_t
 from speculative.drafting.batch_policy import BatchDraftLength
 from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
+from speculative.models.block_pool import BlockPool
 from speculative.models.spec import ModelSpec
 from speculative.serving.engine.engine_thread import SENT_TOGETHER
 from tests.support.paths import DRAFT, MAIN
@@ -255,6 +256,32 @@ def test_a_beginning_that_all_requests_have_is_found_everywhere():
     assert row["cached"] == pytest.approx(0.75)
 
 
+def test_a_shared_block_counts_once_and_stays_while_it_is_used():
+    """As in the engine's pool of blocks: 12 blocks for each request, of which all but 8 are shared."""
+    environment = simpy.Environment()
+    replica = Replica(environment, COSTS, Settings(with_draft=False, cache_tokens=30 * 32))
+    pool, tokens = BlockPool(30, 32), np.arange(320)
+    fitting, tables = [], []
+    for seconds in (4.0, 1.0, 1.0, 1.0):  # in which a request reads its prompt
+        fitting.append(pool.has_room(384))
+        if fitting[-1]:
+            tables.append(pool.reserve(384))
+            tables[-1].match_prefix(tokens[:256])
+            tables[-1].blocks(320)
+            tables[-1].cache_full_blocks(tokens[:256])
+        before = len(replica.running)
+        replica.submit(SimulatedRequest(320, 64, shared=256))
+        environment.run(until=environment.now + seconds)
+        assert (len(replica.running) > before) == fitting[-1]
+        assert replica._reserved() == pool.reserved * 32
+    assert fitting == [True, True, True, False]
+
+
+def test_without_a_beginning_in_common_a_router_by_prefix_balances():
+    rows = [Planner(COSTS, SHORT, Goals(9, 9), name, count=200).row(9.0, Settings(), 8) for name in ROUTINGS]
+    assert rows[0] == rows[1]
+
+
 # ---- shared cores ---------------------------------------------------------------------------------------------------
 
 SERVER = ServerCosts(cores=2.0, threads=2, idle=0.1, request=0.02, piece=0.001, latency=0.015)
@@ -335,6 +362,30 @@ def test_the_plan_is_the_smallest_number_of_replicas():
         assert n == 1 or not planner.row(2.0, Settings(with_draft), n - 1)["holds"]
 
 
+def test_a_plan_has_the_throughput_of_its_load_however_short_the_simulation():
+    """Requests that arrive within a moment have no time to miss their goal, however few the replicas."""
+    planner, settings = Planner(COSTS, SHORT, Goals(20.0, 9.0), count=50), Settings(with_draft=False, max_num_seqs=4)
+    full = planner.closed_loop(settings, [4], "").rounds[4][0].throughput
+    for rate in (10.0, 60.0):
+        least = rate * SHORT.output.parameters[0] / full
+        choice = planner.plan(rate, settings).choice
+        assert least <= choice["replicas"] <= 1.25 * least + 1
+        assert choice["throughput"] == pytest.approx(rate * SHORT.output.parameters[0], rel=0.1)
+    overloaded = planner.row(rate, settings, 1)
+    assert overloaded["throughput"] == pytest.approx(full, rel=0.1) and not overloaded["holds"]
+
+
+def test_a_percentile_that_only_some_requests_miss_ends_the_search():
+    """With the goal between the percentile of a lone request and that of the load, no number of replicas helps."""
+    workload = Workload(lengths("lognormal:40:1"), lengths("8"), 0.7)
+    planner, settings = Planner(COSTS, workload, Goals(9.0, 9.0), count=40), Settings(with_draft=False)
+    idle = planner.row(0.001, settings, 1)["ttft_percentile"]
+    for goal in (0.9 * idle, 0.97 * idle, 0.99 * idle):
+        planner.goals = Goals(goal, 9.0)
+        plan = planner.plan(1.0, settings)
+        assert plan.choice or ("TTFT" in plan.why_not and len(plan.rows) < 60)
+
+
 def test_goals_that_no_number_of_replicas_meets_are_named():
     why = [Planner(COSTS, SHORT, goals).plan(1.0, Settings()).why_not for goals in (Goals(0.1, 9), Goals(9, 0.01))]
     assert "TTFT" in why[0] and "TPOT" in why[1]
@@ -350,6 +401,19 @@ def test_a_cache_that_is_no_multiple_of_a_block_has_room_for_whole_blocks():
     workload = Workload(lengths("900"), lengths("100"), 0.7)
     [plan] = [Planner(COSTS, workload, Goals(99, 9)).plan(0.01, Settings(cache_tokens=1000))]
     assert plan.rows and not plan.why_not
+
+
+def test_clients_of_a_closed_loop_send_the_same_requests_whatever_the_settings():
+    workload = Workload(lengths("lognormal:40:1"), lengths("uniform:8:60"), 0.7)
+    sent = []
+    for setting in (Settings(False), Settings(True, max_num_seqs=2)):
+        loop = ClosedLoop(COSTS, setting, workload, 0)
+        spans = [loop.run(clients, 40.0, 0).answers for clients in (1, 4)]
+        sent.append([{answer.number: answer.tokens for answer in answers} for answers in spans])
+    for first, second in zip(*sent, strict=True):
+        common = first.keys() & second.keys()
+        assert len(common) > 5 and all(first[number] == second[number] for number in common)
+    assert sent[0][0] != sent[0][1]
 
 
 def test_clients_of_a_closed_loop_wait_for_their_answers():
