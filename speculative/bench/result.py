@@ -1030,7 +1030,16 @@ class LosslessResult(TypedDict):
 
 # ---- all results ----------------------------------------------------------------------------------------------------
 
-Result = BenchmarkResult | BatchingResult | ServingResult | SweepResult | SwapResult | TuneResult
+Result = (
+    BenchmarkResult
+    | BatchingResult
+    | ServingResult
+    | SweepResult
+    | SourcesResult
+    | SwapResult
+    | TuneResult
+    | CapacityResult
+)
 """The results that scripts/report.py draws: those with `program`, `summary`, `environment` and `rows`."""
 
 RESULTS = {

@@ -1,6 +1,7 @@
 """The report: the page in an installed browser, light and dark, at phone and desktop size; CSV and PNG."""
 
 import csv
+import html
 import io
 import json
 import re
@@ -402,6 +403,21 @@ def test_the_least_and_the_most_of_everything_is_drawn(draw, show, part):
 
 
 # ---- the command, CSV and PNG: without a browser --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/figures").glob("*.json")), ids=lambda file: file.stem)
+def test_the_result_of_every_program_is_drawn(file):
+    result = json.loads(file.read_text(encoding="utf-8"))["result"]
+    if "program" not in result:
+        pytest.skip("this program's results are not drawn")
+    page = html.unescape(html_text(result)).replace("\u00a0", " ")
+    assert all(part.get("source", "") in page for part in result.get("categories", []))
+
+
+def test_a_plan_is_drawn():
+    row = {"rate": 5.0, "replicas": 2, "with_draft": True, "ttft": 0.2, "tpot": 0.01, "throughput": 640.0}
+    page = html_text({"program": "plan_capacity.py", "summary": ["2 replicas."], "environment": {}, "rows": [row]})
+    assert "5 requests/s, 2 replicas, with the draft" in page
 
 
 def test_the_last_line_of_a_saved_output_counts(run, tmp_path):

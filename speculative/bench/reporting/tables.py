@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from speculative.bench.load.metrics import counted
 from speculative.bench.reporting.markup import Markup, join, tag
 from speculative.bench.result import CategoryRow, Drawn
 from speculative.pair.engines import shown_engine
@@ -115,6 +116,9 @@ def method_name(row: Drawn) -> str:
     """The name of a row."""
     if row.get("name"):
         return row["name"]
+    if "replicas" in row:  # of a plan
+        draft = "with the draft" if row["with_draft"] else "without a draft"
+        return f"{row['rate']:g} requests/s, {counted(row['replicas'], 'replica')}, {draft}"
     length = row["draft_length"]
     words = length if isinstance(length, str) else f"K = {length}" if length else "alone"
     return f"{shown_engine(row['engine'])}, {words}"
@@ -280,8 +284,11 @@ def categories(result: Drawn) -> Markup | str:
     found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
     if not found:
         return ""
+    for row in found:
+        if "source" in row:  # of draft tokens
+            row["name"] = f"{row['source']}, temperature {row['temperature']:g}"
     cells = {(row["name"], row["category"]): row for row in found}
-    prompts = {row["category"]: row.get("prompts", 0) for row in found}
+    prompts = {row["category"]: row.get("prompts", row.get("texts", 0)) for row in found}
     highest = max(row["speedup"] for row in found)
     rows = [
         (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
