@@ -39,7 +39,7 @@ from speculative.bench.tuning.finals import Finals
 from speculative.bench.tuning.lengths import LengthStage
 from speculative.bench.tuning.properties import PropertyStage
 from speculative.bench.tuning.session import Candidate
-from speculative.bench.tuning.settings import SCHEDULERS, Setting
+from speculative.bench.tuning.settings import EXACT, SCHEDULERS, PropertySet, Setting
 from speculative.bench.tuning.stages import Tuning
 from speculative.bench.tuning.verdict import judge
 from speculative.cli import pipeline_arguments
@@ -882,6 +882,13 @@ def test_weights_have_a_fingerprint_and_engines_a_sample():
 
 
 # ---- what a setting does to the text --------------------------------------------------------------------------------
+
+
+def test_the_reference_has_none_of_the_numerics_that_were_given():
+    given = (("INFERENCE_NUM_THREADS", 2), ("INFERENCE_PRECISION_HINT", "bf16"), ("KV_CACHE_PRECISION", "u4"))
+    both, apart = PropertySet("CPU", "CPU", given, given), PropertySet("CPU", "NPU", given, given[:2])
+    assert both.exact.properties == both.exact.draft_properties == (*EXACT, given[0])
+    assert apart.exact == PropertySet("CPU", "NPU", (*EXACT, given[0]), given[:1])
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from speculative.bench.tuning.client import TuningClient
 from speculative.bench.tuning.session import DRAFTS_BY, FIRST_TOKENS, LEAST_RUN, REFERENCE_BY, Ended, Session
-from speculative.bench.tuning.settings import EXACT
 from speculative.sequence import metrics
 
 MOST_REFERENCES = 8  # texts in f32
@@ -21,7 +20,7 @@ class DraftStage:
 
     def references_on(self, bench: TuningClient) -> None:
         self.session.references.clear()
-        exact = self.session.default.with_properties(EXACT)
+        exact = self.session.default.exact
         tokens = min(64, self.session.arguments.max_new_tokens)
         for ids in self.session.prompts:
             reference = self.session.tried(bench, exact, "reference", exact, ids, tokens)

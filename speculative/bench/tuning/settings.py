@@ -43,6 +43,10 @@ Properties = tuple[tuple[str, Value], ...]
 """Sorted by name, so that equal sets compare equal."""
 
 EXACT: Properties = (("EXECUTION_MODE_HINT", "ACCURACY"),)  # f32 inference and cache, no quantized activations
+NUMERICS = {  # properties that change the text
+    *("EXECUTION_MODE_HINT", "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"),
+    *("KV_CACHE_PRECISION", "KEY_CACHE_PRECISION", "VALUE_CACHE_PRECISION"),
+}
 SHARE_OF_MEMORY = 0.6  # of the free memory, for models loaded at the same time
 DRAFT_THREADS = (1, 4, 8)
 SCHEDULERS: tuple[Properties, ...] = (  # of GenAI's paged backend, besides LLMPipeline's choice without a config
@@ -77,6 +81,15 @@ class PropertySet:
             merged(self.properties, added),
             merged(self.draft_properties, added) if both else self.draft_properties,
         )
+
+    @property
+    def exact(self) -> "PropertySet":
+        """The set for the reference in f32, whatever numerics this one has."""
+        others, of_draft = (
+            tuple(item for item in properties if item[0] not in NUMERICS)
+            for properties in (self.properties, self.draft_properties)
+        )
+        return PropertySet(self.device, self.draft_device, others, of_draft).with_properties(EXACT)
 
     def with_draft_properties(self, added: Properties) -> "PropertySet":
         """The set with `added` for the draft only."""
