@@ -1,11 +1,14 @@
 """benchmark_batching.py as users run it; what it counts and says: test_benchmark_serving.py."""
 
 import json
+import time
 
 import pytest
 
 from scripts import benchmark_batching
+from speculative import batch_decoder
 from speculative.bench.harness import BackgroundLoad
+from speculative.bench.load import batch_methods
 from speculative.bench.result import BatchingResult
 from speculative.models.spec import ModelSpec
 from tests.support import load_benchmarks
@@ -39,6 +42,24 @@ def test_both_engines_get_the_same_prompts(result):
     assert all(one["same_text"] == one["texts"] > 0 for one in engines)
     copied = [one for one in compared if one["what"].startswith("ours, suffix decoding / ours, main alone")]
     assert [one["clients"] for one in copied] == [1, 3] and all(one["same_text"] == one["texts"] for one in copied)
+
+
+@pytest.mark.parametrize("engine", ["ours", "GenAI"])
+def test_a_prompt_is_tokenized_before_its_request_is_sent(engine):
+    class Noting(batch_methods.Prompts):
+        def __getitem__(self, number):
+            ids = super().__getitem__(number)
+            tokenized[number] = time.perf_counter()
+            return ids
+
+    tokenized, prompts = {}, Noting(DRAFT, ["def f(x):"])
+    if engine == "ours":
+        method = batch_methods.our_method(engine, batch_decoder.load(DRAFT), prompts, 2)
+    else:
+        pipe = batch_methods.genai_pipeline(ModelSpec(DRAFT))
+        method = batch_methods.genai_method(engine, pipe, 0, prompts, 2)
+    answers = method.run(1, 0.05, 0).answers
+    assert answers and all(tokenized[answer.number] <= answer.sent < answer.first for answer in answers)
 
 
 def test_without_a_draft_suffix_decoding_takes_its_place(run_here):

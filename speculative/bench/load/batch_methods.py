@@ -62,7 +62,8 @@ def our_method(name: str, decoder: BatchDecoder, prompts: Prompts, max_new_token
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                going[decoder.add_request(prompts[number], config)] = RequestRecord(number, time.perf_counter())
+                prompt, sent = prompts[number], time.perf_counter()  # tokenized before, as for GenAI
+                going[decoder.add_request(prompt, config)] = RequestRecord(number, sent)
             if not going:
                 return Span(answers, begin, begin + seconds)
             for gain in decoder.step():
@@ -116,8 +117,8 @@ def genai_method(name: str, pipe: ContinuousBatchingPipeline, k: int, prompts: P
         while True:
             while len(going) < clients and time.perf_counter() < begin + seconds:
                 number = next(numbers)
-                prompt = ov.Tensor(prompts[number][None])
-                going[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, time.perf_counter())
+                prompt, sent = ov.Tensor(prompts[number][None]), time.perf_counter()
+                going[pipe.add_request(next(ids), prompt, config)] = RequestRecord(number, sent)
             if not going:
                 return Span(answers, begin, begin + seconds)
             pipe.step()
