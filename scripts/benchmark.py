@@ -411,7 +411,7 @@ def gain_sentences(best: dict | None, kind: str) -> list[str]:
 def detail_sentences(best: dict, main: dict, categories: list[dict]) -> list[str]:
     """The fastest method's range over the prompt categories, and its time to first token."""
     lines = []
-    if categories:
+    if len(categories) > 1:
         low, *_, high = sorted(categories, key=lambda part: part["speedup"])
         lines.append(
             f"By category, {best['name']} ranges from {low['speedup']:.2f}x ({low['category']}) to "

@@ -97,7 +97,9 @@ def _measured(method: Method, prompts: list[int], units: Units) -> tuple[np.ndar
 
 def interval(counts: np.ndarray, seconds: np.ndarray) -> list[float] | None:
     """95 % interval of the ratio of two methods over resampled prompts; `counts` and `seconds` are [method, prompt].
-    None if there is only one prompt."""
+    Prompts whose answer is one token, which took no time to decode, are left out. None without two others."""
+    timed = (seconds > 0).all(axis=0)
+    counts, seconds = counts[:, timed], seconds[:, timed]
     n = counts.shape[1]
     if n < 2:
         return None

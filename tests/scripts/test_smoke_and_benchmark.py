@@ -33,6 +33,14 @@ def useless(tmp_path_factory):
     return save_useless_draft(tmp_path_factory.mktemp("useless") / "draft")
 
 
+def test_a_single_category_has_no_range():
+    best, main, row = {"name": "K = 4", "ttft": 0.0}, {"ttft": 0.0}, {"category": "code", "speedup": 1.5}
+    assert benchmark.detail_sentences(best, main, [row]) == []
+    assert "from 1.50x (code) to 2.00x (chat)" in benchmark.detail_sentences(
+        best, main, [{"category": "chat", "speedup": 2.0}, row]
+    )[0]  # fmt: skip
+
+
 def test_smoke_passes_on_the_embedded_pair(run):
     process = run("scripts/smoke.py", "--max-new-tokens", "16")
     result = last_line(process)

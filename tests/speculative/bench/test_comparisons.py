@@ -53,6 +53,14 @@ def test_a_ratio_has_a_range_over_rounds_and_an_interval_over_prompts():
     assert ratio("x", method([run_of(1, gained=(1, 1, 1, 1))]), method([run_of(1)]), units=iterations)["ratio"] == 2
 
 
+def test_an_answer_of_one_token_is_no_prompt_of_the_interval():
+    """It takes no time to decode."""
+    one = run_of(0, tokens=(1,), gained=())
+    fact = ratio("x", method([one, run_of(1), run_of(2)]), method([one, run_of(2), run_of(2)]))
+    assert fact["interval"] == pytest.approx([1.0, 2.0]) and verdict([{**fact, "where": "alone"}], 2)[0].count("level")
+    assert ratio("x", method([one, run_of(1)]), method([one, run_of(2)]))["interval"] is None
+
+
 def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
     """Ten prompts, three times as fast on one, a tenth slower on nine, the same in every round."""
     ours = [[run_of(3 if i == 0 else 1.1) for i in range(10)]] * 5
