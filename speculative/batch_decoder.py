@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import openvino_genai
@@ -86,6 +86,7 @@ class Request:
         self.idle = False  # has finished drafting in this iteration
         self.is_repeatable = False  # its text must depend on nothing but its seed
         self.waits = False  # for its draft to read the text; it is not in this iteration
+        self.random_state: Mapping[str, Any] = {}  # at the beginning of the iteration, if it is repeatable
         self.cached_tokens = 0  # prompt tokens taken from the prefix cache
         self.cancelled = False
         self.finished = False
@@ -314,6 +315,8 @@ class BatchDecoder:
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.match, request.idle, request.matched_at = None, None, False, -1
             request.copied = request.waits = False
+            if request.is_repeatable:
+                request.random_state = request.sequence.random.bit_generator.state
             if isinstance(request.policy, Estimate):
                 request.policy.begin()
         if not (self.draft or self.suffix):
@@ -398,8 +401,9 @@ class BatchDecoder:
         for request in requests:
             request.idle = request not in parts or not parts[request].last
             request.waits = request.is_repeatable and request.idle and request in asked
-            if request.waits:
+            if request.waits:  # and draws the same draft tokens later, or the output would not be lossless
                 request.sequence.drop_draft()
+                request.sequence.random.bit_generator.state = request.random_state
         return computed
 
     def _find_match(self, request: Request) -> None:

@@ -232,6 +232,44 @@ def test_concurrent_draws_with_and_without_grammars_have_their_exact_joint_distr
         assert not comparison.impossible and comparison.p_value > FALSE_ALARM, (name, setting, comparison)
 
 
+def test_a_seeded_text_is_the_same_beside_others_that_begin_alike(models):
+    """Those wait for its draft behind tokens that the grammar forces, and then draw the same tokens."""
+    structure = StructuredOutputConfig(regex="d[abc]dedededede[abc]d")
+    config = GenerationConfig(max_new_tokens=14, do_sample=True, structured_output_config=structure)
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 25).tolist()
+
+    def texts(*seeds):
+        decoder = batch(models, "good")
+        requests = [decoder.add_request(prompt, config, seed=seed) for seed in seeds]
+        finish(decoder)
+        return [request.result.tokens for request in requests]
+
+    for seed in range(20):
+        assert texts(100 + seed, seed, seed) == texts(100 + seed) + texts(seed) * 2
+
+
+def test_nothing_follows_the_last_token_that_a_grammar_allows(models, tmp_path):
+    """Not even a stop token, which this main model prefers behind it."""
+    main, folder = models["useless"], save_tiny_llama(tmp_path / "good", seed=2, noise=0.2)
+    draft = cached_model.load(ModelSpec(folder, "CPU", EXACT), capacity=2048)
+    decoders = [Decoder(main), Decoder(main, DraftModelProposer(draft, VOCABULARY), FixedDraftLength(4))]
+    batched = batch({"main": main, "good": draft}, "good")
+    for decoder in decoders:
+        decoder.grammars = batched.grammars
+    accepted = 0
+    for first in range(VOCABULARY):
+        prompt = [1, first, 3, 5, 3, 1, first]
+        config = GenerationConfig(max_new_tokens=20, stop_token_ids={2}, num_assistant_tokens=4, logprobs=1)
+        config.structured_output_config = StructuredOutputConfig(regex="[acd][abce][bcd][ae]")
+        alone, drafted = (decoder.generate(prompt, config) for decoder in decoders)
+        request = batched.add_request(prompt, config)
+        finish(batched)
+        assert alone.tokens == drafted.tokens == request.result.tokens
+        assert len(drafted.logprobs) == len(drafted.tokens) and drafted.finish_reason == "stop"
+        accepted += sum(drafted.accepted)
+    assert accepted > 10
+
+
 def test_a_request_that_no_token_can_continue_ends_alone_with_one_sentence(models):
     """There is no token for x, which shows after "ab" only."""
     decoder = batch(models, "good")
