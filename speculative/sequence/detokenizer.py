@@ -71,7 +71,7 @@ class IncrementalDetokenizer:
         if both.endswith("\ufffd") and not last:  # the bytes of a character that more tokens will complete
             return
         uncertain = UNCERTAIN.search(both) if self._cleans_up and not last else None
-        certain = uncertain.start() if uncertain else len(both)
+        certain = max(uncertain.start(), self._taken) if uncertain else len(both)  # a clean-up may have shortened it
         searched = len(self.text)
         self.text += both[self._taken : certain]
         window = self._decode(self._ids[self._done :]) if len(self._ids) - self._begin > KEPT else ""

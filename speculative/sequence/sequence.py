@@ -208,15 +208,15 @@ class Sequence:
         more, less = min(2 * self._most_forced, MOST_FORCED), min(accepted + 3, self._most_forced)
         self._most_forced = less if self.forced and accepted < len(drafted) else more
         self.drop_draft()
-        end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
-        if end is not None:  # tokens after an accepted stop token are not part of the output
-            gained = gained[: end + 1]
-        elif (
+        if (
             self._grammar
             and accepted
             and self._grammar.is_over(self._tokens[self.num_prompt_tokens : self.n + accepted])
         ):
             gained = drafted[:accepted]  # nothing follows
+        end = next((i for i, token in enumerate(gained) if token in self.params.stop_token_ids), None)
+        if end is not None:  # tokens after an accepted stop token are not part of the output
+            gained = gained[: end + 1]
         self._tokens[self.n : self.n + len(gained)] = gained
         self.n += len(gained)
         is_complete = end is None and self._grammar is not None and self._grammar.is_over(self._generated)

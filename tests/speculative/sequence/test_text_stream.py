@@ -182,6 +182,12 @@ def test_the_end_of_a_window_is_no_end_of_a_clean_up(before, last):
     assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
 
 
+def test_what_a_clean_up_shortens_to_an_uncertain_end_comes_once():
+    pieces = ["for", " n", " '", " ", "x"]
+    stream = IncrementalDetokenizer(lambda ids: cleaned("".join(pieces[i] for i in ids)), cleans_up=True)
+    assert "".join(stream.push([i])[0] for i in range(len(pieces))) + stream.end() == cleaned("".join(pieces))
+
+
 @pytest.mark.parametrize(("before", "text"), [("x = '", "success'"), ("a ", ". b"), ("n", "'t")])
 def test_a_clean_up_of_the_end_of_a_context_costs_no_letters(before, text):
     pieces = [before, *text]
