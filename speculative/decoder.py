@@ -11,8 +11,8 @@ passes the whole sequence, and the model reuses the cached prefix.
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -97,8 +97,13 @@ class Decoder:
     def reset(self, seed: int | None = None) -> None:
         """Clear the caches and what the draft-length policy has learned, and seed the random generator.
 
-        After a reset with the same seed, the same calls give the same text on the same machine.
+        After a reset with the same seed, the same calls give the same text on the same machine. Raises RuntimeError
+        while the decoder is busy.
         """
+        with self._locked():
+            self._reset(seed)
+
+    def _reset(self, seed: int | None) -> None:
         self.main.reset()
         if self.draft:
             self.draft.reset()
@@ -209,13 +214,18 @@ class Decoder:
 
     def _alone(self, text: Sequence, policy: DraftLengthPolicy, seed: int | None) -> Generator[Step, None, None]:
         """Yield the steps of `text`, with the decoder locked."""
+        with self._locked():
+            if seed is not None:
+                self._reset(seed)
+            text.random = self._random
+            yield from self._steps(text, policy)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this decoder is busy with another request: wait for it, or create one decoder each")
         try:
-            if seed is not None:
-                self.reset(seed)
-            text.random = self._random
-            yield from self._steps(text, policy)
+            yield
         finally:
             self._busy.release()
 
@@ -227,6 +237,8 @@ class Decoder:
                 pads = isinstance(self.main.backend, PagedModel)  # others would have to remove the padding
                 self.main.pass_width = policy.costs.pass_width(pads)
             policy.pass_width = self.main.pass_width
+        else:  # the text must not depend on other calls, and padding changes how logits are rounded
+            self.main.pass_width = None
         policy.has_leaves = self.main.takes_leaves and text.takes_leaves
 
     def _steps(self, text: Sequence, policy: DraftLengthPolicy) -> Generator[Step, None, None]:

@@ -348,6 +348,18 @@ def test_seeded_text_with_prompt_lookup_is_that_of_the_main_model_alone(make):
     assert accepted > 20
 
 
+def test_a_seeded_text_is_the_same_after_calls_with_another_draft_length(models, tokenizer):
+    """At default precision, where the padding of the adaptive length changes how logits are rounded."""
+    main, draft = (cached_model.load(ModelSpec(folder), capacity=512) for folder in (MAIN, DRAFT))
+    costs = Costs(0.0003, {1: 0.00145, 4: 0.0016, 17: 0.0026}, main_change=0.0016)
+    one = Decoder(main, DraftModelProposer(draft, main.vocab_size), AdaptiveDraftLength(costs), tokenizer)
+    sampled = GenerationConfig(max_new_tokens=200, do_sample=True, ignore_eos=True, assistant_confidence_threshold=0.4)
+    for seed in range(4):
+        before = one.generate(PROMPTS[0], sampled, seed=seed).tokens
+        one.generate(PROMPTS[0], greedy(20))
+        assert one.generate(PROMPTS[0], sampled, seed=seed).tokens == before
+
+
 def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
     one = make(FixedDraftLength(3))
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=True, temperature=1.2)
@@ -356,6 +368,8 @@ def test_a_call_that_is_refused_does_not_disturb_the_text_under_way(make):
     tokens = [*next(steps).tokens, *next(steps).tokens]
     with pytest.raises(RuntimeError, match="busy"):
         one.generate(PROMPTS[1], config, seed=99)
+    with pytest.raises(RuntimeError, match="busy"):
+        one.reset(seed=99)
     for step in steps:
         tokens += step.tokens
     assert tokens == alone
