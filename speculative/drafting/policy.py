@@ -399,6 +399,8 @@ def describe_outcome(
     if not judged:
         return acceptance
     tokens = iterations + accepted + leaves
-    each, speedup = tokens / iterations, tokens * plain_seconds / seconds
     of_leaves = f" ({leaves / iterations:.2f} by leaves of the draft tree)" if leaves else ""
-    return f"{acceptance}, {each:.2f} tokens per forward pass{of_leaves}, speedup {speedup:.2f}x over plain decoding"
+    found = f"{acceptance}, {tokens / iterations:.2f} tokens per forward pass{of_leaves}"
+    if not seconds:  # of the first pass after a prompt, without the change of its size
+        return found
+    return f"{found}, speedup {tokens * plain_seconds / seconds:.2f}x over plain decoding"

@@ -13,6 +13,7 @@ from speculative.drafting.policy import (
     ConfidenceDraftLength,
     Costs,
     FixedDraftLength,
+    describe_outcome,
     policy_from_params,
 )
 from speculative.sampling.params import SamplingParams
@@ -330,3 +331,11 @@ def test_forward_passes_of_changing_sizes_leave_a_good_draft_its_gain(chance):
         for seed in range(6)
     ]
     assert np.mean(speeds) > 0.8 * best
+
+
+def test_an_outcome_that_took_no_time_has_no_speedup():
+    """Of one forward pass, which was faster than the change of its size that the cost model has."""
+    assert describe_outcome(4, 2, 1, 0.0, 0.01) == (
+        "per-token acceptance 0.50 over 4 draft tokens, 3.00 tokens per forward pass"
+    )
+    assert "speedup 1.50x" in describe_outcome(4, 2, 1, 0.02, 0.01)
