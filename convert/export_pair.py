@@ -43,6 +43,7 @@ from speculative.pair.model_info import UnusableFolder, ir_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 
+GGUF_BITS = {"int4": 4, "int8": 8}
 BYTES_ORDER = ("int4", "mxfp4", "nf4", "cb4", "int8", "fp16", "fp32")
 EXPORT_PACKAGES = ("optimum", "optimum-intel", "transformers", "torch", "nncf")
 RUN_PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers")
@@ -280,7 +281,8 @@ def export_pair(options: argparse.Namespace) -> None:
     made = [options.out_dir / half for half in options.halves]
     total = sum(folder_bytes(path) for path in made)
     print(f"done: {', '.join(map(str, made))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
-    sample = "speculative_decoding_lm.py" if len(made) == 2 else "prompt_lookup_decoding_lm.py"
+    sample = "speculative_sampling_lm.py" if options.other_tokenizer else "speculative_decoding_lm.py"
+    sample = sample if len(made) == 2 else "prompt_lookup_decoding_lm.py"
     print(f'try: python samples/{sample} {" ".join(map(str, made))} "def read_file(path):"')
 
 
@@ -292,8 +294,22 @@ def check_sources(sources: dict[str, source.Source], options: argparse.Namespace
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:
+        if options.draft_from_main and main.gguf and not options.halves["main"].weight_format_given:
+            refuse_equal_weights(main, options.halves["draft"].weight_format)
         check = check_pair(main.path, draft.path, npu=options.device == "NPU")
         refuse_unsound(check, "before exporting", options.other_tokenizer)
+
+
+def refuse_equal_weights(main: source.Source, draft_format: str) -> None:
+    """Raise ConvertError unless a draft in this format is smaller than a GGUF file that keeps its own."""
+    assert main.gguf
+    file = gguf_source.open_file(main.gguf)
+    if gguf_source.bits(file) <= GGUF_BITS.get(draft_format, 16):
+        raise ConvertError(
+            f"--draft-from-main would make a draft as large as the main model: {main.given} keeps its "
+            f"{gguf_source.matrix_types(file)[0]} weights, the draft gets {draft_format}; give --weight-format fp16",
+            2,
+        )
 
 
 def open_source(asked: HalfOptions) -> source.Source:

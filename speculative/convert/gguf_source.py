@@ -5,6 +5,7 @@ checked here from the file's metadata, before anything is converted.
 """
 
 import math
+import re
 from pathlib import Path
 
 from speculative.convert.errors import ConvertError
@@ -77,6 +78,11 @@ def matrix_types(file: GgufFile) -> list[str]:
     return sorted(set(types), key=types.count, reverse=True)
 
 
+def bits(file: GgufFile) -> int:
+    """Bits of the most frequent type of the matrices: 4 for "Q4_1"."""
+    return int(re.search(r"\d+", matrix_types(file)[0])[0])  # type: ignore[index]
+
+
 def arguments(file: GgufFile, weight_format: str | None) -> list[str]:
     """The options of `gguf_to_ir` that give the weight format asked for; None keeps that of the file.
 
@@ -101,9 +107,10 @@ def arguments(file: GgufFile, weight_format: str | None) -> list[str]:
 
 
 def peak_bytes(file: GgufFile, options: list[str]) -> int:
-    """Peak disk space of a conversion in bytes: the IR and, with a weight format, a file with such weights."""
+    """Peak disk space of a conversion in bytes: the IR and a second file with its weights, which are corrected in it or
+    were decoded into it."""
     if not options:
-        return file.path.stat().st_size
+        return 2 * file.path.stat().st_size
     bytes_each = {"fp16": 2, "int8": 1.1, "int4": 0.6}[options[-1]]
     return int(2 * bytes_each * sum(math.prod(tensor.shape) for tensor in file.tensors.values()))
 

@@ -230,10 +230,13 @@ def named_link(source: Source, folder: Path) -> Path:
     return link
 
 
-def content_hash(folder: Path, only: Path | None = None) -> str:
-    """SHA-256 of the files of a local source, or of one of them, to detect changes between runs."""
+def content_hash(folder: Path, only: Path | None = None, skip: Path | None = None) -> str:
+    """SHA-256 of the files of a local source, or of one of them, to detect changes between runs. Files in the folder
+    `skip` do not count."""
     digest = hashlib.sha256()
     for path in [only] if only else _files(folder):
+        if skip and path.resolve().is_relative_to(skip.resolve()):
+            continue
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 22):

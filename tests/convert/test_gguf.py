@@ -324,6 +324,24 @@ def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
+def test_a_draft_from_main_must_be_smaller_than_the_weights_that_the_file_keeps(written, tmp_path):
+    for kind, refused in (("Q4_0", True), ("Q8_0", False)):
+        given = [str(written(kind)), str(tmp_path / "pair"), "--draft-from-main"]
+        found = export_pair.parse(given)
+        sources = {half: export_pair.open_source(asked) for half, asked in found.halves.items()}
+        if not refused:
+            export_pair.check_sources(sources, found)
+            continue
+        with pytest.raises(ConvertError, match=f"as large as the main model: .* keeps its {kind} weights"):
+            export_pair.check_sources(sources, found)
+
+
+def test_the_disk_must_have_room_for_the_weights_twice(written):
+    """They are corrected in a second file, which then replaces the first."""
+    file = gguf_source.open_file(written("Q8_0"))
+    assert gguf_source.peak_bytes(file, []) == 2 * file.path.stat().st_size
+
+
 def test_another_tokenizer_is_found_before_the_conversion(ggufs, checkpoints, tmp_path):
     other = train_tokenizer(vocab_size=300)
     save_checkpoint("llama", "draft", other, tmp_path / "draft")

@@ -23,7 +23,7 @@ from convert import make_draft
 from speculative import ModelSpec, decoder, load
 from speculative.convert import program
 from speculative.convert.draft_training import beginnings, eagle3
-from speculative.convert.draft_training.beginnings import opening
+from speculative.convert.draft_training.beginnings import Prompt, opening
 from speculative.convert.draft_training.clock import Clock
 from speculative.convert.draft_training.eagle3 import Eagle3, published_layers
 from speculative.convert.draft_training.head_weights import TrainedHead
@@ -32,6 +32,7 @@ from speculative.convert.draft_training.pruned import Pruned
 from speculative.convert.draft_training.stages import TOP
 from speculative.convert.draft_training.state_file import StateFile
 from speculative.convert.draft_training.texts import Text, TextFile
+from speculative.convert.draft_training.writer import Writer, held_out
 from speculative.convert.errors import ConvertError
 from speculative.modelgen import llama_ir
 from speculative.models import eagle3_graph
@@ -119,6 +120,8 @@ def test_the_folder_has_ir_checkpoint_record_and_card(made, main):
     assert {path.name for path in made.iterdir()} == names
     assert {path.name for path in (made / "checkpoint").iterdir()} == {"config.json", "model.safetensors"}
     assert eagle3_graph.is_head(made)
+    config = json.loads((made / "checkpoint/config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3]
     record = json.loads((made / "draft.json").read_text())
     print(json.dumps(record, indent=1))
     assert record["draft"]["layers"] == [0, 2, 3] and record["command"].startswith("python convert/make_draft.py")
@@ -308,6 +311,21 @@ def test_a_pruned_model_is_the_main_model_without_the_other_layers(main, layers)
     assert np.abs(again - expected).max() < 0.1 * expected.std()
 
 
+def test_a_pruned_model_keeps_the_scale_of_its_rotary_positions(tmp_path):
+    """YaRN scales the angles' cosine and sine, too, so both sides of each product of queries and keys."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    scaling = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=384, max_position_embeddings=1024, rope_scaling=scaling, initializer_range=0.3
+    )
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), np.arange(0, 384, 8)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    found = logits_of(llama_ir.build(pruned_model.in_numbers(model)), tokens)
+    assert np.std(found - expected) < 0.1 * np.std(expected)
+
+
 @pytest.mark.parametrize("idle", [[0, 1], [1, 2], [2, 3]])
 def test_the_layers_that_change_least_go(main, tmp_path, idle):
     whole = tiny_main(kind_of(main).main.vocabulary)
@@ -424,6 +442,36 @@ def test_given_prompts_are_answered_and_some_of_each_category_held_out(main, pru
     assert not held_out & trained_on and {category for _, category in held_out} == {*CATEGORY.values()}
 
 
+def test_a_prompt_that_is_held_out_is_so_in_every_set_of_prompts():
+    """So that a head that is trained further, with more prompts, is not judged on those that it was trained on."""
+    random = np.random.default_rng(0)
+    prompts = [(random.integers(0, 999, 9).tolist(), "ab"[i % 2]) for i in range(400)]
+
+    def split(some):
+        places = held_out(some)
+        return [{tuple(some[i][0]) for i in range(len(some)) if (i in places) is wanted} for wanted in (True, False)]
+
+    few, many = split(prompts[:100]), split(prompts[::-1])
+    assert 5 < len(few[0]) < 20 and 20 < len(many[0]) < 60
+    assert len(few[1] & many[0]) == 0 and len(few[0] & many[1]) <= 2  # at most what was the first of its category
+    for number, least in ((4, 1), (10, 2), (30, 2)):
+        assert least <= len(held_out(prompts[:number])) <= number // 3
+    named = [(ids, str(i % 7)) for i, (ids, _) in enumerate(prompts[:50])]
+    assert {named[place][1] for place in held_out(named)} == {*"0123456"}
+
+
+def test_equal_prompts_count_once(main, tmp_path):
+    """Also those that the chat template makes equal."""
+    prompts = [Prompt(f"read {i}{space}", "") for i in range(12) for space in ("", " ")]
+    writer = Writer(ModelSpec(main), 64, 384, prompts, TextFile(tmp_path / "texts.jsonl"))
+    tokens = [tuple(ids) for ids, _ in writer._prompts]
+    assert (
+        len(tokens)
+        == len({*tokens})
+        == len({tuple(decoder.encode(p.text, writer._tokenizer).tolist()) for p in prompts})
+    )
+
+
 def test_openings(main, tmp_path):
     random = np.random.default_rng(0)
     turn = opening(openvino_genai.Tokenizer(str(MAIN)), 4096, random)
@@ -433,6 +481,29 @@ def test_openings(main, tmp_path):
 
 
 # --- resumption ---
+
+
+def test_what_was_trained_further_is_installed_whenever_it_was_interrupted(main, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{TRAINING}.SAVE_EVERY", 0.1)
+    monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
+    shutil.copytree(made, tmp_path / "out")
+    state = tmp_path / "out/work/training.pt"
+    stamp = state.stat().st_mtime_ns
+    with ctrl_c_when(lambda: state.exists() and state.stat().st_mtime_ns > stamp):
+        assert run(main, tmp_path / "out", "--minutes", "60", *SHORT[2:]) == 130
+    assert run(main, tmp_path / "out", *SHORT) == 0
+    before, after = (json.loads((out / "draft.json").read_text()) for out in (made, tmp_path / "out"))
+    steps = torch.load(state, weights_only=True)["steps"]
+    assert after["training"]["steps"] == steps > before["training"]["steps"]
+
+
+def test_a_draft_in_the_folder_of_its_main_model_can_be_resumed(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
+    monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
+    shutil.copytree(main, tmp_path / "main")
+    options = ["--tokens", "1500", *SHORT[4:]]
+    for minutes in ("0.01", "0.02"):
+        assert run(tmp_path / "main", tmp_path / "main/draft", "--minutes", minutes, *options) == 0
 
 
 def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys):
@@ -567,6 +638,34 @@ def test_prompts_may_have_a_byte_order_mark_and_unicode_line_separators(tmp_path
     assert beginnings.read_prompts(tmp_path / "prompts.jsonl") == [(text, "x") for text in texts]
 
 
+def test_a_category_may_be_null(tmp_path):
+    lines = [json.dumps({"prompt": f"Write {i}", "category": None}) for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    assert {prompt.category for prompt in beginnings.read_prompts(tmp_path / "prompts.jsonl")} == {""}
+
+
+def test_a_head_that_cannot_be_trained_further_is_refused(refuses, main, made, tmp_path):
+    shutil.copytree(made, tmp_path / "head", ignore=shutil.ignore_patterns("work"))
+    config = json.loads((made / "config.json").read_text())
+    for more in ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"attention_bias": True}):
+        (tmp_path / "head/config.json").write_text(json.dumps(config | more))
+        found = refuses(2, main, tmp_path / "out", "--init-from", tmp_path / "head")
+        assert "scaled rotary positions or biases" in found and "leave it out" in found
+
+
+def test_the_disk_must_have_room_for_the_head_itself(main):
+    """Training state twice, checkpoint and IR, which are most of what a large head takes."""
+    kind = Eagle3(MainModel(ModelSpec(main, "CPU", EXACT)), draft_vocabulary=100_000_000)
+    assert kind.space > 29 * kind.main.hidden * 100_000_000
+
+
+def test_texts_that_leave_no_room_for_an_answer_need_a_greater_length(refuses, main, tmp_path, monkeypatch):
+    monkeypatch.setattr("speculative.convert.draft_training.writer.FRUITLESS", 40)
+    monkeypatch.setattr(beginnings, "TURN", 60)
+    found = refuses(1, main, tmp_path / "out", *SHORT[:2], "--length", 32, "--threads", 1)
+    assert "give a greater --length" in found
+
+
 def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     assert "--minutes is 0.0, but must be greater than 0" in refuses(2, main, out, "--minutes", 0)
@@ -603,6 +702,11 @@ def test_another_folder_or_other_settings_are_refused(refuses, main, made, tmp_p
     assert "was begun with another --length (64, not 100)" in refuses(2, main, made, *SHORT, "--length", 100)
     assert "was begun with another --kind (eagle3, not pruned)" in refuses(2, main, made, *SHORT[:6], *PRUNED)
     assert "was begun with another main model" in refuses(2, MAIN, made, *SHORT)
+    shutil.copytree(made / "work", tmp_path / "out/work")
+    settings = json.loads((made / "work/settings.json").read_text())
+    for key, value in (("--init-from", "head"), ("content of --prompts", "0123456789abcdef")):
+        (tmp_path / "out/work/settings.json").write_text(json.dumps({**settings, key: value}))
+        assert f"was begun with another {key} ({value}, not None)" in refuses(2, main, tmp_path / "out", *SHORT)
     (other / "notes.txt").rename(other / "draft.json")
     assert "holds a finished draft without the folder work" in refuses(2, main, other)
 

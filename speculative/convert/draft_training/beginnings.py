@@ -4,7 +4,9 @@ A model with a chat template writes the user's turn when it is given the templat
 2024, arXiv 2406.08464). A model without one writes the first words of a text.
 """
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +61,8 @@ def read_prompts(file: Path) -> list[Prompt]:
         rows = [json.loads(line) for line in lines]
         if not all(isinstance(row["prompt"], str) for row in rows):
             raise TypeError
-        prompts = list({row["prompt"]: Prompt(row["prompt"], str(row.get("category", ""))) for row in rows}.values())
+        named = [Prompt(row["prompt"], str(row.get("category") or "")) for row in rows]
+        prompts = list({prompt.text: prompt for prompt in named}.values())
     except OSError as error:
         raise ConvertError(f"{file} cannot be read ({error.strerror}); give a file with --prompts", 2) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -72,3 +75,8 @@ def read_prompts(file: Path) -> list[Prompt]:
             2,
         )
     return prompts
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A hash of the prompts, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(prompts)).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from speculative.convert.draft_training.head_weights import TrainedHead
-from speculative.convert.draft_training.kind import Kind
+from speculative.convert.draft_training.kind import SAVED, Kind
 from speculative.convert.draft_training.main_model import MainModel, Reader
 from speculative.convert.draft_training.state_file import TextStates
 from speculative.convert.errors import ConvertError
@@ -47,8 +47,10 @@ class Eagle3(Kind):
         self.states = sum(last_dimension(adds[layer]) for layer in self.layers)
         self._draft_vocabulary = draft_vocabulary
         self.settings = {"--layers": self.layers, "--draft-vocabulary": draft_vocabulary}
-        if init_from:
-            self.settings["--init-from"] = str(init_from)
+        shape, drafted = (self.initial or main).shape, draft_vocabulary or MOST_DRAFTED
+        heads = 3 * shape.num_attention_heads + 4 * shape.num_key_value_heads  # q and o; k and v; of two inputs each
+        numbers = self.states + heads * shape.head_dim + 3 * shape.intermediate_size + drafted
+        self.space += SAVED * shape.hidden_size * numbers
 
     def check(self) -> None:
         pass  # done, without computing anything
@@ -93,7 +95,7 @@ class Eagle3(Kind):
     def save(self, training: "HeadTraining", folder: Path) -> None:
         from speculative.convert.draft_training import export
 
-        export.save_checkpoint(training, self.main, folder / "checkpoint")
+        export.save_checkpoint(training, self.main, self.layers, folder / "checkpoint")
         export.save_ir(training, self.main, self.layers, folder)
 
     def record(self, training: "HeadTraining") -> dict[str, Any]:

@@ -27,9 +27,9 @@ NORMS = {
 }
 
 
-def save_checkpoint(training: HeadTraining, main: MainModel, folder: Path) -> None:
+def save_checkpoint(training: HeadTraining, main: MainModel, layers: list[int], folder: Path) -> None:
     """Write config.json and model.safetensors, as EAGLE, SGLang and vLLM read them (without embeddings: they take the
-    main model's)."""
+    main model's). The config names the `layers` of the main model whose outputs the head reads."""
     folder.mkdir(parents=True)
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in training.head.named_parameters()}
     targets = torch.from_numpy(training.vocabulary)
@@ -37,12 +37,14 @@ def save_checkpoint(training: HeadTraining, main: MainModel, folder: Path) -> No
     tensors["t2d"] = torch.zeros(main.vocabulary, dtype=torch.bool)
     tensors["t2d"][targets] = True
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_config(training, folder)
+    save_config(training, layers, folder)
 
 
-def save_config(training: HeadTraining, folder: Path) -> None:
+def save_config(training: HeadTraining, layers: list[int], folder: Path) -> None:
     config = {**training.config.to_diff_dict(), **{name: getattr(training.config, name) for name in WRITTEN}}
-    atomic_write(folder / "config.json", json.dumps({**config, "torch_dtype": "float32"}, indent=2, sort_keys=True))
+    read = {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True}
+    config |= {"torch_dtype": "float32", "eagle_config": read}
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, sort_keys=True))
 
 
 WRITTEN = (  # also where they are transformers' defaults
@@ -70,4 +72,4 @@ def save_ir(training: HeadTraining, main: MainModel, layers: list[int], folder: 
     folder.mkdir(parents=True, exist_ok=True)
     embedding = eagle3_ir.no_embeddings(main.vocabulary, main.hidden)
     ov.save_model(eagle3_ir.build(head, embedding), folder / "openvino_model.xml", compress_to_fp16=False)
-    save_config(training, folder)
+    save_config(training, layers, folder)

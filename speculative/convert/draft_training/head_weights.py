@@ -8,6 +8,7 @@ import openvino as ov
 from speculative.convert.draft_training import llama_weights
 from speculative.convert.draft_training.main_model import MainModel, last_product, norm_weight, shape_of
 from speculative.convert.errors import ConvertError
+from speculative.models.config import read_config
 from speculative.models.eagle3_graph import HeadGraph
 
 
@@ -31,6 +32,14 @@ class TrainedHead:
             self._matrices, self._norms = _parts(graph)
         except ValueError as error:
             raise ConvertError(f"--init-from {folder} has not the published architecture: {error}", 2) from error
+        config = read_config(folder)
+        rotation = config.get("rope_scaling") or {}
+        if rotation.get("rope_type", rotation.get("type", "default")) != "default" or config.get("attention_bias"):
+            raise ConvertError(
+                f"--init-from {folder} has scaled rotary positions or biases (rope_scaling, attention_bias), which "
+                "this program cannot train; leave it out",
+                2,
+            )
         self.shape, self.vocabulary, self.layers = shape_of(folder, main.hidden), head.targets, head.taps
 
     def weights(self) -> dict[str, np.ndarray]:

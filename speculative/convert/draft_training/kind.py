@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the first stages need no
     from speculative.convert.draft_training.training import Training
 
 
+SAVED = 29  # bytes of disk for each parameter: the training state twice, during its replacement; checkpoint, IR
+
+
 class Kind(ABC):
     """A kind of draft, for one main model."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from speculative.convert.draft_training import llama_weights
-from speculative.convert.draft_training.kind import Kind
+from speculative.convert.draft_training.kind import SAVED, Kind
 from speculative.convert.draft_training.main_model import Forward, MainModel, Reader
 from speculative.convert.draft_training.state_file import TextStates
 from speculative.convert.errors import ConvertError
@@ -62,7 +62,7 @@ class Pruned(Kind):
         shape = main.shape
         layer = 4 * shape.hidden_size**2 + 3 * shape.hidden_size * shape.intermediate_size
         parameters = self.kept * layer + 2 * main.vocabulary * main.hidden
-        self.space += 29 * parameters  # the training state twice, during its replacement; checkpoint, IR
+        self.space += SAVED * parameters
 
     def _unsupported(self, why: str) -> ConvertError:
         return ConvertError(

@@ -119,6 +119,6 @@ def in_numbers(model: LlamaForCausalLM) -> llama_ir.Llama:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         frequencies=model.model.rotary_emb.inv_freq.float().cpu().numpy(),
-        attention_scale=config.head_dim**-0.5,
+        attention_scale=config.head_dim**-0.5 * model.model.rotary_emb.attention_scaling**2,  # YaRN scales both factors
         epsilon=config.rms_norm_eps,
     )

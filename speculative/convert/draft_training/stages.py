@@ -75,10 +75,12 @@ def make(options: Options) -> None:
     try:
         folder.settle(
             {
-                "main model": content_hash(main.spec.folder),
+                "main model": content_hash(main.spec.folder, skip=options.out),
                 "--kind": kind.name,
+                "--init-from": str(options.init_from) if options.init_from else None,
                 **kind.settings,
                 "--prompts": str(options.prompts) if options.prompts else None,
+                "content of --prompts": beginnings.fingerprint(prompts) if prompts else None,
                 "--length": options.longest,
             }
         )
@@ -92,6 +94,7 @@ def make(options: Options) -> None:
 class _Stages:
     def __init__(self, options: Options, kind: Kind, folder: DraftFolder, prompts: list[Prompt]):
         self.options, self.kind, self.main, self.folder, self.prompts = options, kind, kind.main, folder, prompts
+        self.unfinished = folder.work / "unfinished"  # exists while a trained draft is not installed yet
         self.longest = min(options.longest, self.main.shape.max_position_embeddings)
         self.top = min(TOP, self.main.vocabulary)
         self.clock = Clock(folder.work / "clock.json", options.minutes)
@@ -104,7 +107,7 @@ class _Stages:
         finished = self.options.out / "draft.json"
         made = json.loads(finished.read_text(encoding="utf-8")) if finished.exists() else {}
         is_compared = made and {*self.options.compared} <= {*made["verdict"]["compared"]}
-        if is_compared and not self.clock.left("training"):
+        if is_compared and not self.clock.left("training") and not self.unfinished.exists():
             print("\n".join(verdict.lines(made["verdict"])))
             print(f"{self.options.out} is complete; a larger --minutes continues the training")
             return
@@ -187,6 +190,7 @@ class _Stages:
 
         try:
             if left or not training.is_enough:
+                self.unfinished.touch()
                 training.run(texts, lambda: self.clock.left("training"), seconds or 1.0, progress)
         finally:
             bar.close()
@@ -218,6 +222,7 @@ class _Stages:
         atomic_write(new / "draft.json", json.dumps(record, indent=2))
         atomic_write(new / "README.md", model_card.card(record))
         self.folder.install()
+        self.unfinished.unlink(missing_ok=True)
         print("\n".join(verdict.lines(judged)))
         size = sum((self.options.out / name).stat().st_size for name in ("openvino_model.xml", "openvino_model.bin"))
         print(f"done: {self.options.out} ({size / 1e6:,.1f} MB), checkpoint/, README.md and draft.json in it")

@@ -96,9 +96,12 @@ class Training(ABC):
             **self.extra_state(),
         }
         partial = self._file.with_suffix(".new")
-        with partial.open("wb") as file:
-            torch.save(state, file)
-        partial.replace(self._file)
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+            partial.replace(self._file)
+        finally:
+            partial.unlink(missing_ok=True)  # of a save that failed: the disk may be full
 
     def run(
         self,

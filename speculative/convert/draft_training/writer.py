@@ -2,8 +2,7 @@
 
 import itertools
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,10 +53,11 @@ class Writer:
         self._random = np.random.default_rng()  # new texts, also where an earlier training had the same prompts
         self._file = file
         self._begun = itertools.count()
+        self._too_long = 0  # prompts that the model wrote in vain
         given = [(encode(prompt.text, self._tokenizer).tolist(), prompt.category) for prompt in prompts]
-        self._prompts = _spread((ids, category) for ids, category in given if len(ids) <= longest - SHORTEST)
-        categories = len({category for _, category in self._prompts})
-        self._held_out = min(max(2, categories, len(self._prompts) // HELD_OUT), len(self._prompts) // 3)
+        different = {tuple(ids): category for ids, category in given if len(ids) <= longest - SHORTEST}
+        self._prompts = [([*ids], category) for ids, category in different.items()]
+        self._held_out = held_out(self._prompts)
         self._places = self._each_in_turn()
         if prompts and len(self._prompts) < beginnings.LEAST_PROMPTS:
             raise ConvertError(
@@ -76,9 +76,10 @@ class Writer:
         try:
             while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < most_tokens):
                 if begun > FRUITLESS and not self._file.is_enough:
+                    much = self._too_long > begun // 2
                     raise ConvertError(
                         f"the main model wrote only {len(self._file.texts)} different texts of at least {SHORTEST} "
-                        "tokens; give more prompts, with --prompts"
+                        f"tokens; give {'a greater --length' if much else 'more prompts, with --prompts'}"
                     )
                 while len(running) < TOGETHER:
                     running.append(self._begin())
@@ -97,7 +98,7 @@ class Writer:
     def _begin(self) -> Part:
         if self._prompts:
             place = next(self._places)
-            return self._answer(*self._prompts[place], held_out=place < self._held_out)
+            return self._answer(*self._prompts[place], held_out=place in self._held_out)
         opening = beginnings.opening(self._tokenizer, self._vocabulary, self._random)
         temperature = float(self._random.choice(TURN_TEMPERATURES))
         stop_ids = opening.stop_ids | self._stop_ids
@@ -125,8 +126,9 @@ class Writer:
             part.tokens.pop()
         prompt = [*part.prompt, *part.tokens, *part.suffix]
         if not part.tokens or len(prompt) > self._longest - SHORTEST:
+            self._too_long += bool(part.tokens)
             return None
-        return self._answer(prompt, "", held_out=_number(prompt) % HELD_OUT == 0)
+        return self._answer(prompt, "", held_out=_is_held_out(prompt))
 
     def _answer(self, prompt: list[int], category: str, held_out: bool) -> Part:
         temperature = float(self._random.choice(TEMPERATURES))
@@ -149,14 +151,18 @@ class Writer:
             self._file.add(Text(part.prompt, part.tokens, part.temperature, part.held_out, part.category))
 
 
-def _spread(prompts: Iterable[tuple[list[int], str]]) -> list[tuple[list[int], str]]:
-    """The prompts in an order that is the same in every run: one of each category, a second of each, and so on."""
-    seen: Counter[str] = Counter()
-    ranked = []
-    for ids, category in sorted(prompts, key=lambda prompt: _number(prompt[0])):
-        ranked.append((seen[category], ids, category))
-        seen[category] += 1
-    return [(ids, category) for _, ids, category in sorted(ranked, key=lambda prompt: prompt[0])]
+def held_out(prompts: list[tuple[list[int], str]]) -> set[int]:
+    """The places of the prompts that are held out: one in `HELD_OUT`, the same ones in every run and in every set of
+    prompts, and the first of each category; at most a third."""
+    by_number = sorted(range(len(prompts)), key=lambda place: _number(prompts[place][0]))
+    chosen = [place for place in by_number if _is_held_out(prompts[place][0])]
+    chosen += {prompts[place][1]: place for place in reversed(by_number)}.values()
+    chosen += by_number[:2]
+    return {*[*dict.fromkeys(chosen)][: len(prompts) // 3]}
+
+
+def _is_held_out(prompt: list[int]) -> bool:
+    return _number(prompt) % HELD_OUT == 0
 
 
 def _number(prompt: list[int]) -> int:
