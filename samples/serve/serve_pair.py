@@ -36,8 +36,9 @@ def main():
     from speculative.serving.ray_serve import ray_runtime
 
     settings = arguments.parse(__doc__)
-    for port, name in ((settings.port, "--port"), (settings.metrics_port, "--metrics-port")):
-        check_port(settings.host, port, name)
+    if not settings.address:  # a cluster may serve at the port already, and has a metrics port of its own
+        check_port(settings.host, settings.port, "--port")
+        check_port(settings.host, settings.metrics_port, "--metrics-port")
     listen()
     console.say(f"joining Ray at {settings.address} ..." if settings.address else "starting Ray ...")
     try:

@@ -446,6 +446,17 @@ def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing(gua
     wait_until(lambda: not any(alive(child) for child in children))
 
 
+@pytest.mark.posix("Windows has no process groups")
+def test_ctrl_c_while_ray_starts_leaves_nothing():
+    server = small_server()
+    wait_until(lambda: len(descendants(server.process.pid)) > 2, "Ray's processes start", every=0.05)
+    children = descendants(server.process.pid)
+    server.interrupt()
+    assert server.process.wait(60) == 130
+    wait_until(lambda: not any(alive(child) for child in children))
+    assert not server.lines or not any("ready" in line for line in server.lines)
+
+
 def descendants(pid):
     import psutil
 

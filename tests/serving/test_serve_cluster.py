@@ -60,11 +60,14 @@ def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_p
     asked = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
     with contextlib.ExitStack() as last:
         with head_of_a_cluster(address, log):
-            server = small_server("--address", address, env=TOKEN)
+            in_use = address.rpartition(":")[2]  # the cluster has a metrics port of its own
+            server = small_server("--address", address, "--metrics-port", in_use, env=TOKEN)
             last.callback(server.end)
             with pytest.raises(AssertionError, match=r"cannot be joined: .*RAY_AUTH_TOKEN"):
                 small_server("--address", address).wait_for("ready: ")
             server.wait_for("ready: ")
+            with pytest.raises(AssertionError, match="already running with another host or port"):
+                small_server("--address", address, env=TOKEN).wait_for("ready: ")
             text = server.client().completions.create(**asked).choices[0].text
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             server.client(timeout=10).completions.create(**asked)

@@ -25,6 +25,7 @@ ROOT = str(Path(__file__).resolve().parents[3])
 ATTEMPTS = 3  # to load the models
 CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by a proxy of the environment
+deployed = False  # by this process
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
@@ -45,13 +46,19 @@ def start(settings: Settings) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
+    url = f"http://{in_url(settings.host)}:{settings.port}/health"
+    elsewhere = f"{url} does not answer: is Ray Serve already running with another host or port?"
+    is_running = NAME in serve.status().applications
+    if is_running and _has_proxy(settings) and not answers(url):  # another process's, which must not be replaced
+        raise ServeFailed(elsewhere)
+    global deployed
+    deployed = True
     try:
         handle = serve.run(bound(settings), name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ServeFailed(_reason() or str(error)) from error
-    url = f"http://{in_url(settings.host)}:{settings.port}/health"
     if _has_proxy(settings) and not answers(url):
-        raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
+        raise ServeFailed(elsewhere)
     return handle
 
 
@@ -116,7 +123,9 @@ def drain(handle: DeploymentHandle, seconds: float) -> int:
 
 
 def stop() -> None:
-    """Stop the application, and Ray Serve too unless it serves others."""
+    """Stop the application if this process deployed it, and Ray Serve too unless it serves others."""
+    if not deployed:
+        return
     with suppress(RuntimeError):  # nothing was started
         serve.delete(NAME)
     if not serve.status().applications:

@@ -74,8 +74,10 @@ def joined(address: str | None, metrics_port: int, routing: str) -> Iterator[Non
     except HeadLost:
         _restart(folder, {RESTARTED: "1", STARTS: "0"})
     finally:
+        started = psutil.Process().children(recursive=True) if folder else []
         ray.shutdown()
         if folder:
+            _kill(started)  # also what was started by an `init` that Ctrl-C interrupted
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -138,14 +140,17 @@ def _start(metrics_port: int, folder: str | None) -> None:
 
 def _restart(folder: str | None, environment: dict[str, str]) -> NoReturn:
     """Restart this program: Ray's state in this process cannot be reused without its head."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with suppress(psutil.Error):
-            child.kill()
-    psutil.wait_procs(children, timeout=10)
+    _kill(psutil.Process().children(recursive=True))
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     os.execve(sys.executable, [sys.executable, *sys.argv], {**ORIGINAL_ENV, **environment})
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def lacking(replicas: int, each: dict[str, float]) -> str | None:
