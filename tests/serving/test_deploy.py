@@ -15,6 +15,7 @@ import yaml
 
 from speculative.bench.load.server import free_port
 from speculative.pair import recommendation
+from speculative.serving import arguments
 from speculative.serving.settings import API_KEY_VARIABLE, Settings
 from tests.support.later import Later
 from tests.support.paths import DRAFT, ROOT
@@ -44,21 +45,26 @@ def test_the_dockerfile_has_no_findings_of_hadolint():
     assert json.loads(process.stdout) == []
 
 
-def test_the_image_has_a_pinned_base_and_all_that_is_copied_and_runs_without_root():
+def test_the_image_has_a_pinned_base_and_all_that_is_copied_and_runs_without_root(monkeypatch):
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^FROM python:3\.\d+-slim-\w+$", text, flags=re.MULTILINE)
     assert re.findall(r"^USER (.*)", text, flags=re.MULTILINE) == ["1000"] and "\nHEALTHCHECK" in text
     sources = [path for line in re.findall(r"^COPY (.*) \S+$", text, flags=re.MULTILINE) for path in line.split()]
     sent = re.findall(r"^!(.*)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(sources) == sorted(sent) and all((ROOT / path).exists() for path in sources)
-    program, models = (json.loads(re.search(rf"^{name} (.*)", text, re.MULTILINE)[1]) for name in ("ENTRYPOINT", "CMD"))
-    assert all((ROOT / path).exists() for path in [*program[1:], *models])
+    program, given = (json.loads(re.search(rf"^{name} (.*)", text, re.MULTILINE)[1]) for name in ("ENTRYPOINT", "CMD"))
+    assert all((ROOT / path).exists() for path in [*program[1:], *given[:2]])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    settings = arguments.parse("", given)  # reachable at the published port, with a key
+    assert settings.host == "0.0.0.0" and settings.keys
 
 
 def test_the_compose_file_is_of_the_compose_specification():
     compose = compose_spec.PyCompose.from_yaml((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     compose.validate()
     services = read("compose.yaml")["services"]
+    assert int(services["server"]["stop_grace_period"].removesuffix("s")) > Settings.drain
     assert sorted(services) == sorted(compose.service_names()) == ["grafana", "prometheus", "server"]
     mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
     assert mounted and all((DEPLOY / path).exists() for path in mounted)
