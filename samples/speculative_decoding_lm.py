@@ -32,7 +32,7 @@ def main():
         parser.error(f"{missing[0]} has no openvino_model.xml: convert the models first, with convert/export_pair.py.")
     if args.prompt == "-":
         args.prompt = sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
-    if not 1 <= (k := args.num_assistant_tokens) <= 64 or not args.prompt or args.max_new_tokens < 1:
+    if not (1 <= (k := args.num_assistant_tokens) <= 64 and args.prompt.encode() and 0 < args.max_new_tokens < 2**31):
         parser.error(f"give a prompt that is not empty, --max-new-tokens of 1 or more and -k from 1 to 64 (-k is {k}).")
     import openvino_genai  # takes a second, for which --help and errors need not wait
 
@@ -47,9 +47,9 @@ def main():
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token
-    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()
-    print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)", file=sys.stderr)
-    print(f"acceptance rate  {accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)", file=sys.stderr)
+    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()  # the last pass may lack
+    rate = f"{accepted / drafted:.2f} ({accepted} of {drafted} draft tokens)" if accepted <= drafted > 0 else "unknown"
+    print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)\nacceptance rate  {rate}", file=sys.stderr)
     print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)
 
 

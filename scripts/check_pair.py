@@ -19,6 +19,7 @@ import textwrap
 from pathlib import Path
 
 from speculative.cli.parser import Parser
+from speculative.cli.processes import print_or_exit
 from speculative.error_text import one_line
 from speculative.models.vocabulary import SAMPLE
 from speculative.pair.check import Finding, check_pair
@@ -74,10 +75,12 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
 def show(findings: list[Finding]) -> None:
     coloured = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    shown = []
     for level, what, message in findings:
         lines = textwrap.wrap(message, max(width - LEVEL - WHAT, 30), break_long_words=False, break_on_hyphens=False)
         mark = f"\033[{COLOURS[level]}m{level:{LEVEL}}\033[0m" if coloured else f"{level:{LEVEL}}"
-        print(f"{mark}{what:{WHAT}}" + ("\n" + " " * (LEVEL + WHAT)).join(lines))
+        shown.append(f"{mark}{what:{WHAT}}" + ("\n" + " " * (LEVEL + WHAT)).join(lines))
+    print_or_exit("\n".join(shown))
 
 
 def main() -> int:
@@ -88,7 +91,8 @@ def main() -> int:
     sound = not number["error"]
     if not arguments.json:
         show(findings)
-        print(f"\n{'sound' if sound else 'not sound'}: {number['error']} errors, {number['warning']} warnings\n")
+        verdict = "sound" if sound else "not sound"
+        print_or_exit(f"\n{verdict}: {number['error']} errors, {number['warning']} warnings\n")
     result = {
         "sound": sound,
         "errors": number["error"],
@@ -99,7 +103,7 @@ def main() -> int:
         "draft_device": arguments.draft_device,
         "findings": [finding._asdict() for finding in findings],
     }
-    print(json.dumps(result, ensure_ascii=False))
+    print_or_exit(json.dumps(result, ensure_ascii=False))
     return 0 if sound else 1
 
 

@@ -111,10 +111,10 @@ def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Names
 
 
 def whole(text: str) -> int:
-    """An argparse type: a whole number above 0."""
-    if text.isdecimal() and int(text) > 0:
+    """An argparse type: a whole number above 0, of at most 32 bits."""
+    if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below {2**31}")
 
 
 def above_zero(text: str) -> float:
@@ -139,7 +139,7 @@ def lengths(text: str) -> list[int]:
     """An argparse type: draft lengths, "1-8" or "2,4,6"."""
     try:
         first, _, last = text.partition("-")
-        values = list(range(int(first), int(last) + 1)) if last else [int(part) for part in text.split(",")]
+        values = [*range(int(first), min(int(last), 65) + 1)] if last else [int(part) for part in text.split(",")]
     except ValueError:
         values = []
     if not values or min(values) < 1 or max(values) > 64:

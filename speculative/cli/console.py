@@ -15,7 +15,7 @@ import openvino
 import openvino_genai
 from openvino_genai import DecodedResults, GenerationConfig
 
-from speculative.cli.processes import discard_unwritable_output
+from speculative.cli.processes import discard_closed_output, discard_unwritable_output
 from speculative.error_text import engine_lines, is_out_of_memory
 from speculative.pair.weights import read as read_weights
 from speculative.sampling.params import stop_ids_of
@@ -28,6 +28,7 @@ ALL_TOKENS = GenerationConfig().top_k
 
 def run(main: Callable[[], object]) -> None:
     """Run a sample and exit: 0 success, 1 failure, 2 bad usage, 130 Ctrl-C. Stack traces only with --debug."""
+    discard_closed_output()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -101,7 +101,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `low` to `high` inclusive."""
 
     def parse(text: str) -> int:
-        if text.isdecimal() and low <= int(text) <= high:
+        if text.isdecimal() and len(text) < 20 and low <= int(text) <= high:
             return int(text)
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
 
@@ -258,7 +258,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "--draft-property": {
         **PROPERTY,
         "default": None,
-        "help": "OpenVINO property of the draft model (default: the main model's, on the same kind of device)",
+        "help": "OpenVINO property of the draft model (default: the main model's, on the same kind of device, "
+        "or in GenAI's pipeline on any but an NPU)",
     },
     "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {

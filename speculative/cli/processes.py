@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 NEW_PROCESS_GROUP = 0x200  # subprocess.CREATE_NEW_PROCESS_GROUP, which Python defines on Windows only
@@ -51,10 +52,18 @@ def _signal_group(leader: subprocess.Popen, number: int) -> None:
 
 
 def utf8_output() -> None:
-    """Switch output to UTF-8, whatever the console's code page; characters that cannot be encoded are escaped."""
+    """Switch output to UTF-8, whatever the console's code page; characters that cannot be encoded are escaped. Output
+    that is closed (`>&-`) is discarded."""
+    discard_closed_output()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def discard_closed_output() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
 def end_with_reader() -> None:

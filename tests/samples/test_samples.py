@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -111,7 +112,8 @@ def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(
     counts = result.extended_perf_metrics
     accepted, drafted = counts.get_num_accepted_tokens(), counts.get_num_draft_tokens()
     assert re.fullmatch(rf"{result.perf_metrics.get_num_generated_tokens()} \([\d.]+ tokens/s\)", shown["new tokens"])
-    assert shown["acceptance rate"] == f"{accepted / max(drafted, 1):.2f} ({accepted} of {drafted} draft tokens)"
+    rate = f"{accepted / drafted:.2f} ({accepted} of {drafted} draft tokens)" if drafted else "unknown"
+    assert shown["acceptance rate"] == rate
     assert shown["devices"] == "main on CPU, draft on CPU"
 
 
@@ -304,6 +306,37 @@ def test_a_full_disk_is_one_sentence():
     assert done.returncode == 1
     assert "No space left on device" in done.stderr.decode().splitlines()[-1]
     assert "Traceback" not in done.stderr.decode()
+
+
+@pytest.mark.posix("the shell closes stdout")
+@pytest.mark.parametrize("program", ["samples/greedy_causal_lm.py", "scripts/check_pair.py"])
+def test_closed_output_is_no_error(program):
+    arguments = [SMALL, SMALL] if "check" in program else [SMALL, PROMPT, "--max-new-tokens", "4"]
+    command = shlex.join(map(str, [sys.executable, program, *arguments]))
+    done = subprocess.run(f"{command} >&-", shell=True, stderr=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+
+
+def test_an_acceptance_rate_is_never_above_1(run_here):
+    """GenAI counts what it accepts of the last draft of a text, not always the draft itself."""
+    for tokens in (4, 6, 12):
+        done = run_here(sample(STAND_ALONE), MAIN, DRAFT, "def f", "--max-new-tokens", tokens)
+        rate = figures(done.stderr)["acceptance rate"]
+        assert rate == "unknown" or 0 <= float(rate.split()[0]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-new-tokens", 10**22], "--max-new-tokens of 1 or more"),
+        (["-k", "65"], "-k is 65"),
+        (["\udcff"], "utf-8"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_in_one_sentence(run, options, words):
+    prompt = [] if options[0] == "\udcff" else ["x"]
+    done = run(sample(STAND_ALONE), SMALL, SMALL, *prompt, *options)
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
