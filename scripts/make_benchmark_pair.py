@@ -39,6 +39,7 @@ import openvino as ov
 import openvino_genai
 
 from speculative.bench import genai
+from speculative.bench.prompts import read_prompts
 from speculative.cli.arguments import above_zero, whole
 from speculative.cli.parser import Parser
 from speculative.cli.processes import utf8_output
@@ -127,7 +128,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     refuse_occupied(parser, arguments)
     resolve_shapes(parser, arguments)
-    arguments.prompts = read_prompts(parser, arguments.prompts)
+    try:
+        arguments.prompts = [prompt.text for prompt in read_prompts(arguments.prompts)]
+    except ValueError as error:
+        parser.error(f"--prompts: {error}")
     open_sources(parser, arguments)
     return arguments
 
@@ -199,16 +203,6 @@ def resolve_shapes(parser: argparse.ArgumentParser, arguments: argparse.Namespac
             f"the draft's vocabulary={arguments.draft_shape.vocabulary} differs from the main model's "
             f"{arguments.shape.vocabulary}: give both the same"
         )
-
-
-def read_prompts(parser: argparse.ArgumentParser, file: Path) -> list[str]:
-    try:
-        prompts = [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()]
-    except (OSError, ValueError, KeyError, TypeError):
-        prompts = []
-    if not prompts:
-        parser.error('--prompts must be JSON lines with "prompt", like scripts/prompts/embedded_code.jsonl')
-    return prompts
 
 
 def open_sources(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -340,7 +340,9 @@ class Training:
         row = torch.tensor([token for sequence in sequences for token in sequence])
         rows = row[: len(row) // 256 * 256].view(-1, 256)
         ids, probabilities = teach(LlamaForCausalLM.from_pretrained(main), rows)
-        torch.save((rows, ids, probabilities), self.folder / "generations.pt")
+        partial = self.folder / "generations.new"
+        torch.save((rows, ids, probabilities), partial)
+        partial.replace(self.folder / "generations.pt")  # whose existence ends the stage
 
     def draft(self) -> None:
         model = new_model(DRAFT_SHAPE, DRAFT_LAYERS)

@@ -239,7 +239,7 @@ def test_long_texts_are_not_cut(made):
         (["--max-new-tokens", "1"], "'1' new tokens are too few to time: use 2 or more"),
         (["--main-of", "models"], "models is not a benchmark pair"),
         (["--main-of", "{pair}", "--shape", "Llama-3.2-1B"], "exclude each other"),
-        (["--prompts", "no/such/file"], "--prompts must be JSON lines"),
+        (["--prompts", "no/such/file"], "no/such/file is not a file: give JSON lines"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(run_here, made, tmp_path, arguments, words):
