@@ -14,6 +14,7 @@ from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion
 from speculative.serving.engine.engine_thread import QueueFull
+from tests.support.changed_tokenizer import ChangedTokenizer
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
 from tests.support.waiting import PATIENCE, wait_until
@@ -304,20 +305,6 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert b"".join(map(pieces.added, parts)).decode() == "é🦉"
     names = of_completion(aligned, entries)["tokens"]
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
-
-
-class ChangedTokenizer:
-    """The embedded one, whose texts a function changes."""
-
-    def __init__(self, tokenizer, change):
-        self._tokenizer, self._change = tokenizer, change
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-    def decode(self, tokens, **options):
-        found = self._tokenizer.decode(tokens, **options)
-        return self._change(found) if isinstance(found, str) else found
 
 
 def test_offsets_begin_behind_a_token_without_text(decoder):

@@ -36,6 +36,7 @@ from speculative.sampling.params import SamplingParams
 from speculative.sampling.rejection_sampling import Acceptance, draw
 from speculative.sequence import sequence
 from tests.support import pooled_draws
+from tests.support.changed_tokenizer import cleaning_up, only
 from tests.support.letters import shared_letters
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import DRAFT, MAIN, ROOT
@@ -83,7 +84,7 @@ def make(models, tokenizer):
         suffix = {
             "lookup": SuffixProposer(main.vocab_size),
             "past answers": SuffixProposer(main.vocab_size, past=PastAnswers(500)),
-            "two sources": SuffixProposer(main.vocab_size),
+            "two sources": SuffixProposer(main.vocab_size, past=PastAnswers(500)),
         }.get(source)
         return BatchDecoder(BatchModel(main, context), model, costs(), tokenizer, frozenset({0}), suffix=suffix)
 
@@ -211,6 +212,15 @@ def test_texts_end_where_they_would_alone(make, models, tokenizer):
     assert blocks_are_back(decoder)
 
 
+def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, tokenizer):
+    decoder = BatchDecoder(BatchModel(models[0]), None, costs(), cleaning_up(tokenizer))
+    config = greedy(40, do_sample=True, temperature=1.5)
+    request = decoder.add_request(PROMPTS[0], config, seed=1, stream=True, logit_bias=only(tokenizer, " ", "."))
+    pieces = [gain.text for gain in finish(decoder)]
+    as_written = tokenizer.decode(request.result.tokens)
+    assert "".join(pieces) == request.result.text == as_written.replace(" .", ".") != as_written
+
+
 def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alone, monkeypatch):
     monkeypatch.setattr(batch_decoder, "PREFILL_CHUNK", 32)
     decoder = make()
@@ -227,15 +237,26 @@ def test_a_prompt_is_read_beside_running_texts_and_does_not_stall_them(make, alo
     assert running.result.tokens[:60] == alone(PROMPTS[0], 60)
 
 
-def test_an_answer_that_was_given_before_is_copied_from_the_past(make, alone):
+@pytest.mark.parametrize("source", ["past answers", "two sources"])
+def test_an_answer_that_was_given_before_is_copied_from_the_past(source, make, alone):
     """Whole, from its first tokens on, if the requests have the same salt."""
-    decoder, passes = make("past answers"), []
+    decoder, passes = make(source), []
     for salt in (b"mine", b"mine", b"another's"):
-        request = decoder.add_request(PROMPTS[0], greedy(60, num_assistant_tokens=7), salt=salt)
+        request = decoder.add_request(PROMPTS[3], greedy(60, num_assistant_tokens=7), salt=salt)
         passes.append(len(finish(decoder)))
-        assert request.result.tokens == alone(PROMPTS[0], 60)
+        assert request.result.tokens == alone(PROMPTS[3], 60)
     first, again, another = passes
     assert again <= 10 < first == another
+
+
+def test_a_seeded_text_with_a_draft_model_is_the_same_whatever_was_answered_before(make):
+    decoder = make("two sources")
+    results = []
+    for _ in range(2):
+        results.append(decoder.add_request(PROMPTS[0], greedy(60, do_sample=True, temperature=0.7), seed=1).result)
+        finish(decoder)
+    first, again = results
+    assert (again.tokens, again.proposed) == (first.tokens, first.proposed)
 
 
 @pytest.mark.parametrize("ended", ["cancelled", "failed"])
@@ -301,6 +322,15 @@ def test_a_full_cache_is_told_before_a_request_starts(make):
     finish(decoder)
 
 
+def test_a_request_that_only_the_drafts_cache_has_no_room_for_takes_no_room(make):
+    decoder = make()
+    other = decoder.draft.pool.reserve(640)
+    with pytest.raises(OutOfBlocks):
+        decoder.add_request([5], greedy(5))
+    other.free_blocks()
+    assert blocks_are_back(decoder) and not decoder.has_unfinished_requests
+
+
 @pytest.mark.parametrize(
     ("prompt", "config", "word"),
     [
@@ -363,6 +393,13 @@ def test_load_measures_and_serves(noisy_draft):
     assert [len(request.result.tokens) for request in requests] == [20] * 4
     assert not any(request.draft_slot.rows.size for request in requests)  # logits that nobody needs
     assert "adaptive draft length for the batch" in requests[0].result.draft_length and blocks_are_back(decoder)
+
+
+def test_without_a_prefix_cache_no_blocks_are_shared(noisy_draft):
+    decoder = batch_decoder.load(DRAFT, noisy_draft, cache_tokens=1024, prefix_cache=False)
+    decoder.add_request(np.arange(100, 200), greedy(8, num_assistant_tokens=2))
+    finish(decoder)
+    assert not decoder.main.pool._shared and not decoder.draft.pool._shared
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import openvino_genai
@@ -26,6 +27,7 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.drafting.suffix import SuffixProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
+from tests.support.changed_tokenizer import cleaning_up, only
 from tests.support.noisy_draft import save_noisy_draft
 from tests.support.paths import CORES, DRAFT, MAIN, ROOT
 
@@ -305,6 +307,21 @@ def test_streamers_get_all_and_may_stop(make):
     assert 20 <= len(result.tokens) < 30 and result.finish_reason == "cancelled"
 
 
+@pytest.mark.parametrize("answer", [True, StreamingStatus.STOP, StreamingStatus.CANCEL])
+def test_a_text_ends_whichever_way_its_streamer_stops_it(answer, make):
+    pieces = []
+    result = make().generate(PROMPTS[2], greedy(50), lambda text: pieces.append(text) or answer)
+    assert len(pieces) == 1 and result.finish_reason == "cancelled" and len(result.tokens) < 50
+
+
+def test_pieces_of_a_text_that_the_tokenizer_cleans_up_are_the_text(models, tokenizer):
+    one, pieces = Decoder(models[0], tokenizer=cleaning_up(tokenizer)), []
+    config = greedy(40, do_sample=True, temperature=1.5)
+    result = one.generate(PROMPTS[0], config, pieces.append, seed=1, logit_bias=only(tokenizer, " ", "."))
+    as_written = tokenizer.decode(result.tokens)
+    assert "".join(pieces) == result.text == as_written.replace(" .", ".") != as_written
+
+
 def test_a_streamer_that_fails_leaves_the_decoder_free(make):
     one = make()
     with pytest.raises(ZeroDivisionError):
@@ -384,6 +401,28 @@ def test_a_streamer_that_stops_gets_no_more_and_one_without_text_is_refused(make
         Decoder(models[0]).generate(np.array([1, 2, 3]), greedy(3), print)
 
 
+class WithFirstToken:
+    """A tokenizer that puts token 1, `<s>`, first, as Llama's; its chat template writes `<s>` itself."""
+
+    chat_template = "<s>..."
+
+    def apply_chat_template(self, history, add_generation_prompt):
+        return "<s>..."
+
+    def encode(self, text, add_special_tokens=True):
+        ids = [1] * add_special_tokens + [1] * text.startswith("<s>") + [5, 6]
+        return SimpleNamespace(input_ids=SimpleNamespace(data=np.array([ids])))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "config"),
+    [("hi", None), ([{"role": "user", "content": "hi"}], None), ("hi", GenerationConfig(apply_chat_template=False))],
+    ids=["text", "chat", "text without the template"],
+)
+def test_a_prompt_has_the_first_token_of_its_tokenizer_once(prompt, config):
+    assert decoder.encode(prompt, WithFirstToken(), config).tolist() == [1, 5, 6]
+
+
 @pytest.mark.parametrize(
     "chat", [[{"role": "user", "content": "hi"}], ChatHistory([{"role": "user", "content": "hi"}])]
 )
@@ -461,6 +500,11 @@ def test_a_draft_with_a_shorter_context_proposes_nothing_beyond_it(models, token
     result = one.generate(PROMPTS[0], greedy(100))
     assert result.tokens == plain(PROMPTS[0], 100)
     assert result.proposed[0] == 4 and result.proposed[-2] == 0
+
+
+def test_a_text_ends_at_the_capacity_that_load_was_given():
+    one = decoder.load(DRAFT, capacity=64)
+    assert one.main.capacity == 64 and len(one.generate(np.arange(60), greedy(100)).tokens) == 4
 
 
 def test_load_measures_costs_once_and_keeps_them(folders, tmp_path):
