@@ -3,6 +3,7 @@
 The reference is the exported model itself in f32, without this project's cache and without gathering logits.
 """
 
+import json
 import re
 
 import numpy as np
@@ -20,7 +21,7 @@ from speculative.models.spec import ModelSpec
 from speculative.models.stateful_model import StatefulModel
 from tests.support.paths import DRAFT, MAIN
 from tests.support.tiny_checkpoints import run_optimum_here, save_ir, train_tokenizer
-from tests.support.tiny_llama import save_llama_with_outlier_keys
+from tests.support.tiny_llama import save_llama_with_outlier_keys, save_tiny_llama
 
 EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 cache too
 TOLERANCE = 1e-4  # of logits that spread over 7; 1.4e-5 seen
@@ -169,6 +170,21 @@ def test_a_text_longer_than_the_cache_is_refused_and_the_cache_stays_right(state
     with pytest.raises(ValueError, match=message):
         model.logits(text)
     assert np.array_equal(model.logits(text[:40]), full) or np.allclose(model.logits(text[:40]), full, atol=TOLERANCE)
+
+
+def test_leaves_count_as_tokens_of_the_cache():
+    model = cached_model.load(ModelSpec(DRAFT, "CPU", EXACT), capacity=24)
+    tokens = np.arange(24)
+    assert len(model.logits(tokens[:22], last=4, leaves=[(21, 7), (21, 9)])) == 6
+    with pytest.raises(ValueError, match="the cache only fits 24"):
+        model.logits(tokens[:23], last=4, leaves=[(22, 7), (22, 9)])
+
+
+def test_the_capacity_is_the_context_length_up_to_a_limit(tmp_path):
+    folder = save_tiny_llama(tmp_path / "main", seed=1)
+    for context, capacity in ((512, 512), (131_072, 16_384)):
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+        assert cached_model.load(ModelSpec(folder, "CPU", EXACT)).capacity == capacity
 
 
 @STATEFUL
