@@ -12,7 +12,7 @@ from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from speculative.sampling.logprobs import token_logprobs
 from speculative.sequence.result import GenerationResult
-from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion
+from speculative.serving.api.logprobs import AlignedTokens, TokenTexts, of_completion, of_prompt
 from speculative.serving.engine.engine_thread import QueueFull
 from tests.support.changed_tokenizer import ChangedTokenizer
 from tests.support.paths import DRAFT
@@ -77,6 +77,12 @@ def test_usage_counts_the_tokens_of_all_choices_and_a_prompt_once(api):
     assert several["total_tokens"] == several["prompt_tokens"] + 27
     accepted = [usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in (one, several)]
     assert accepted[0] < accepted[1] <= 27
+
+
+def test_usage_counts_the_cached_tokens_of_a_prompt_once(api):
+    asked = {**ONE, "prompt": "def is_prime(n):\n    for i in range(2, n):\n" * 5, "max_tokens": 1}
+    cached = [answered(api, {**asked, "n": n})["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 1, 3)]
+    assert 0 == cached[0] < cached[1] == cached[2]
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
@@ -386,6 +392,13 @@ def test_prompt_logprobs_are_those_of_vllm(api, body):
     assert all(len(one) == 1 for one in (none if body is CHAT else none["choices"][0])["prompt_logprobs"][1:])
 
 
+def test_a_token_that_cannot_come_has_a_log_probability_that_json_can_write(decoder):
+    logits = np.array([0, -np.inf], np.float32)
+    found = of_prompt(TokenTexts(decoder.tokenizer), [0, 1], [token_logprobs(logits, 1, 1)], 1)
+    assert found[1]["1"]["logprob"] == -9999
+    json.dumps(found, allow_nan=False)
+
+
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +409,13 @@ def test_a_bias_forces_and_bans_tokens(api, decoder):
     begin = int(ids_of(decoder, f"def f({plain}")[len(ids_of(decoder, "def f("))])
     (other,) = texts(answered(api, {**ONE, "logit_bias": {str(begin): -100}}))
     assert other != plain
+
+
+def test_prompt_and_answer_may_fill_the_context(api):
+    """Of 1,024 tokens."""
+    asked = {**ONE, "prompt": [5] * 1000, "ignore_eos": True}
+    assert answered(api, {**asked, "max_tokens": 24})["usage"]["total_tokens"] == 1024
+    assert refused(api, {**asked, "max_tokens": 25})["code"] == "context_length_exceeded"
 
 
 def test_stop_tokens_of_a_request_end_its_text(api, decoder):

@@ -113,6 +113,12 @@ def test_a_job_that_never_has_room_is_refused(main):
     assert isinstance(found[0], OutOfBlocks) and len(found[1].tokens) == 5 and error is None
 
 
+def test_jobs_wait_for_room_in_the_cache(decoder):
+    """It has room for two of them."""
+    found, error = outcomes(decoder, lambda engine: [submit(engine, 120) for _ in range(5)])
+    assert [len(one.tokens) for one in found] == [120] * 5 and error is None
+
+
 @pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decoder, monkeypatch):

@@ -142,6 +142,15 @@ def test_what_is_not_served_is_refused_by_its_name(api, body, param, words):
     assert (answer.status_code, error["param"]) == (400, param) and words in error["message"]
 
 
+def test_cached_tokens_are_those_of_the_same_prompt_cache_key(api):
+    def cached(key):
+        answer = post(api, {"input": QUESTION * 9, "max_output_tokens": 1, "prompt_cache_key": key})
+        return answer.json()["usage"]["input_tokens_details"]["cached_tokens"]
+
+    assert cached("mine") == 0 < cached("mine")
+    assert cached("yours") == 0
+
+
 def test_a_prompt_that_is_too_long_is_refused_as_input(api):
     error = post(api, {"input": "word " * 2_000}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
