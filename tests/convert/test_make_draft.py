@@ -480,6 +480,30 @@ def test_openings(main, tmp_path):
     assert (plain.prefix, plain.suffix) == ([0], [])  # BOS
 
 
+def test_padding_is_not_learned(tmp_path):
+    """The loss of two texts in one batch is that of their tokens."""
+    from speculative.convert.draft_training.training import Training
+
+    class OfTokens(Training):
+        rate = 0.0  # learns nothing, so that the losses can be compared
+        extra_state = dict
+
+        def forward(self, batch):
+            yield self.model(batch.tokens)
+
+    torch.manual_seed(0)
+    training = OfTokens(tmp_path / "state", None, torch.nn.Embedding(8, 8), np.arange(8), 8, "cpu")
+    random = np.random.default_rng(0)
+
+    def text(n):
+        log_p = np.log(np.full((n, 2), 0.4, np.float16))
+        return random.integers(0, 8, n), Reading(np.zeros((n, 1), np.float16), random.integers(0, 8, (n, 2)), log_p)
+
+    long, short = text(24), text(3)
+    alone = [training._step([one], 0.5) for one in (long, short)]
+    assert training._step([long, short], 0.5) == pytest.approx((24 * alone[0] + 3 * alone[1]) / 27, rel=1e-4)
+
+
 # --- resumption ---
 
 

@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.bench import genai
-from speculative.bench.lossless.methods import PATHS
-from speculative.bench.lossless.verdicts import ALPHA
+from speculative.bench.lossless.methods import PATHS, CheckedMethod, Draw
+from speculative.bench.lossless.verdicts import ALPHA, judge_texts
 from speculative.bench.result import LosslessResult
 from speculative.decoder import Decoder
 from speculative.drafting.proposers import DraftModelProposer
@@ -178,6 +179,22 @@ def test_where_all_draws_fall_into_one_cell_nothing_is_compared():
     assert list(cells) == [(OTHER,)]
     assert compare([(1, 2)] * 500, cells).p_value == 1  # whatever was drawn
     assert lossless_check.detectable_total_variation(cells, 500, ALPHA) is None
+
+
+# ---- greedy texts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("margin", "verdict"), [(0.02, "equal except near-ties"), (0.1, "NOT equal"), (-0.1, "NOT equal")]
+)
+def test_a_near_tie_is_a_margin_of_a_few_hundredths_of_the_logits_spread(margin, verdict):
+    """The margin of the reference's second token, 5, over that of the other text, 6."""
+    logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    logits[6] = logits[5] - margin * logits.std()
+    main = SimpleNamespace(reset=lambda: None, logits=lambda tokens: logits[None])
+    reference = CheckedMethod("alone", True, None, is_alone=True, texts=[Draw([1, 5, 2])])
+    method = CheckedMethod("draft", True, None, texts=[Draw([1, 6, 2])])
+    assert judge_texts(method, reference, main, [np.arange(3)])["verdict"] == verdict
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from speculative.batch_decoder import BatchDecoder
 from speculative.bench.capacity.cluster import MOST_SIMULATED, ROUTINGS, ClosedLoop, serve
 from speculative.bench.capacity.costs import Costs, ModelCosts, Outside, median
 from speculative.bench.capacity.measuring import DraftPass, Iteration, draft_while_decoding, outside_of
-from speculative.bench.capacity.planner import Goals, Planner, breaking_even
+from speculative.bench.capacity.planner import Goals, Planner, breaking_even, percentiles
 from speculative.bench.capacity.replica import PIECE_SECONDS, Replica, Settings, SimulatedRequest
 from speculative.bench.capacity.sharing import ServerCosts, SharedCores
 from speculative.bench.capacity.workload import Workload, judge, lengths, read_trace
@@ -201,6 +201,13 @@ def test_a_full_queue_refuses_and_refused_requests_miss_the_goals():
     assert row["refused"] > 0.7 * row["requests"] and row["ttft_percentile"] is None and not row["holds"]
 
 
+def test_refused_requests_add_no_throughput():
+    planner, settings = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60), Settings(max_num_seqs=1, max_queue=1)
+    row = planner.row(2.0, settings, 1)
+    full = planner.closed_loop(settings, [1], "").rounds[1][0].throughput
+    assert row["refused"] > 0.5 * row["requests"] and row["throughput"] == pytest.approx(full, rel=0.1)
+
+
 # ---- drafting -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +221,12 @@ def test_drafts_that_are_never_accepted_do_not_help():
     assert breaking_even(never, 24)[0] == 1 and breaking_even(always, 24) is None
     assert all(0.7 < row["speedup"] < 1.0 for row in never if row["speedup"])
     assert next(row for row in always if row["speedup"])["speedup"] > 2
+
+
+def test_the_load_at_which_a_draft_stops_helping_is_in_requests():
+    alone = [{"clients": n, "throughput": 48.0 * n, "speedup": None} for n in (1, 2, 4)]
+    draft = [{"clients": n, "throughput": 0.0, "speedup": speedup} for n, speedup in ((1, 1.5), (2, 1.0), (4, 0.8))]
+    assert breaking_even(alone + draft, output=24) == (2, 4.0)
 
 
 def test_measured_draft_tokens_keep_their_order():
@@ -384,6 +397,19 @@ def test_a_percentile_that_only_some_requests_miss_ends_the_search():
         planner.goals = Goals(goal, 9.0)
         plan = planner.plan(1.0, settings)
         assert plan.choice or ("TTFT" in plan.why_not and len(plan.rows) < 60)
+
+
+def test_each_of_the_goals_has_to_be_met():
+    planner = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=500)
+    row = planner.row(1.0, Settings(with_draft=False), 1)
+    assert row["holds"]
+    for goals in (Goals(0.9 * row["ttft_percentile"], 9.0), Goals(9.0, 0.9 * row["tpot_percentile"])):
+        planner.goals = goals
+        assert not planner.row(1.0, Settings(with_draft=False), 1)["holds"]
+
+
+def test_between_two_requests_a_percentile_is_that_of_the_slower_one():
+    assert percentiles([1.0, 2.0, 3.0, 4.0], 95) == (3.0, 4.0)
 
 
 def test_goals_that_no_number_of_replicas_meets_are_named():

@@ -9,6 +9,7 @@ from speculative.bench import genai as genai_runs
 from speculative.bench import startup
 from speculative.bench.genai import Run
 from speculative.bench.harness import Method, interleave
+from speculative.bench.methods import genai_method
 from speculative.bench.ratios import engines, iterations, ratio, same_tokens, verdict
 from speculative.models.spec import ModelSpec
 from speculative.pair.engines import GENAI, NATIVE
@@ -131,6 +132,26 @@ def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft)
     assert run.decode_seconds == pytest.approx((raw.m_new_token_times[-1] - raw.m_new_token_times[0]) / 1000)
     assert len(raw.m_new_token_times) == len(run.gained) + 1
     assert 0 < run.decode_seconds < found[0].perf_metrics.get_generate_duration().mean / 1000 - run.ttft
+
+
+# ---- prompt lookup --------------------------------------------------------------------------------------------------
+
+
+class Asked(Exception):
+    pass
+
+
+class Pipe:
+    """Tells what it is asked for instead of answering."""
+
+    def generate(self, inputs, config):
+        raise Asked(config.num_assistant_tokens, config.max_ngram_size)
+
+
+def test_genai_looks_up_five_tokens_behind_matches_of_at_most_three():
+    with pytest.raises(Asked) as asked:
+        genai_method("GenAI, lookup", Pipe(), "lookup 5", 8).decode(np.arange(3))
+    assert asked.value.args == (5, 3)
 
 
 # ---- starts ---------------------------------------------------------------------------------------------------------
