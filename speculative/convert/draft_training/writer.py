@@ -76,7 +76,7 @@ class Writer:
         try:
             while not self._file.is_enough or (seconds_left() > 0 and self._file.token_count < most_tokens):
                 if begun > FRUITLESS and not self._file.is_enough:
-                    much = self._too_long > begun // 2
+                    much = 2 * self._too_long >= begun - len(running)  # of those that ended
                     raise ConvertError(
                         f"the main model wrote only {len(self._file.texts)} different texts of at least {SHORTEST} "
                         f"tokens; give {'a greater --length' if much else 'more prompts, with --prompts'}"
