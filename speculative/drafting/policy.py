@@ -24,6 +24,7 @@ Confidence = Callable[[], float]
 
 LONGEST = 16  # most draft tokens per iteration, for adaptive policies
 STEPS = np.arange(1, LONGEST + 1)
+CHAINS = np.arange(LONGEST + 1)
 LEAVES = STEPS - STEPS[:, None]  # in a tree of 1, 2, ... tokens (columns) with a chain of 1, 2, ... (rows)
 FASTER = 1.06  # a forward pass over one token that takes this many times as long as one over more is padded to it
 LONG_PASS = 0.004  # seconds of a plain forward pass from which leaves gain more time than it takes to choose them
@@ -193,6 +194,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._verify = LatencyTable(self.costs.verify(), self.SPREAD)
         self._change = self.costs.main_change  # additional seconds of a forward pass of another size than the last
         self._passes = self._verify.seconds  # of the next forward pass, by the tokens that it needs
+        self._chains = np.zeros(LONGEST + 1)  # seconds to draft and verify chains of 0, 1, ... tokens
+        self._beside = np.zeros(LONGEST + 1)  # value of the leaves beside them, in tokens
         self._acceptance = AcceptanceEstimate(self._prior_acceptance, prior_fades=True)
         self._tokens = self._seconds = 0.0  # gained and spent, by the cost model
         self._gains = np.zeros(LONGEST)  # expected tokens of drafting 1, 2, ..., LONGEST more
@@ -251,6 +254,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
             gains = (gains[:, None] + self._tree_gains).max(axis=0)
         self._plan_pass(gains if leafless is None else np.maximum(gains, leafless))
+        self._chains = self._passes[1 + self._again :] + self._drafting.seconds[: LONGEST + 1 - self._again]
+        self._beside = self._of_leaves(CHAINS, CHAINS) if self._has_tree else np.zeros(LONGEST + 1)
 
     def _plan_pass(self, gains: np.ndarray) -> None:
         """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in
@@ -358,14 +363,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def _is_worth_it(self, drafted: int) -> bool:
         """Whether one more draft token, or several, are worth their time."""
-        left = LONGEST - drafted - self._again
-        needed = drafted + 1 + self._again  # tokens of the pass so far
-        verify = self._passes[needed + 1 :] - self._passes[needed]
-        seconds = verify + self._drafting.seconds[drafted + 1 :][:left] - self._drafting.seconds[drafted]
-        gains = self._acceptance.survival * self._gains[:left]
-        if self._has_tree:  # whose places further draft tokens take
-            chain = drafted + STEPS[:left]
-            gains = gains + self._of_leaves(chain, chain) - self._of_leaves(drafted, drafted)
+        seconds = self._chains[drafted + 1 :] - self._chains[drafted]
+        leaves = self._beside[drafted + 1 : len(self._chains)] - self._beside[drafted]  # whose places the tokens take
+        gains = self._acceptance.survival * self._gains[: len(seconds)] + leaves
         return bool((gains > self._rate(drafted) * seconds).any())
 
     def describe(self) -> str:
