@@ -25,6 +25,8 @@ ONE_BY_ONE = 8  # replicas up to which each number is tried; beyond, an eighth m
 FINE = 32  # the smallest number of replicas is found to one in so many
 MOST_REPLICAS = 1_000_000
 EACH = 50  # requests that each replica serves at least, so that its load becomes steady
+MOST_REQUESTS = 5000  # of a simulation, unless more are asked for
+LONE = 300  # most requests, one at a time
 A_MOMENT = 1e-9  # seconds in which each client sends one request
 LASTING = 8.0  # duration of a simulation, in those of the requests, or in goals for TTFT
 IDLE = 0.02  # share of the time: where replicas compute so little, more of them are no faster
@@ -103,7 +105,8 @@ class Planner:
         """Simulate `replicas` replicas."""
         simulated = min(replicas, MOST_SIMULATED)
         lasting = LASTING * max(self.goals.ttft, self._lone_seconds(settings))
-        count = max(self.count, EACH * simulated, math.ceil(rate * simulated / replicas * lasting))
+        arriving = math.ceil(min(rate * simulated / replicas * lasting, MOST_REQUESTS))
+        count = max(self.count, EACH * simulated, arriving)
         served = serve(self.costs, settings, replicas, self.workload, rate, count, self.routing, self.seed)
         goals, requests = self.goals, served.requests
         answered = [one for one in requests if not one.refused]
@@ -150,10 +153,10 @@ class Planner:
         return ""
 
     def _lone(self, settings: Settings) -> list[RequestRecord]:
-        """The answered requests of `count` that are sent one at a time."""
+        """The answered requests of some that are sent one at a time."""
         if settings not in self._of_lone:
             loop = ClosedLoop(self.costs, settings, self.workload, self.seed)
-            spans = [loop.run(1, A_MOMENT, i) for i in range(self.count)]
+            spans = [loop.run(1, A_MOMENT, i) for i in range(min(self.count, LONE))]
             self._of_lone[settings] = [one for span in spans for one in span.answers if one.outcome == "answered"]
         return self._of_lone[settings]
 
