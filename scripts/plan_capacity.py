@@ -180,7 +180,8 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         type=whole,
         default=300,
         metavar="N",
-        help="simulated requests per number of replicas, at least 50 per replica (default: 300)",
+        help="simulated requests per number of replicas, at least 50 per replica and as many as arrive in "
+        "16 TTFT goals, up to 5,000 (default: 300)",
     )
 
 

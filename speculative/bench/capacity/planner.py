@@ -28,7 +28,9 @@ EACH = 50  # requests that each replica serves at least, so that its load become
 MOST_REQUESTS = 5000  # of a simulation, unless more are asked for
 LONE = 300  # most requests, one at a time
 A_MOMENT = 1e-9  # seconds in which each client sends one request
-LASTING = 8.0  # duration of a simulation, in those of the requests, or in goals for TTFT
+LASTING = 8.0  # duration of a closed loop, in those of a request alone, for each client
+LASTING_LOAD = 16.0  # duration of a simulated load, in goals for TTFT or requests alone
+SURE = 1.1  # excess over the measured throughput of a full batch with which no replica keeps up
 IDLE = 0.02  # share of the time: where replicas compute so little, more of them are no faster
 HELPS = 1.02  # speedup from which a draft helps
 ALONE, DRAFT = "main model alone", "with draft"
@@ -69,8 +71,8 @@ class Planner:
         self, costs: Costs, workload: Workload, goals: Goals, routing: Routing = "balanced", count: int = 300,
         seed: int = 0,
     ):  # fmt: skip
-        """`count` requests are simulated for each number of replicas, or as many as arrive while an overloaded replica
-        misses the goals, at least `EACH` per replica."""
+        """`count` requests are simulated for each number of replicas; more if `EACH` per replica are more, or if more
+        arrive in `LASTING_LOAD` goals for TTFT, up to `MOST_REQUESTS`."""
         self.costs = costs
         self.workload = workload
         self.goals = goals
@@ -85,8 +87,8 @@ class Planner:
             return Plan(rate, settings, [], why_not)
         holds = MOST_REPLICAS + 1
         tried: dict[int, CapacityRow] = {}
-        n = self._least(rate, settings)
-        fails = n - 1
+        needed = self._needed(rate, settings)
+        fails, n = math.ceil(needed / SURE) - 1, min(math.ceil(needed), MOST_REPLICAS)
         while holds - fails > max(holds // FINE if holds <= MOST_REPLICAS else 1, 1):
             tried[n] = self.row(rate, settings, n)
             if not tried[n]["holds"] and tried[n]["utilisation"] < IDLE:
@@ -99,12 +101,13 @@ class Planner:
                 fails = n
                 more = n + max(n // ONE_BY_ONE, 1)
                 n = min(more, MOST_REPLICAS) if holds > MOST_REPLICAS else (fails + holds) // 2
-        return Plan(rate, settings, [tried[n] for n in sorted(tried)], "")
+        why_not = "" if holds <= MOST_REPLICAS else f"more than {MOST_REPLICAS:,} would be needed"
+        return Plan(rate, settings, [tried[n] for n in sorted(tried)], why_not)
 
     def row(self, rate: float, settings: Settings, replicas: int) -> CapacityRow:
         """Simulate `replicas` replicas."""
         simulated = min(replicas, MOST_SIMULATED)
-        lasting = LASTING * max(self.goals.ttft, self._lone_seconds(settings))
+        lasting = LASTING_LOAD * max(self.goals.ttft, self._lone_seconds(settings))
         arriving = math.ceil(min(rate * simulated / replicas * lasting, MOST_REQUESTS))
         count = max(self.count, EACH * simulated, arriving)
         served = serve(self.costs, settings, replicas, self.workload, rate, count, self.routing, self.seed)
@@ -165,12 +168,14 @@ class Planner:
         lone = self._lone(settings)
         return max(sum(one.end - one.sent for one in lone) / max(len(lone), 1), 1e-6)
 
-    def _least(self, rate: float, settings: Settings) -> int:
-        """The replicas that have the throughput of `rate` requests per second with full batches. With fewer, the queue
-        grows without end, which shows only after a while."""
-        most = self.closed_loop(settings, [settings.max_num_seqs], "")
-        per_second = _requests_per_second(most.rounds[settings.max_num_seqs][0])
-        return min(max(math.ceil(rate / per_second), 1), MOST_REPLICAS) if per_second else 1
+    def _needed(self, rate: float, settings: Settings) -> float:
+        """The replicas, 1 or more, that have the throughput of `rate` requests per second with full batches. With
+        fewer, the queue grows without end, which shows only after a while."""
+        clients = settings.max_num_seqs
+        seconds = 4 * LASTING * clients * self._lone_seconds(settings)  # many requests, as their lengths differ
+        most = self.closed_loop(settings, [clients], "", seconds)
+        per_second = _requests_per_second(most.rounds[clients][0])
+        return max(rate / per_second, 1.0) if per_second else 1.0
 
     # ---- closed loop --------------------------------------------------------------------------------------------
 
