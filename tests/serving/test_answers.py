@@ -349,6 +349,9 @@ def test_a_prompt_alone_has_its_log_probabilities(api):
     assert alone["usage"]["completion_tokens"] == 0 and alone["usage"]["total_tokens"] == count
     for name, values in choice["logprobs"].items():
         assert values == more["choices"][0]["logprobs"][name][:count]
+    ends = answered(api, {**asked, "max_tokens": 0, "n": 2, "logit_bias": {"0": 100}})  # the token that is left out
+    assert [one["finish_reason"] for one in ends["choices"]] == ["length"] * 2
+    assert [one["logprobs"] for one in ends["choices"]] == [choice["logprobs"]] * 2
 
 
 def test_a_prompt_without_text_is_repeated_with_its_log_probabilities(api):

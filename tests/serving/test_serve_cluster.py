@@ -66,7 +66,7 @@ def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_p
             with pytest.raises(AssertionError, match=r"cannot be joined: .*RAY_AUTH_TOKEN"):
                 small_server("--address", address).wait_for("ready: ")
             server.wait_for("ready: ")
-            with pytest.raises(AssertionError, match="already running with another host or port"):
+            with pytest.raises(AssertionError, match="already runs an application"):
                 small_server("--address", address, env=TOKEN).wait_for("ready: ")
             text = server.client().completions.create(**asked).choices[0].text
         with pytest.raises((openai.APIError, httpx.HTTPError)):

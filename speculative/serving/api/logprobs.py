@@ -1,5 +1,6 @@
 """Log-probabilities in the API: tokens as texts and bytes, aligned with the text of a choice."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,8 +66,13 @@ class AlignedTokens:
         self._text = texts.detokenizer(context)
 
     def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
-        """The entries of an echoed prompt."""
-        entries = [self._entry(token, one) for token, one in zip(tokens, [None, *logprobs], strict=True)]
+        """The entries of an echoed prompt, which may be long: its tokens are not decoded one by one."""
+        decoder, entries = codecs.getincrementaldecoder("utf-8")("replace"), []
+        first = next(filter(None, map(self.texts.added, tokens)), b"")
+        chars = -1 if first.startswith(b" ") and not text.startswith(" ") else 0  # SentencePiece leaves the space out
+        for token, one in zip(tokens, [None, *logprobs], strict=True):
+            entries.append(TokenEntry(token, max(chars, 0), one))
+            chars += len(decoder.decode(self.texts.added(token)))
         self._sent = self._chars = len(text)
         return entries
 
@@ -81,14 +87,10 @@ class AlignedTokens:
             begins = self._chars < self._sent or not self.texts.added(token)
             if not begins and (generation.is_cut or not last):
                 break
-            entries.append(self._entry(token, generation.logprobs[self._read]))
+            entries.append(TokenEntry(token, self._chars, generation.logprobs[self._read]))
+            self._chars += len(self._text.push([token])[0])
             self._read += 1
         return entries
-
-    def _entry(self, token: int, logprobs: TokenLogprobs | None) -> TokenEntry:
-        entry = TokenEntry(token, self._chars, logprobs)
-        self._chars += len(self._text.push([token])[0])
-        return entry
 
 
 def of_completion(tokens: AlignedTokens, entries: list[TokenEntry]) -> dict:

@@ -167,6 +167,7 @@ class ResponseBuilder:
         if self._asked.has_no_text:
             for job in self._jobs:
                 job.result.tokens, job.result.logprobs, job.result.text = [], [], ""
+                job.result.finish_reason = "length"
         choices = []
         for choice, job in zip(self.choices, self._best(), strict=True):
             self._take(choice, job, job.result.text, last=True)
@@ -230,7 +231,7 @@ class ResponseBuilder:
         if not self._token_texts or (top := self._asked.top) is None:
             return
         if not choice.tokens:
-            context = job.prompt[-KEPT:].tolist() if job.continues and not self._asked.repeated else ()
+            context = job.prompt[-KEPT:].tolist() if job.continues else ()
             choice.tokens = AlignedTokens(self._token_texts, top, context)
             if self._asked.repeated:
                 source = job if self._asked.stream else self._first_of_prompt(choice.index)

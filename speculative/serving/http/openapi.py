@@ -106,7 +106,7 @@ class ChatLogprobs(Schema):
 class TextLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

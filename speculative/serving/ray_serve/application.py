@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from speculative.serving import arguments
 from speculative.serving.arguments import in_url
 from speculative.serving.http import tracing
+from speculative.serving.ray_serve import ray_runtime
 from speculative.serving.ray_serve.deployment import Replica
 from speculative.serving.ray_serve.prefix_routing import PrefixRouter
 from speculative.serving.settings import Settings
@@ -25,7 +26,7 @@ ROOT = str(Path(__file__).resolve().parents[3])
 ATTEMPTS = 3  # to load the models
 CLUSTERS = ("--host", "--port", "--address", "--metrics-port", "--drain")  # options that a config file replaces
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by a proxy of the environment
-deployed = False  # by this process
+deployed = False  # whether this process has deployed the application
 MARGIN = 60  # seconds beyond the request timeout, for receiving the body and transport
 
 
@@ -46,19 +47,20 @@ def start(settings: Settings) -> DeploymentHandle:
         )
     except RayTaskError as error:
         raise ServeFailed(f"Ray Serve cannot listen: {error.cause} Choose another --port or --host.") from error
-    url = f"http://{in_url(settings.host)}:{settings.port}/health"
-    elsewhere = f"{url} does not answer: is Ray Serve already running with another host or port?"
-    is_running = NAME in serve.status().applications
-    if is_running and _has_proxy(settings) and not answers(url):  # another process's, which must not be replaced
-        raise ServeFailed(elsewhere)
+    if NAME in serve.status().applications and not ray_runtime.is_restarted():
+        raise ServeFailed(
+            f"the cluster already runs an application {NAME!r}: stop its serve_pair.py or, if that has ended, run "
+            "`serve shutdown`"
+        )
     global deployed
     deployed = True
     try:
         handle = serve.run(bound(settings), name=NAME, route_prefix="/")
     except RuntimeError as error:
         raise ServeFailed(_reason() or str(error)) from error
+    url = f"http://{in_url(settings.host)}:{settings.port}/health"
     if _has_proxy(settings) and not answers(url):
-        raise ServeFailed(elsewhere)
+        raise ServeFailed(f"{url} does not answer: is Ray Serve already running with another host or port?")
     return handle
 
 
@@ -124,10 +126,9 @@ def drain(handle: DeploymentHandle, seconds: float) -> int:
 
 def stop() -> None:
     """Stop the application if this process deployed it, and Ray Serve too unless it serves others."""
-    if not deployed:
-        return
     with suppress(RuntimeError):  # nothing was started
-        serve.delete(NAME)
+        if deployed:
+            serve.delete(NAME)
     if not serve.status().applications:
         serve.shutdown()
 

@@ -107,6 +107,11 @@ def wait_until_lost() -> NoReturn:
     raise HeadLost
 
 
+def is_restarted() -> bool:
+    """Whether this program was restarted after losing Ray, whose application may be its own."""
+    return RESTARTED in os.environ
+
+
 def _join(address: str) -> None:
     import ray
 
@@ -116,7 +121,7 @@ def _join(address: str) -> None:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except (OSError, RuntimeError) as error:  # Ray itself raises ConnectionError, an OSError
-            if RESTARTED not in os.environ:  # a lost head may come back; one that never existed will not
+            if not is_restarted():  # a lost head may come back; one that never existed will not
                 raise ConnectionError(getattr(error, "strerror", None) or f"{error}. {TOKEN}") from error
             time.sleep(EVERY)
 
