@@ -47,7 +47,7 @@ def main():
     result = pipe.generate([args.prompt], config, lambda text: print(text, end="", flush=True))
     perf, drafting = result.perf_metrics, result.extended_perf_metrics
     tokens, speed = perf.get_num_generated_tokens(), max(perf.get_throughput().mean, 0)  # -1000 for a single token
-    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()  # the last pass may lack
+    accepted, drafted = drafting.get_num_accepted_tokens(), drafting.get_num_draft_tokens()  # may lack the last draft
     rate = f"{accepted / drafted:.2f} ({accepted} of {drafted} draft tokens)" if accepted <= drafted > 0 else "unknown"
     print(f"\n\nnew tokens       {tokens} ({speed:.1f} tokens/s)\nacceptance rate  {rate}", file=sys.stderr)
     print(f"devices          main on {args.device}, draft on {args.draft_device}", file=sys.stderr)

@@ -111,7 +111,7 @@ def require_draft_for(parser: argparse.ArgumentParser, arguments: argparse.Names
 
 
 def whole(text: str) -> int:
-    """An argparse type: a whole number above 0, of at most 32 bits."""
+    """An argparse type: a whole number above 0 and below 2**31."""
     if text.isdecimal() and len(text) <= 10 and 0 < int(text) < 2**31:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0 and below {2**31}")

@@ -82,7 +82,7 @@ def parse_arguments(description: str, *names: str) -> argparse.Namespace:
 
 def draft_properties(args: argparse.Namespace, engine: str) -> dict[str, Any]:
     """The properties of the draft: those given, else the main model's on the same kind of device (GPU.0 and GPU.1), or
-    in GenAI's pipeline on any device unless one is an NPU."""
+    in GenAI's pipeline on different kinds, unless one is an NPU."""
     if args.draft_property is not None:
         return dict(args.draft_property)
     kinds = {device.partition(".")[0] for device in (args.device, args.draft_device)}
@@ -258,8 +258,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
     "--draft-property": {
         **PROPERTY,
         "default": None,
-        "help": "OpenVINO property of the draft model (default: the main model's, on the same kind of device, "
-        "or in GenAI's pipeline on any but an NPU)",
+        "help": "OpenVINO property of the draft model (default: the main model's, if both run on the same kind "
+        "of device; with GenAI's pipeline also on other kinds, but not beside an NPU)",
     },
     "--scheduler": {**PROPERTY, "help": "setting of GenAI's SchedulerConfig, like cache_size=1 (repeatable)"},
     "--recommended": {

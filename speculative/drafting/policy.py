@@ -220,6 +220,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             if not self._may_draft():
                 return False
             self._plan_tree(self._gains - self._rate(1) * self._drafting.seconds[1:])
+            self._chains = self._passes[1 + self._again :] + self._drafting.seconds[: LONGEST + 1 - self._again]
+            self._beside = self._of_leaves(CHAINS, CHAINS)
             return self._is_worth_it(0) or self._acceptance.is_due
         assert confidence is not None  # that of the last draft token
         self._acceptance.draft(confidence())
@@ -254,8 +256,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 self._tree_gains = np.where(LEAVES < 0, -np.inf, self._leaf_gains[STEPS[:, None], LEAVES])
             gains = (gains[:, None] + self._tree_gains).max(axis=0)
         self._plan_pass(gains if leafless is None else np.maximum(gains, leafless))
-        self._chains = self._passes[1 + self._again :] + self._drafting.seconds[: LONGEST + 1 - self._again]
-        self._beside = self._of_leaves(CHAINS, CHAINS) if self._has_tree else np.zeros(LONGEST + 1)
 
     def _plan_pass(self, gains: np.ndarray) -> None:
         """Plan the size of the next forward pass; `gains` [LONGEST] is what 1, 2, ... draft tokens are worth, in

@@ -50,6 +50,12 @@ class DraftFolder(WorkFolder):
         if file.exists():
             known = json.loads(file.read_text(encoding="utf-8"))
             for name, value in settings.items():
+                if name not in known and value is not None:
+                    raise ConvertError(
+                        f"{self.target} was begun by an earlier version, which did not record its {name}; choose "
+                        f"another folder for the draft, or remove {self.work}",
+                        2,
+                    )
                 if known.get(name) != value:
                     raise ConvertError(
                         f"{self.target} was begun with another {name} ({known.get(name)}, not {value}); choose another "

@@ -152,8 +152,8 @@ class Writer:
 
 
 def held_out(prompts: list[tuple[list[int], str]]) -> set[int]:
-    """The places of the prompts that are held out: one in `HELD_OUT`, the same ones in every run and in every set of
-    prompts, and the first of each category; at most a third."""
+    """The places of the prompts that are held out, at most a third: one in `HELD_OUT`, the same ones in every set of
+    prompts, and the first of each category, which differs between sets if one lacks it."""
     by_number = sorted(range(len(prompts)), key=lambda place: _number(prompts[place][0]))
     chosen = [place for place in by_number if _is_held_out(prompts[place][0])]
     chosen += {prompts[place][1]: place for place in reversed(by_number)}.values()
