@@ -48,7 +48,7 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     assert several["rows"] == measured["rows"]
     kept, _ = Costs.read(saved)
     assert list(kept.main.passes) == list(kept.draft.passes) == [1, 4, 16, 64]
-    assert kept.main.passes[1] > 0 and kept.draft.passes[64] < kept.main.passes[64]
+    assert all(seconds > 0 for model in (kept.main, kept.draft) for seconds in model.passes.values())
     assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
     assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
     factors = [(one.plain_factor, one.prompt_factor) for one in (kept.outside, kept.outside_alone)]
