@@ -66,7 +66,7 @@ def test_what_does_not_ask_for_it_gets_the_same_stream_without_it(api):
 def test_a_character_of_several_tokens_is_told_when_it_is_complete():
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     ids = tokenizer.encode("a é 😀").input_ids.data[0].tolist()
-    job = SimpleNamespace(result=GenerationResult(), continues=False)
+    job = SimpleNamespace(result=GenerationResult(), context=[])
     sources = TokenSources(job, tokenizer.decode)
     blocks = []
     for i, token in enumerate(ids):
@@ -81,7 +81,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_complete():
 def test_the_last_chunk_has_half_a_character():
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     half = tokenizer.encode("😀").input_ids.data[0].tolist()[:2]
-    job = SimpleNamespace(result=GenerationResult(tokens=half, from_draft=[True, False]), continues=False)
+    job = SimpleNamespace(result=GenerationResult(tokens=half, from_draft=[True, False]), context=[])
     sources = TokenSources(job, tokenizer.decode)
     assert sources.take(last=False)["tokens"] == []
     assert [token["text"].count("\ufffd") > 0 for token in sources.take(last=True)["tokens"]] == [False, True]

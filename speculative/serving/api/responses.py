@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from speculative.batch_decoder import BatchDecoder
-from speculative.sequence.detokenizer import KEPT
 from speculative.sequence.result import GenerationResult
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
@@ -231,8 +230,7 @@ class ResponseBuilder:
         if not self._token_texts or (top := self._asked.top) is None:
             return
         if not choice.tokens:
-            context = job.prompt[-KEPT:].tolist() if job.continues else ()
-            choice.tokens = AlignedTokens(self._token_texts, top, context)
+            choice.tokens = AlignedTokens(self._token_texts, top, job.context)
             if self._asked.repeated:
                 source = job if self._asked.stream else self._first_of_prompt(choice.index)
                 choice.due = choice.tokens.of_prompt(job.prompt.tolist(), source.result.prompt_logprobs, choice.echo)

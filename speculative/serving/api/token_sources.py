@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from speculative.batch_decoder import BatchDecoder
 from speculative.models.eagle3_batch import BatchHead
-from speculative.sequence.detokenizer import KEPT, IncrementalDetokenizer
+from speculative.sequence.detokenizer import IncrementalDetokenizer
 from speculative.serving.engine.engine_thread import GenerationHandle
 
 
@@ -28,8 +28,7 @@ class TokenSources:
 
     def __init__(self, job: GenerationHandle, decode: Callable[[list[int]], str], cleans_up: bool = False):
         self._job = job
-        context = job.prompt[-KEPT:].tolist() if job.continues else ()
-        self._text = IncrementalDetokenizer(decode, cleans_up=cleans_up, context=context)
+        self._text = IncrementalDetokenizer(decode, cleans_up=cleans_up, context=job.context)
         self._tokens = self._iterations = 0  # read so far
         self._incomplete: list[dict] = []  # tokens with a part of a character
 

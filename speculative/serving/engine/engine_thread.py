@@ -20,6 +20,7 @@ from openvino_genai import GenerationConfig
 
 from speculative.batch_decoder import BatchDecoder, Request, RequestOutput
 from speculative.sampling.grammar import Grammar
+from speculative.sequence.detokenizer import KEPT
 from speculative.sequence.result import GenerationResult
 
 SENT_TOGETHER = 0.04  # seconds of text per piece after the first, to reduce the overhead per piece
@@ -67,6 +68,11 @@ class GenerationHandle:
         self._news, self._end = asyncio.Event(), asyncio.Event()
         self._read_at = 0.0
         self._told: asyncio.TimerHandle | None = None  # pending notification of the reader
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens before the text that decoding it needs: the last ones of the prompt, if the text continues it."""
+        return self.prompt[-KEPT:].tolist() if self.continues else []
 
     @property
     def result(self) -> GenerationResult:
