@@ -284,20 +284,22 @@ def categories(result: Drawn) -> Markup | str:
     found = [row for row in result.get("categories", []) if finite(row.get("speedup"))]
     if not found:
         return ""
-    for row in found:
-        if "source" in row:  # of draft tokens
-            row["name"] = f"{row['source']}, temperature {row['temperature']:g}"
-    cells = {(row["name"], row["category"]): row for row in found}
+    cells = {(category_method(row), row["category"]): row for row in found}
     prompts = {row["category"]: row.get("prompts", row.get("texts", 0)) for row in found}
     highest = max(row["speedup"] for row in found)
     rows = [
         (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
-        for name in dict.fromkeys(row["name"] for row in found)
+        for name in dict.fromkeys(map(category_method, found))
     ]
     columns = [f"{name or 'no category'} ({n or 'no'} prompt{'' if n == 1 else 's'})" for name, n in prompts.items()]
     words = "Speedup over the main model alone; stronger colour is faster. Below it: acceptance rate."
     table = heat_table("Speedup by method and prompt category", "method", columns, rows)
     return section("categories", "By prompt category", how(words), table)
+
+
+def category_method(row: Drawn) -> str:
+    """The name of the method, or of the source of draft tokens, of a row by category."""
+    return f"{row['source']}, temperature {row['temperature']:g}" if "source" in row else row["name"]
 
 
 def category_cell(row: CategoryRow | None, highest: float) -> Markup:
