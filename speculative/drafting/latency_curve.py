@@ -17,9 +17,9 @@ def excess(seen: float, expected: float) -> float:
     return min(max(seen / expected, 0.5), 2.0) - 1 if expected else 0.0
 
 
-def rescaling(nearness: np.ndarray, seen: float, expected: float) -> np.ndarray:
+def rescaling(nearness: np.ndarray, seen: float, expected: float, weight: float = CLOCK) -> np.ndarray:
     """Factors by which a measured time changes costs, by their `nearness` to it, from 0 to 1 (its own)."""
-    return 1 + np.maximum(CLOCK * nearness, CLOCK_OTHERS) * excess(seen, expected)
+    return 1 + np.maximum(weight * nearness, CLOCK_OTHERS) * excess(seen, expected)
 
 
 def monotone(measured: Mapping[int, float]) -> tuple[list[int], np.ndarray]:
@@ -46,8 +46,7 @@ class LatencyTable:
 
     def update(self, n: int, seconds: float, weight: float = CLOCK) -> None:
         """Record the time of n tokens. Outliers count as at most twice the expected time."""
-        weights = np.maximum(weight * self._nearness[n], CLOCK_OTHERS)
-        self.seconds *= 1 + weights * excess(seconds, float(self.seconds[n]))
+        self.seconds *= rescaling(self._nearness[n], seconds, float(self.seconds[n]), weight)
         # Fewer tokens never cost more: lowers sizes that were measured under load and have not been seen since.
         np.minimum(self.seconds[:n], self.seconds[n], out=self.seconds[:n])
 

@@ -96,7 +96,7 @@ class Planner:
                 return Plan(rate, settings, [tried[n] for n in sorted(tried)], why_not)
             if tried[n]["holds"]:
                 holds = n
-                n = (fails + holds) // 2 if tried.get(fails) else max(n - max(n // ONE_BY_ONE, 1), fails + 1)
+                n = (fails + holds) // 2 if fails in tried else max(n - max(n // ONE_BY_ONE, 1), fails + 1)
             else:
                 fails = n
                 more = n + max(n // ONE_BY_ONE, 1)
