@@ -52,7 +52,7 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     assert kept.acceptance > 0.3 and sum(map(len, kept.judged)) > 20 and len(kept.prompt_tokens) == 3
     assert kept.main.attention >= 0 and kept.outside.iteration + kept.outside.request > 0
     factors = [(one.plain_factor, one.prompt_factor) for one in (kept.outside, kept.outside_alone)]
-    assert all(0 < factor < 10 and factor != 1 for both in factors for factor in both)
+    assert all(factor > 0 and factor != 1 for both in factors for factor in both)  # 1 is that of passes not seen
 
 
 def test_a_plan_is_complete_and_written(run_here, costs, tmp_path):
