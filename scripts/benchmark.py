@@ -7,31 +7,31 @@ The main model alone is always measured. `--paths` adds:
 
     draft    the draft model alone
     genai    GenAI's pipeline with the draft, greedy, for each K
-    lookup   draft tokens copied from the text, by GenAI's prompt lookup and our suffix decoding, also adaptive
-    engine   our engine, greedy, for each K and adaptive
-    sampled  our engine at `--temperature`, lossless
+    lookup   draft tokens copied from the text: GenAI's prompt lookup; suffix decoding, with fixed and adaptive K
+    engine   this project's engine ("ours" in the tables), greedy, for each K and adaptive
+    sampled  this project's engine at `--temperature`, lossless
 
-With `lookup` and one of the last two, our engine also takes draft tokens from the draft and the text together. With
+With `lookup` and one of the last two, this project's engine also combines the draft with suffix decoding. With
 `lookup` and `sampled`, suffix decoding is sampled, too. Without DRAFT, the path is `lookup`. GenAI's own sampled mode
 with a draft is not lossless (scripts/verify_lossless.py).
 
-Each GenAI path and our engine run in their own process, each with its own copy of the main model. Choose fewer paths if
-memory is short. The memory that a model is loaded into changes its speed by 5 to 10 %: `--starts 3` starts the
-processes three times.
+Each GenAI path and this project's engine run in processes of their own, each with a copy of the main model. Choose
+fewer paths if memory is short. The memory that a model is loaded into changes its speed by 5 to 10 %: `--starts 3`
+starts the processes three times.
 
-With an EAGLE-3 draft, the `draft` path is skipped, because a head cannot decode alone. Our engine without a draft then
-runs in a separate process, in which the main model computes no hidden states. `--tree-depth` adds GenAI's trees to
-the `genai` path; their acceptance rate counts all tokens of a tree.
+With an EAGLE-3 head, the `draft` path is skipped, because a head cannot decode alone. Plain decoding in this project's
+engine then runs in a separate process, in which the main model computes no hidden states. `--tree-depth` adds GenAI's
+trees to the `genai` path; their acceptance rate counts all tokens of a tree.
 
 All methods get the same token ids and generate the same number of new tokens (`ignore_eos`), except for prompts with a
 "json_schema" in the file. Their answers follow the schema and end with it. One more method drafts only the tokens that
-the schema forces; all our drafting methods draft these, too.
+the schema forces; the other methods of this project's engine draft these, too.
 
 In every round, each prompt runs with every method, one after another and in varying order: background load affects all
 of them equally. No prompt is served from a cache (except with `--context`). Throughput is decode only (prompt
-excluded). Speedup is over the main model alone in GenAI (sampled: in our engine) in the same round. The table shows the
-median and range over the rounds. Engines are compared on the prompts for which both gave the same text, with a
-bootstrap over them (speculative/bench/ratios.py). More columns:
+excluded). Speedup is over the main model alone in the same round, in GenAI (sampled: in this project's engine). The
+table shows the median and range over the rounds. Engines are compared on the prompts for which both gave the same text,
+with a bootstrap over them (speculative/bench/ratios.py). More columns:
 
     forwards    new tokens / main-model forward passes
     outside     share of the decoding time spent outside the models

@@ -17,8 +17,8 @@ its cost.
 
 All runs generate the same number of new tokens and are interleaved. GenAI's two pipelines run in separate processes.
 Values are medians and ranges over the rounds. No prompt is served from a cache. Standard output is a table followed by
-one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures above 0 require our engine: GenAI's
-sampled mode with a draft samples from another distribution (scripts/verify_lossless.py).
+one JSON object on the last line. Ctrl-C keeps the complete rounds. Temperatures above 0 require this project's engine:
+with a draft, GenAI samples from the wrong distribution (scripts/verify_lossless.py).
 """
 
 from speculative.cli.program import exit_on, prepare_output

@@ -8,7 +8,7 @@ The main model alone always runs, in both engines. `--paths` adds:
 
     engine  this project's engine with the draft
     genai   GenAI's pipeline with the draft
-    lookup  GenAI's prompt lookup and our suffix decoding, which need no DRAFT
+    lookup  GenAI's prompt lookup, and suffix decoding in this project's engine; they need no DRAFT
 
 Greedy: every path's tokens are compared with those of the main model alone in GenAI for each prompt (or, if that fails,
 in this project's engine). The first difference is shown with its logit margin: a near-tie, decided by rounding, or a

@@ -169,15 +169,27 @@ def span(bounds: list[float] | None) -> str:
 
 ROWS: list[tuple[str, str, Cell]] = [
     ("greedy, GenAI's pipeline, best K", "{}", best_fixed(GENAI, sampled=False)),
-    ("greedy, our engine, best K", "{}", best_fixed(NATIVE, sampled=False)),
-    ("greedy, our engine, adaptive K", "{}", named(NATIVE, False, "adaptive")),
-    ("our engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)", "{}", same_texts),
-    ("sampled at temperature 1, lossless, our engine, best K (over our engine alone)", "{}", best_fixed(NATIVE, True)),
-    ("sampled, our engine, adaptive K", "{}", named(NATIVE, True, "adaptive")),
-    ("server throughput with / without draft, by number of clients", "server-{}", under_load),
-    ("batched greedy texts: our engine alone / GenAI alone", "batch-{}", at_once("ours, main alone /", "GenAI")),
+    ("greedy, this project's engine, best K", "{}", best_fixed(NATIVE, sampled=False)),
+    ("greedy, this project's engine, adaptive K", "{}", named(NATIVE, False, "adaptive")),
     (
-        "batched greedy texts: our engine with draft / best of GenAI",
+        "this project's engine / GenAI, greedy, tokens/s on identical texts (95 % interval over prompts)",
+        "{}",
+        same_texts,
+    ),
+    (
+        "sampled at temperature 1, lossless, this project's engine, best K (over the same engine alone)",
+        "{}",
+        best_fixed(NATIVE, True),
+    ),
+    ("sampled, this project's engine, adaptive K", "{}", named(NATIVE, True, "adaptive")),
+    ("server throughput with / without draft, by number of clients", "server-{}", under_load),
+    (
+        "batched greedy requests: this project's engine alone / GenAI alone",
+        "batch-{}",
+        at_once("ours, main alone /", "GenAI"),
+    ),
+    (
+        "batched greedy requests: this project's engine with draft / best of GenAI",
         "batch-{}",
         at_once("ours, draft /", "best of"),
     ),
