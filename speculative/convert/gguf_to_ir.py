@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from speculative.convert.gguf_source import FORMATS, matrix_types
-from speculative.convert.gguf_weights import ROUNDED, correct, import_gguf
+from speculative.convert.gguf_weights import ROUNDED, correct, import_gguf, keep_whole_texts
 from speculative.convert.program import run_child
 from speculative.models import gguf_file
 
@@ -50,6 +50,7 @@ def convert(path: Path, folder: Path, weight_format: str | None) -> None:
     is_rounded = not weight_format and ROUNDED.intersection(matrix_types(file))
     correct(xml, file if is_rounded else None)
     _name_layers(xml)
+    keep_whole_texts(folder / "openvino_tokenizer.xml")
 
 
 def _name_layers(xml: Path) -> None:

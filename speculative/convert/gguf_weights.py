@@ -1,12 +1,14 @@
-"""Corrects the weights in the IR that GenAI's reader makes of a GGUF file.
+"""Corrects the IR that GenAI's reader makes of a GGUF file.
 
 - A group of weights in Q4_1 or Q4_K is `scale * q + minimum`. The reader writes `scale * (q - offset)` with an offset
   of 4 bits, a whole number. Here it becomes a number in f16, which has the precision of the file's own minimum.
 - Weights in Q8_0 are signed. The reader writes them unsigned, with the offset 128. Here they become signed, which saves
   the CPU plugin the subtraction.
+- The tokenizer keeps a text's last 8192 tokens. Here it keeps them all.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -41,15 +43,36 @@ def correct(xml: Path, file: GgufFile | None) -> None:
 
     Raises ConvertError if the gguf package is not installed, or the IR does not have the weights of the file.
     """
+
+    def change(model: ov.Model) -> None:
+        _make_signed(model)
+        if file:
+            _restore_offsets(model, file)
+
+    _rewrite(xml, change)
+
+
+def keep_whole_texts(xml: Path) -> None:
+    """Lift the limit of a tokenizer of GenAI's reader: it keeps the last 8192 tokens of a text, whatever the model's
+    context is."""
+    import openvino_tokenizers  # noqa: F401 -- registers the operations of tokenizers
+
+    def change(model: ov.Model) -> None:
+        (length,) = [node for node in model.get_ops() if node.get_type_name() == "Minimum"]  # of text and limit
+        length.input(1).replace_source_output(opset13.constant(np.int32(np.iinfo(np.int32).max)).output(0))
+
+    _rewrite(xml, change)
+
+
+def _rewrite(xml: Path, change: Callable[[ov.Model], None]) -> None:
+    """Change the model of an IR."""
     model = ov.Core().read_model(xml)
-    _make_signed(model)
-    if file:
-        _restore_offsets(model, file)
-    corrected = xml.with_name("corrected.xml")
-    ov.save_model(model, corrected, compress_to_fp16=False)
+    change(model)
+    changed = xml.with_name("changed.xml")
+    ov.save_model(model, changed, compress_to_fp16=False)
     del model  # which maps the file that is replaced
     for suffix in (".bin", ".xml"):
-        corrected.with_suffix(suffix).replace(xml.with_suffix(suffix))
+        changed.with_suffix(suffix).replace(xml.with_suffix(suffix))
 
 
 def _make_signed(model: ov.Model) -> None:

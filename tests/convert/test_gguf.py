@@ -112,6 +112,12 @@ def test_the_tokenizer_is_that_of_the_checkpoint(pair, tokenizer):
     assert not different_tokens(pair / "main", split, 300)
 
 
+def test_the_tokenizer_keeps_whole_texts(pair):
+    tokenizer = openvino_genai.Tokenizer(pair / "main")
+    text = "ab\n" * 10_000
+    assert tokenizer.decode(tokenizer.encode(text).input_ids.data[0].tolist()) == text
+
+
 @pytest.mark.long
 def test_the_real_model_s_tokenizer_is_that_of_its_checkpoint(tmp_path):
     """transformers reads the file's vocabulary and merges, but not how SmolLM2 splits digits."""
