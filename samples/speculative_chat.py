@@ -23,6 +23,7 @@ import openvino_genai
 from speculative import ModelSpec, load
 from speculative.drafting.policy import ConfidenceDraftLength, FixedDraftLength
 from speculative.drafting.suffix import LONGEST_MATCH
+from speculative.sequence.prompt import TextTooLong
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401
@@ -66,7 +67,10 @@ class Chat:
 
     def answer(self, question):
         self.history.append({"role": "user", "content": question})
-        room = self.engine.main.capacity - len(self.engine.encode(self.history))
+        try:
+            room = self.engine.main.capacity - len(self.engine.encode(self.history))
+        except TextTooLong:
+            room = 0
         if room < 1:
             self.history.pop()
             console.say(f"The conversation fills the context of {self.args.main}: /reset clears it.")

@@ -27,7 +27,7 @@ import numpy as np
 import openvino_genai
 from openvino_genai import GenerationConfig
 
-from speculative.decoder import Prompt, check_ngram_size, encode, grammars_of
+from speculative.decoder import check_ngram_size, grammars_of
 from speculative.drafting import cost_model
 from speculative.drafting.acceptance import AcceptanceEstimate
 from speculative.drafting.batch_policy import BatchDraftLength
@@ -51,6 +51,7 @@ from speculative.sampling.proposal import Proposal
 from speculative.sequence.detokenizer import KEPT, cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
+from speculative.sequence.prompt import Prompt, encode
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
 

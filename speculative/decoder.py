@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import openvino_genai
-from openvino_genai import ChatHistory, GenerationConfig, StreamerBase, StreamingStatus
+from openvino_genai import GenerationConfig, StreamerBase, StreamingStatus
 
 from speculative.drafting import cost_model
 from speculative.drafting.combined import CombinedDraftLength, CombinedProposer
@@ -44,11 +43,9 @@ from speculative.sampling.proposal import Proposal
 from speculative.sequence.detokenizer import cleans_up
 from speculative.sequence.mask_thread import MaskThread
 from speculative.sequence.output import OutputProcessor
+from speculative.sequence.prompt import Prompt, encode
 from speculative.sequence.result import GenerationResult, Step
 from speculative.sequence.sequence import Sequence
-
-Prompt: TypeAlias = str | ChatHistory | list | np.ndarray
-"""A text (the chat template is applied if there is one), a chat history (list of dict or ChatHistory), or token ids."""
 
 
 class Decoder:
@@ -336,27 +333,6 @@ class Decoder:
 
     def _policy(self, params: SamplingParams) -> DraftLengthPolicy:
         return policy_from_params(params) or self.draft_length
-
-
-def encode(
-    prompt: Prompt, tokenizer: openvino_genai.Tokenizer | None, config: GenerationConfig | None = None
-) -> np.ndarray:
-    """The prompt's token ids int64 [n], the same as `LLMPipeline.generate` computes. Raises ValueError for anything but
-    token ids if there is no tokenizer."""
-    is_list_of_dict = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-    if isinstance(prompt, (str, ChatHistory)) or is_list_of_dict:
-        if not tokenizer:
-            raise ValueError("this decoder has no tokenizer: pass token ids, not text")
-        if isinstance(prompt, str):
-            if not tokenizer.chat_template or (config and not config.apply_chat_template):
-                return tokenizer.encode(prompt).input_ids.data[0]
-            prompt = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]
-    ids = np.asarray(prompt, None if len(prompt) else np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"a prompt is text, a chat history or a flat list of token ids, not {str(prompt)[:50]}")
-    return ids.astype(np.int64)
 
 
 def grammars_of(tokenizer: openvino_genai.Tokenizer | None, vocab_size: int) -> Grammars | None:

@@ -26,6 +26,7 @@ from speculative.pair.draft_limits import genai_limit, genai_tree_limit, native_
 from speculative.pair.engines import GENAI, NATIVE
 from speculative.pair.model_info import DamagedFolder, require_runnable
 from speculative.pair.recommendation import ALONE, SUFFIX
+from speculative.sequence.prompt import TextTooLong, encode
 
 MAX_DRAFT_LENGTH = 64  # far above any useful K; the engine itself would draft up to max_new_tokens
 MAX_DRAFT_LENGTH_NPU = 7  # with main on an NPU, which takes 16 tokens at once: GenAI may grow K to twice its value
@@ -401,10 +402,10 @@ def fit_in_context(args: argparse.Namespace) -> None:
     """Reject a prompt that fills the context; lower max_new_tokens, with a note, if the context leaves less room."""
     context = context_length(read_config(args.main)) or MAX_NEW_TOKENS
     tokenizer = openvino_genai.Tokenizer(args.main)
-    text = args.prompt
-    if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-    room = context - tokenizer.encode(text).input_ids.shape[1]
+    try:
+        room = context - len(encode(args.prompt, tokenizer))
+    except TextTooLong as error:
+        fail(f"{error}.")
     if room < 1:
         fail(f"the prompt is {1 - room} tokens too long for the context of {args.main}: shorten it.")
     if room < args.max_new_tokens:

@@ -14,6 +14,7 @@ import pytest
 
 from speculative import decoder
 from speculative.models.spec import ModelSpec
+from tests.support.cutting_tokenizer import cutting_tokenizer
 from tests.support.paths import DRAFT, ROOT
 from tests.support.useless_draft import save_useless_draft
 from tests.support.waiting import PATIENCE
@@ -177,6 +178,13 @@ def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run_here, main
 
 def test_a_conversation_that_fills_the_context_is_said_and_the_chat_goes_on(run_here, main, answers):
     done = chat(run_here, main, "word " * 3000, QUESTIONS[0])
+    assert "fills the context" in done.stderr
+    assert done.stdout == answers[0][0] + "\n"
+
+
+def test_a_conversation_that_the_tokenizer_would_cut_is_too_long(run_here, main, answers):
+    cutting_tokenizer(main, main.with_name("cutting"), 600)
+    done = chat(run_here, main.with_name("cutting"), "word " * 600, QUESTIONS[0])
     assert "fills the context" in done.stderr
     assert done.stdout == answers[0][0] + "\n"
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.cutting_tokenizer import cutting_tokenizer
 from tests.support.paths import DRAFT, MAIN, ROOT
 
 SPECULATIVE = "samples/speculative_greedy_lm.py"
@@ -157,6 +158,12 @@ def test_a_prompt_longer_than_the_context(run_here):
     assert_one_sentence(
         run_here(SPECULATIVE, SMALL, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", SMALL
     )
+
+
+def test_a_prompt_that_the_tokenizer_would_cut(run_here, tmp_path):
+    cutting_tokenizer(DRAFT, tmp_path / "cutting", 64)
+    done = run_here("samples/greedy_causal_lm.py", tmp_path / "cutting", "-", stdin="x = 1\n" * 100)
+    assert_one_sentence(done, 2, "64 tokens or more", "shorten the text")
 
 
 def test_a_context_with_little_room_left_is_used_up_and_that_is_said(run_here):

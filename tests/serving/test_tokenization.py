@@ -5,6 +5,7 @@ import pytest
 
 from speculative import batch_decoder
 from speculative.serving.http.middleware import digest
+from tests.support.cutting_tokenizer import cutting_tokenizer
 from tests.support.paths import DRAFT
 from tests.support.serving import PLAIN, Api
 
@@ -87,6 +88,25 @@ def test_what_cannot_be_is_refused(api, path, body, status, words):
 def test_messages_need_a_chat_template(api, decoder, monkeypatch):
     monkeypatch.setattr(decoder, "tokenizer", WithoutTemplate(decoder.tokenizer))
     assert "send a prompt" in post(api, "/tokenize", {"messages": MESSAGES}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/tokenize", {"prompt": TEXT * 20}),
+        ("/tokenize", {"messages": [{"role": "user", "content": TEXT * 20}]}),
+        ("/v1/completions", {"prompt": ["x", TEXT * 20]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 20}]}),
+        ("/v1/responses", {"input": TEXT * 20}),
+    ],
+)
+def test_a_text_that_the_tokenizer_would_cut_is_refused(api, decoder, monkeypatch, tmp_path, path, asked):
+    monkeypatch.setattr(decoder, "tokenizer", cutting_tokenizer(DRAFT, tmp_path / "cutting", 64))
+    (param,) = asked
+    answer = post(api, path, {"model": "embedded", **asked})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert error["message"].startswith(f"{param}: the text has 64 tokens or more")
 
 
 class WithoutTemplate:

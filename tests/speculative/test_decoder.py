@@ -410,7 +410,7 @@ class WithFirstToken:
         return "<s>..."
 
     def encode(self, text, add_special_tokens=True):
-        ids = [1] * add_special_tokens + [1] * text.startswith("<s>") + [5, 6]
+        ids = [1] * add_special_tokens + [1] * text.startswith("<s>") + [5, 6] * len(text.split())
         return SimpleNamespace(input_ids=SimpleNamespace(data=np.array([ids])))
 
 

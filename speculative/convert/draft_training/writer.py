@@ -14,9 +14,9 @@ from speculative.convert.draft_training import beginnings
 from speculative.convert.draft_training.beginnings import Prompt
 from speculative.convert.draft_training.texts import Text, TextFile
 from speculative.convert.errors import ConvertError
-from speculative.decoder import encode
 from speculative.models.spec import ModelSpec
 from speculative.sampling.params import stop_ids_of
+from speculative.sequence.prompt import encode
 
 TOGETHER = 32  # texts
 TURN_TEMPERATURES, TURN_TOP_P = (0.7, 1.0), 0.9

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
+from speculative.sequence.prompt import TextTooLong
 from speculative.serving.api.api_object import NOT_SERVED
 
 PYDANTIC_WORDS = re.compile(r"^(Value error, |(Input|List|String|Dictionary) (?=should))| after validation, not \d+$")
@@ -31,6 +32,11 @@ class ApiError(HTTPException):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def too_long(error: TextTooLong, param: str) -> ApiError:
+    """The response to a text that the tokenizer would cut."""
+    return ApiError(400, f"{param}: {error}.", "context_length_exceeded", param)
 
 
 def _type(status: int) -> str:

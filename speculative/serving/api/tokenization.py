@@ -7,8 +7,9 @@ from openvino_genai import Tokenizer
 from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema, model_validator
 
 from speculative.batch_decoder import BatchDecoder
+from speculative.sequence.prompt import TextTooLong, encode_text
 from speculative.serving.api.api_object import ApiObject
-from speculative.serving.api.errors import ApiError
+from speculative.serving.api.errors import ApiError, too_long
 from speculative.serving.api.messages import Message
 
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -49,8 +50,9 @@ class DetokenizeRequest(ApiObject):
 
 
 def tokenize(decoder: BatchDecoder, asked: TokenizeRequest) -> dict:
-    """The response with the token ids of the text. Raises ApiError for messages without a chat template."""
-    tokenizer, text, special = decoder.tokenizer, asked.prompt, not asked.messages
+    """The response with the token ids of the text. Raises ApiError for messages without a chat template, and for a
+    text that the tokenizer would cut."""
+    tokenizer, text, special = decoder.tokenizer, asked.prompt or "", not asked.messages
     assert tokenizer  # a server has one
     if asked.messages:
         if not tokenizer.chat_template:
@@ -59,7 +61,10 @@ def tokenize(decoder: BatchDecoder, asked: TokenizeRequest) -> dict:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     if asked.add_special_tokens is not None:
         special = asked.add_special_tokens
-    tokens = tokenizer.encode(text, add_special_tokens=special).input_ids.data.ravel().tolist()
+    try:
+        tokens = encode_text(text, tokenizer, special).tolist()
+    except TextTooLong as error:
+        raise too_long(error, "messages" if asked.messages else "prompt") from None
     answer = {"count": len(tokens), "max_model_len": decoder.main.context, "tokens": tokens, "token_strs": None}
     if asked.return_token_strs:
         answer["token_strs"] = [spellings(tokenizer).get(token, "") for token in tokens]

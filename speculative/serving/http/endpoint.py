@@ -23,11 +23,12 @@ from speculative.batch_decoder import BatchDecoder
 from speculative.error_text import engine_lines
 from speculative.models.block_pool import OutOfBlocks
 from speculative.sampling.grammar import Grammar
+from speculative.sequence.prompt import TextTooLong
 from speculative.serving.api import tokenization
 from speculative.serving.api.base_request import BaseRequest
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.completions import CompletionRequest
-from speculative.serving.api.errors import ApiError, described, shown
+from speculative.serving.api.errors import ApiError, described, shown, too_long
 from speculative.serving.api.logprobs import TokenTexts
 from speculative.serving.api.response_events import ResponsesBuilder
 from speculative.serving.api.responses import ResponseBuilder, model_card
@@ -369,7 +370,10 @@ class Endpoint:
         if not self._token_texts and (asked.top is not None or asked.top_of_prompt is not None):
             assert tokenizer  # a server has one
             self._token_texts = TokenTexts(tokenizer)
-        return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
+        try:
+            return [self.engine.decoder.encode(prompt, asked.config(1)) for prompt in asked.prompts(self._tool_format)]
+        except TextTooLong as error:
+            raise too_long(error, asked.prompt_name) from None
 
     def _set_stop_tokens(self, asked: BaseRequest, config: GenerationConfig) -> None:
         """With `stop_token_ids`, `ignore_eos` ignores the model's own stop tokens only."""
