@@ -1,5 +1,6 @@
 """The headers of responses: a request id on each, and those that let the web pages of an origin use the server."""
 
+import json
 import re
 
 import httpx
@@ -59,6 +60,18 @@ def test_every_response_has_the_requests_id_or_a_new_one(api, decoder, monkeypat
 def test_an_unfit_id_is_replaced(api, unfit):
     found = ask(api, body=ONE, **{"x-request-id": unfit}).headers.get_list("x-request-id")
     assert len(found) == 1 and re.fullmatch("[0-9a-f]{32}", found[0])
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/jsonl"])
+def test_a_body_that_is_not_called_json_is_refused_with_the_header_to_send(api, kind):
+    """curl -d sends application/x-www-form-urlencoded."""
+    headers = {"authorization": "Bearer one"} | ({"content-type": kind} if kind else {})
+    answer = httpx.post(f"{api.url}/completions", content=json.dumps(ONE), headers=headers, **PLAIN)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"The body has Content-Type '{kind or ''}', so it is not read as JSON: "
+        "send the header Content-Type: application/json."
+    )
 
 
 ASKS = {"origin": PAGE, "access-control-request-method": "POST",

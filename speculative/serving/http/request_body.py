@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
-from speculative.serving.api.errors import ApiError
+from speculative.serving.api.errors import ApiError, shown
 
 BYTES_PER_TOKEN = 32  # of a prompt: plain text has about 4, escaped text up to 6 times as many
 BYTES_BESIDE = 65_536  # of a body without its prompt
@@ -73,7 +74,7 @@ def refusal(what: str) -> ApiError:
 
 
 def route_of(tokens: int) -> type[APIRoute]:
-    """FastAPI's route class with bodies parsed by `parsed`."""
+    """FastAPI's route class with bodies parsed by `parsed`. Refuses a body whose Content-Type is another one."""
 
     class BodyRequest(Request):
         async def json(self) -> Any:
@@ -84,7 +85,14 @@ def route_of(tokens: int) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def read_and_handle(request: Request) -> Response:
-                return await handle(BodyRequest(request.scope, request.receive))
+                try:
+                    return await handle(BodyRequest(request.scope, request.receive))
+                except RequestValidationError as error:
+                    if isinstance(error.body, bytes):
+                        kind = shown(request.headers.get("content-type", ""))
+                        what = f"has Content-Type {kind!r}, so it is not read as JSON: send the header Content-Type: "
+                        raise refusal(f"{what}application/json") from None
+                    raise
 
             return read_and_handle
 
