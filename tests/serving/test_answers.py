@@ -360,6 +360,18 @@ def test_a_prompt_without_text_is_repeated_with_its_log_probabilities(api):
     assert len(found["tokens"]) == 3 and found["token_logprobs"][0] is None and found["text_offset"][:2] == [0, 0]
 
 
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_special_tokens_of_a_repeated_prompt_are_text_where_the_client_wrote_them(api, decoder, by_ids):
+    prompt = "<|user|>hi<|endoftext|>\n<|assistant|>"
+    ids = ids_of(decoder, prompt).tolist()
+    (choice,) = answered(api, {**ONE, "prompt": ids if by_ids else prompt, "echo": True, "logprobs": 0})["choices"]
+    tokens = choice["logprobs"]["tokens"]
+    assert len(tokens) == len(ids) + 12 and tokens[0] == "<|user|>"
+    pieces = ["" if by_ids and token.startswith("<|") else token for token in tokens]
+    assert "".join(pieces) == choice["text"]
+    assert choice["logprobs"]["text_offset"] == [len("".join(pieces[:i])) for i in range(len(pieces))]
+
+
 def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference):
     prompt = "def read_file(path):\n"
     asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}

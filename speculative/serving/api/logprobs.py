@@ -31,7 +31,11 @@ class TokenTexts:
 
     def added(self, token: int) -> bytes:
         """The bytes that the token adds to a text."""
-        return b"" if token in self._special else self.spelled(token)
+        return b"" if self.is_special(token) else self.spelled(token)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is no text, as the end of text."""
+        return token in self._special
 
     def detokenizer(self, context: Sequence[int]) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self._decode, cleans_up=self._cleans_up, context=context)
@@ -65,14 +69,19 @@ class AlignedTokens:
         self._sent = self._chars = 0  # characters of the text, and of the tokens handed out
         self._text = texts.detokenizer(context)
 
-    def of_prompt(self, tokens: list[int], logprobs: list[TokenLogprobs], text: str) -> list[TokenEntry]:
-        """The entries of an echoed prompt, which may be long: its tokens are not decoded one by one."""
-        decoder, entries = codecs.getincrementaldecoder("utf-8")("replace"), []
-        first = next(filter(None, map(self.texts.added, tokens)), b"")
-        chars = -1 if first.startswith(b" ") and not text.startswith(" ") else 0  # SentencePiece leaves the space out
+    def of_prompt(
+        self, tokens: list[int], logprobs: list[TokenLogprobs], text: str, has_names: bool = False
+    ) -> list[TokenEntry]:
+        """The entries of an echoed prompt, which may be long: its tokens are not decoded one by one. `has_names`: the
+        text is the client's own, in which special tokens are spelled."""
+        decoder, entries, chars = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
         for token, one in zip(tokens, [None, *logprobs], strict=True):
-            entries.append(TokenEntry(token, max(chars, 0), one))
-            chars += len(decoder.decode(self.texts.added(token)))
+            entries.append(TokenEntry(token, chars, one))
+            piece = decoder.decode(self.texts.spelled(token))
+            if not self.texts.is_special(token):
+                chars += len(piece) - (piece.startswith(" ") and not text.startswith(" ", chars))  # as SentencePiece
+            elif has_names and text.startswith(piece, chars):  # not so the beginning of text, which a tokenizer adds
+                chars += len(piece)
         self._sent = self._chars = len(text)
         return entries
 

@@ -233,7 +233,12 @@ class ResponseBuilder:
             choice.tokens = AlignedTokens(self._token_texts, top, job.context)
             if self._asked.repeated:
                 source = job if self._asked.stream else self._first_of_prompt(choice.index)
-                choice.due = choice.tokens.of_prompt(job.prompt.tolist(), source.result.prompt_logprobs, choice.echo)
+                choice.due = choice.tokens.of_prompt(
+                    job.prompt.tolist(),
+                    source.result.prompt_logprobs,
+                    choice.echo,
+                    has_names=isinstance(self._asked.repeated[choice.index], str),
+                )
         choice.due += choice.tokens.take(job.result, text, last)
 
     def _chunks(self, choices: Iterable[dict]) -> bytes:
