@@ -35,6 +35,9 @@ FEW = {
     "/v1/completions": {"max_tokens": 2},
     "/v1/responses": {"max_output_tokens": 2},
 }
+STREAMED = {
+    path: {"stream_options": {"include_draft_tokens": True}} for path in ("/v1/chat/completions", "/v1/completions")
+}
 KINDS = ["generated", "served", "answered", "streamed", "of another model"]
 
 
@@ -113,7 +116,7 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
             generated = case.body if kind == "served" else POSTS[path]
             case.body = {**generated, "model": api.model, **FEW.get(path, {})}
             if kind == "streamed" and path in FEW:
-                case.body["stream"] = True
+                case.body |= {"stream": True, **STREAMED.get(path, {})}
             elif kind == "of another model":
                 case.body["model"] = "another"
         kinds[ask(api, case, document)] += 1

@@ -188,7 +188,6 @@ class Speculation(Schema):
 
 
 class ChunkChoice(AnyChoice):
-    finish_reason: Literal["stop", "length"] | None
     speculation: Speculation | None = None
 
 
@@ -210,13 +209,14 @@ class Delta(Schema):
     tool_calls: list[ToolCallDelta] = Field([], min_length=1, max_length=1)
 
 
-class ChatChunkChoice(AnyChoice):
+class ChatChunkChoice(ChunkChoice):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     delta: Delta
     logprobs: ChatLogprobs | None
 
 
 class TextChunkChoice(ChunkChoice):
+    finish_reason: Literal["stop", "length"] | None
     text: str
     logprobs: TextLogprobs | None
 
