@@ -300,6 +300,18 @@ def test_a_stream_sends_the_log_probabilities_of_its_pieces(api, decoder, body, 
         assert len("".join(tokens[:-1])) < max(len(one["text"]), 1)
 
 
+def test_a_whole_answer_without_text_has_log_probabilities_of_no_tokens(api):
+    """As clients read the object that they asked for."""
+    stopped = {"stop": ["\n"], "logit_bias": {"201": 100}, "temperature": 0}
+    (choice,) = answered(api, {**CHAT, **stopped, "logprobs": True})["choices"]
+    assert (choice["message"]["content"], choice["logprobs"]) == ("", {"content": [], "refusal": None})
+    (choice,) = answered(api, {**ONE, **stopped, "logprobs": 2})["choices"]
+    nothing = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    assert (choice["text"], choice["logprobs"]) == ("", nothing)
+    assert all(choice["logprobs"] is None for one in streamed(api, {**CHAT, **stopped, "logprobs": True})
+               for choice in one["choices"])  # fmt: skip
+
+
 def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     pieces = TokenTexts(decoder.tokenizer)
     parts = ids_of(decoder, "é🦉").tolist()

@@ -44,7 +44,7 @@ class ChoiceBuilder:
         self.echo = ""  # the prompt, if the text begins with it
 
     def whole(self, generation: GenerationResult) -> dict:
-        return self._choice(generation.finish_reason, text=self.echo + generation.text)
+        return self._choice(generation.finish_reason, True, text=self.echo + generation.text)
 
     def begin(self) -> list[dict]:
         """Return the fields before the text."""
@@ -59,9 +59,10 @@ class ChoiceBuilder:
         """Return the fields after the text."""
         return [self._choice(finish_reason, text=self.echo)]
 
-    def _choice(self, finish_reason: str | None, **content: object) -> dict:
+    def _choice(self, finish_reason: str | None, is_whole: bool = False, **content: object) -> dict:
+        """The fields of the choice. Log-probabilities of no tokens are null in a chunk."""
         entries, self.due = self.due, []
-        logprobs = self._logprobs(self.tokens, entries) if self.tokens and entries else None
+        logprobs = self._logprobs(self.tokens, entries) if self.tokens and (entries or is_whole) else None
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     _logprobs = staticmethod(of_completion)
@@ -86,7 +87,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
         message: dict = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        return self._choice(self._reason(generation.finish_reason), message=message)
+        return self._choice(self._reason(generation.finish_reason), True, message=message)
 
     def begin(self) -> list[dict]:
         return [self._choice(None, delta={"role": "assistant", "content": ""})]
