@@ -187,13 +187,15 @@ class BatchDecoder:
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int = 0,
         continues: bool = False,
+        hides_stop_token: bool = False,
     ) -> Request:
         """Add a request, which joins at the next step. `seed`, or the config's `rng_seed`, seeds its random generator.
         As the same seed must give the same text, a seeded sampled request with a draft model ignores `draft_length` and
         past answers, and drafts `SEEDED_DRAFT` tokens unless its config sets a draft length. With `stream`, outputs
         carry the text piece by piece. The request shares cached blocks and past answers only with requests that have
         the same `salt`. `logit_bias` and `prompt_logprobs` are those of `Decoder.generate`. With `continues`, the text
-        continues that of the prompt: tokenizers that leave out a text's first space keep it.
+        continues that of the prompt: tokenizers that leave out a text's first space keep it. With `hides_stop_token`,
+        a stop token has no text, unless the config sets `include_stop_str_in_output`; by default it has, as in GenAI.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.
@@ -214,7 +216,7 @@ class BatchDecoder:
         text = Sequence(ids, params, self.main.vocab_size, np.random.default_rng(params.seed))
         decode = self.tokenizer and (lambda ids: self.tokenizer.decode(ids))
         context = ids[-KEPT:].tolist() if continues else None
-        output = OutputProcessor(params, decode, stream, None, self.cleans_up, context)
+        output = OutputProcessor(params, decode, stream, None, self.cleans_up, context, hides_stop_token)
         request = Request(text, output, self._policy(params))
         request.result.prompt_logprobs = text.prompt_logprobs
         request.is_repeatable = self._is_repeatable(params)

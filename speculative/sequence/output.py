@@ -13,7 +13,8 @@ class OutputProcessor:
 
     `decode` turns token ids into text, and `cleans_up` is that of the tokenizer (`detokenizer.cleans_up`); None without
     a tokenizer, and then there is no text. With `piecewise`, `take` returns text to stream. The text is that behind the
-    tokens of `context`. Times are measured from `begin` (a time.perf_counter() value, by default now).
+    tokens of `context`. With `hides_stop_token`, the stop token at the end has no text, unless the text may end with a
+    stop string. Times are measured from `begin` (a time.perf_counter() value, by default now).
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class OutputProcessor:
         begin: float | None = None,
         cleans_up: bool = False,
         context: list[int] | None = None,
+        hides_stop_token: bool = False,
     ):
         if params.stop_strings and not decode:
             raise ValueError("stop_strings need text, but this decoder has no tokenizer: pass one")
         self.result = GenerationResult()
         self._stop_token_ids = params.stop_token_ids
+        self._hides_stop_token = hides_stop_token and not params.include_stop_str_in_output
         self._decode = decode
         self._text: IncrementalDetokenizer | None = None  # only if text is needed before the end
         if decode and (params.stop_strings or piecewise or context):
@@ -40,7 +43,10 @@ class OutputProcessor:
     def take(self, step: Step) -> tuple[list[int], str]:
         """Add a step; return the tokens that belong to the text, up to the end of a stop string, and the text that is
         final now. Sets `finish_reason` to "stop" at a stop token, a stop string or the end of a grammar."""
-        piece, used = self._text.push(step.tokens) if self._text else ("", len(step.tokens))
+        shown = self._shown(step.tokens)
+        piece, used = self._text.push(shown) if self._text else ("", len(shown))
+        if not (self._text and self._text.stopped):
+            used = len(step.tokens)
         result, gained = self.result, step.tokens[:used]
         result.tokens += gained
         result.logprobs += step.logprobs[:used]
@@ -67,8 +73,12 @@ class OutputProcessor:
             if self.result.is_cut and self.result.finish_reason == "length":
                 self.result.finish_reason = "stop"
         elif self._decode:
-            self.result.text = self._decode(self.result.tokens)
+            self.result.text = self._decode(self._shown(self.result.tokens))
         return rest
+
+    def _shown(self, tokens: list[int]) -> list[int]:
+        """The tokens of which the text is."""
+        return tokens[:-1] if self._hides_stop_token and tokens[-1] in self._stop_token_ids else tokens
 
     def _note_stop(self) -> None:
         self.result.is_cut = self._text is not None and self._text.stopped

@@ -455,6 +455,17 @@ def test_stop_tokens_of_a_request_end_its_text(api, decoder):
     assert longer["usage"]["completion_tokens"] > end
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": ["()"]}, {"stream": True}, {"logprobs": 0}], ids=str)
+def test_a_stop_token_has_no_text_unless_it_is_asked_for(api, more):
+    asked = {**ONE, "logit_bias": {"5": 100}, "stop_token_ids": [5], **more}  # a "#"
+    for include in (False, True):
+        asked["include_stop_str_in_output"] = include
+        chunks = streamed(api, asked) if "stream" in more else [answered(api, asked)]
+        assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "#" * include
+    if "logprobs" in more:
+        assert answered(api, asked)["choices"][0]["logprobs"]["tokens"] == ["#"]  # as the end-of-text token
+
+
 def test_a_stop_string_can_stay_in_the_text(api):
     (plain,) = texts(answered(api, ONE))
     stop = plain[5:9]

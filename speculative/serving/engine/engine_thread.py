@@ -281,8 +281,9 @@ class Engine:
             self._waiting.popleft()
             try:
                 job.request = self.decoder.add_request(
-                    job.prompt, job.config, job.seed, True, job.salt, job.logit_bias, job.prompt_logprobs, job.continues
-                )
+                    job.prompt, job.config, job.seed, True, job.salt, job.logit_bias, job.prompt_logprobs,
+                    job.continues, hides_stop_token=True,
+                )  # fmt: skip
                 job.admitted = time.perf_counter()
                 self._running[job.request] = job
             except Exception as error:  # caused by this job

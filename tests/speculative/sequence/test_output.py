@@ -1,5 +1,6 @@
 """What a request's result records of each step."""
 
+import pytest
 from openvino_genai import GenerationConfig
 
 from speculative.sampling.params import SamplingParams
@@ -9,9 +10,9 @@ from speculative.sequence.result import Step
 LETTERS = "abcdefgh"
 
 
-def processor(**config):
+def processor(hides_stop_token=False, **config):
     params = SamplingParams.resolve(GenerationConfig(max_new_tokens=50, **config))
-    return OutputProcessor(params, lambda ids: "".join(LETTERS[i] for i in ids))
+    return OutputProcessor(params, lambda ids: "".join(LETTERS[i] for i in ids), hides_stop_token=hides_stop_token)
 
 
 def test_tokens_after_a_stop_string_are_not_counted():
@@ -24,6 +25,19 @@ def test_tokens_after_a_stop_string_are_not_counted():
     assert tokens == [2, 3] and result.tokens == [0, 1, 2, 3] and result.finish_reason == "stop"
     assert (result.proposed, result.accepted, result.gained) == ([4], [2], [2])
     assert result.from_draft == [False, False, True, True] and result.text == "abcd"
+
+
+@pytest.mark.parametrize("stops", [set(), {"z"}])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_can_be_hidden(stops, include):
+    config = {"stop_strings": stops, "include_stop_str_in_output": include, "stop_token_ids": {3}}
+    output = processor(hides_stop_token=True, **config)
+    output.take(Step([0, 1], 0, 0))
+    output.take(Step([2, 3], 1, 1))
+    output.end()
+    result = output.result
+    assert result.text == ("abcd" if include else "abc") and result.finish_reason == "stop"
+    assert result.tokens == [0, 1, 2, 3] and result.gained == [2]
 
 
 def test_without_a_stop_string_all_tokens_are_counted():
