@@ -445,6 +445,10 @@ def test_prompt_and_answer_may_fill_the_context(api):
     assert refused(api, {**asked, "max_tokens": 25})["code"] == "context_length_exceeded"
 
 
+def test_a_min_p_just_below_1_leaves_the_most_probable_token(api):
+    assert texts(answered(api, {**ONE, "temperature": 1, "min_p": 1 - 1e-12})) == texts(answered(api, ONE))
+
+
 def test_stop_tokens_of_a_request_end_its_text(api, decoder):
     tokens = ids_of(decoder, "def f(" + texts(answered(api, ONE))[0])[len(ids_of(decoder, "def f(")) :].tolist()
     asked = {**ONE, "stop_token_ids": [tokens[3]], "ignore_eos": True}

@@ -21,6 +21,7 @@ from speculative.serving.api.tool_calls import ToolFormat
 MOST_TEXTS = 128  # as n in the API; and prompts of a request
 MOST_LOGPROBS = 20  # most probable tokens at each place
 MOST_BIASES = 1024
+MOST_MIN_P = 1 - 2**-24  # the largest float32 below 1
 SEED_BITS = 2**64 - 1  # maps the API's seeds, which may be negative, to unsigned ones
 TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
 TokenId = Annotated[int, Field(ge=0, lt=10**9)]
@@ -158,7 +159,7 @@ class BaseRequest(ApiObject):
             config.top_p = max(1.0 if self.top_p is None else self.top_p, 1e-9)  # smaller values are 0 in float32
             if self.top_k is not None:
                 config.top_k = self.top_k
-            config.min_p = self.min_p or 0.0
+            config.min_p = min(self.min_p or 0.0, MOST_MIN_P)
         config.repetition_penalty = self.repetition_penalty or 1.0
         config.frequency_penalty = self.frequency_penalty or 0.0
         config.presence_penalty = self.presence_penalty or 0.0
