@@ -100,11 +100,13 @@ def test_a_text_is_parsed_into_an_object(client):
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
-def test_what_changes_no_text_passes(api):
+@pytest.mark.parametrize("more", [{"reasoning": None}, {"reasoning": {"effort": None, "summary": None}, "top_k": 0},
+                                  {"reasoning": {}, "top_k": -1}])  # fmt: skip
+def test_what_changes_no_text_passes(api, more):
     labels = {"metadata": {"a": "b"}, "user": "u", "store": False, "include": [], "tools": [], "truncation": "disabled",
-              "background": False, "reasoning": None, "previous_response_id": None, "text": {}, "service_tier": "auto",
+              "background": False, "previous_response_id": None, "text": {}, "service_tier": "auto",
               "parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}  # fmt: skip
-    answers = [post(api, {"input": QUESTION, **more}) for more in (labels, {})]
+    answers = [post(api, {"input": QUESTION, **sent}) for sent in ({**labels, **more}, {})]
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
     assert len({answer.json()["output"][0]["content"][0]["text"] for answer in answers}) == 1
 
@@ -125,6 +127,7 @@ def test_what_changes_no_text_passes(api):
             "input",
             "item 0.index: unknown",
         ),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "only null is supported"),
         ({"max_output_tokens": 401}, "max_output_tokens", "at most 400 are allowed"),
         ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
         ({"background": True}, "background", "only false is supported"),

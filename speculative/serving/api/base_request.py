@@ -76,6 +76,9 @@ def all_tokens(top_k: Any) -> Any:
     return None if top_k in (0, -1) else top_k
 
 
+TopK = Annotated[int | None, Field(ge=1, le=2**31), BeforeValidator(all_tokens)]
+
+
 class BaseRequest(ApiObject):
     """The fields that chat completions and text completions share."""
 
@@ -117,7 +120,7 @@ class BaseRequest(ApiObject):
     logit_bias: Annotated[dict[int, float], BeforeValidator(biases), WithJsonSchema(BIASES)] = Field({})
     prompt_cache_key: str | None = None  # prefix-cache entries are shared only by requests with the same key
     # extensions, named as in vLLM
-    top_k: Annotated[int | None, BeforeValidator(all_tokens)] = Field(None, ge=1, le=2**31)
+    top_k: TopK = None
     min_p: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     ignore_eos: bool | None = None

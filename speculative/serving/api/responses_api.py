@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from speculative.serving.api.api_object import LABEL, ApiObject
+from speculative.serving.api.base_request import TopK
 from speculative.serving.api.chat_completions import ChatCompletionRequest
 from speculative.serving.api.errors import described
 from speculative.serving.api.structured_output import Schema, Structure
@@ -207,6 +208,12 @@ class ResponsesStreamOptions(ApiObject):
     include_obfuscation: bool | None = None  # accepted, but nothing is obfuscated
 
 
+class Reasoning(ApiObject):
+    """Not served: only nulls are accepted."""
+
+    off: ClassVar[dict[str, tuple]] = dict.fromkeys(("effort", "generate_summary", "summary"), (None,))
+
+
 class ResponsesChat(ChatCompletionRequest):
     """A request of /v1/responses as a chat completion, whose errors name the parameters of the former."""
 
@@ -225,7 +232,6 @@ class ResponsesRequest(ApiObject):
         "max_tool_calls": LABEL,  # of OpenAI's own tools, which are not served
         "metadata": LABEL,
         "prompt_cache_retention": LABEL,
-        "reasoning": ({},),
         "safety_identifier": LABEL,
         "service_tier": LABEL,
         "top_logprobs": (0,),
@@ -240,6 +246,7 @@ class ResponsesRequest(ApiObject):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     tools: Annotated[list[ResponsesTool], FailFast()] = Field([], max_length=MOST_TOOLS)
     tool_choice: Annotated[
         str | NamedFunction, BeforeValidator(chosen), WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, NAMED]})
@@ -252,7 +259,7 @@ class ResponsesRequest(ApiObject):
     prompt_cache_key: str | None = None
     # extensions
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    top_k: int | None = Field(None, ge=1, le=2**31)
+    top_k: TopK = None
 
     @field_validator("store")
     @classmethod
