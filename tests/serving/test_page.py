@@ -1,6 +1,7 @@
 """The page at /: in an installed browser, against the server's application over the real engine."""
 
 import re
+import threading
 import time
 
 import httpx
@@ -10,7 +11,7 @@ from openvino_genai import ChatHistory
 from speculative.serving.http.middleware import digest
 from tests.support.page_checks import BEYOND, CONTRAST
 from tests.support.serving import PLAIN, Api
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 PHONE, DESK = 360, 1280
 ASKED = "Write a class for a stack."
@@ -164,6 +165,23 @@ def test_who_reads_above_stays_there_when_the_answer_ends(api, show, slow):
     log.evaluate("log => { log.scrollTop = 0; }")
     page.locator(".figures").nth(1).wait_for()
     assert log.evaluate("log => log.scrollTop") == 0
+
+
+def test_what_is_typed_before_the_answer_begins_stays(api, show, monkeypatch):
+    typed, encode = threading.Event(), api.engine.decoder.encode
+
+    def waiting(*arguments):
+        typed.wait(PATIENCE)
+        return encode(*arguments)
+
+    monkeypatch.setattr(api.engine.decoder, "encode", waiting)
+    page = show(api)
+    page.locator("#message").fill(ASKED)
+    page.keyboard.press("Enter")
+    page.locator("#message").fill("And a queue.")
+    typed.set()
+    page.locator(".figures").wait_for()
+    assert page.locator("#message").input_value() == "And a queue."
 
 
 def test_a_refusal_is_shown_in_words_and_the_message_stays(api, show):
