@@ -208,6 +208,11 @@ def test_a_key_is_asked_for_only_where_one_is_needed(api, decoder, show):
         page.locator("#message").fill(ASKED)
         page.keyboard.press("Enter")
         wait_until(lambda: guarded.counts.outcomes.count("refused_401") == 2, "the wrong key is refused")
+        page.locator("#key").fill("on–e")
+        page.locator("#message").focus()
+        page.keyboard.press("Enter")
+        page.get_by_text('The API key is wrong: it has the character "–"').wait_for()
+        assert page.evaluate("document.activeElement.id") == "key"
         ask(page, key="one")
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
