@@ -319,7 +319,7 @@ def measured_costs(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
             costs = measuring.measure(decoder, numbered, tokens)
     if load.sentence:
         print(f"note: {load.sentence}", file=sys.stderr)
-    return costs, {**environment(arguments, load), "max_new_tokens": tokens}
+    return costs, {**environment(arguments, load), "max_new_tokens": tokens, "context": decoder.main.context}
 
 
 def costs_of(arguments: argparse.Namespace) -> tuple[Costs, Drawn]:
@@ -419,6 +419,9 @@ def main() -> int:
         costs, measured = costs_of(arguments)
         goals = Goals(arguments.ttft_goal, arguments.tpot_goal, arguments.percentile)
         workload = workload_of(arguments, costs, measured)
+        if context := measured.get("context"):  # not in files of earlier versions
+            with exit_on(ValueError, status=2):
+                workload.check(context)
         planner = Planner(costs, workload, goals, arguments.routing, arguments.requests, arguments.seed)
         all_settings = [
             Settings(with_draft, n, arguments.max_queue, arguments.cache_tokens)

@@ -44,6 +44,7 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     for key in ("rows", "plans", "drafting", "workload", "goals", "summary"):
         assert read[key] == measured[key]
     assert read["environment"]["measured"] == measured["environment"]["measured"]
+    assert read["environment"]["measured"]["context"] == 1024
     several = as_result(run_here(PROGRAM, "--costs", saved, saved, *arguments))
     assert several["rows"] == measured["rows"]
     kept, _ = Costs.read(saved)
@@ -116,6 +117,23 @@ def test_a_trace_has_its_own_rate(run_here, costs, tmp_path):
     result = as_result(run_here(PROGRAM, "--costs", costs, "--trace", tmp_path / "trace.jsonl", *QUICK))
     assert [plan["rate"] for plan in result["plans"]] == [4.0, 4.0]
     assert result["workload"]["output_tokens"] == "as in the trace"
+
+
+@pytest.mark.parametrize("given", [("--prompt-tokens", "101"), ("--prompt-tokens", "uniform:9:101"), ("--trace", None)])
+def test_requests_longer_than_the_context_are_refused(run_here, tmp_path, given):
+    """The server would refuse them. Costs of earlier versions have no context."""
+    (tmp_path / "trace.jsonl").write_text(
+        LINE + '{"arrival": 1, "prompt_tokens": 58, "output_tokens": 59}', encoding="utf-8"
+    )
+    given = [part or tmp_path / "trace.jsonl" for part in given]
+    for facts in ({}, {"context": 116}, {"context": 117}):
+        COSTS.save(tmp_path / "costs.json", {"max_new_tokens": 16, **facts})
+        process = run_here(PROGRAM, "--costs", tmp_path / "costs.json", "--rate", "1", *QUICK, *given)
+        if facts.get("context") == 116:
+            assert process.returncode == 2 and process.stdout == ""
+            assert "tokens, but the context of the main model only 116: give shorter ones" in process.stderr
+        else:
+            as_result(process)
 
 
 def test_goals_out_of_reach_are_no_error(run_here, costs):

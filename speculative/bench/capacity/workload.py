@@ -37,6 +37,11 @@ class Lengths(NamedTuple):
     kind: str
     parameters: tuple[float, ...]
 
+    @property
+    def most(self) -> int:
+        """The largest number of tokens; of a distribution without one, its mean or median."""
+        return int(self.parameters[1 if self.kind == "uniform" else 0])
+
     def draw(self, random: np.random.Generator) -> int:
         """A number of tokens, at least 1."""
         first, *rest = self.parameters
@@ -147,6 +152,16 @@ class Workload:
     def trace_rate(self) -> float:
         """Requests per second of the trace."""
         return (len(self.trace) - 1) / self.trace[-1].arrival
+
+    def check(self, context: int) -> None:
+        """Raise ValueError if a server of a model with `context` tokens would refuse requests for their lengths."""
+        prompt = self.prompt.most if isinstance(self.prompt, Lengths) else max(self.prompt)
+        longest = max((one.prompt + one.output for one in self.trace), default=prompt + self.output.most)
+        if longest > context:
+            raise ValueError(
+                f"prompt and answer have up to {longest} tokens, but the context of the main model only {context}: "
+                "give shorter ones"
+            )
 
     def arrivals(self, rate: float, count: int, random: np.random.Generator, seen: float = 1.0) -> "Arrivals":
         """`count` requests that arrive `rate` times per second; those of a trace, stretched to that rate. `seen`: the
