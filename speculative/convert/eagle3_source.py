@@ -89,7 +89,7 @@ def head_config(head: Source) -> dict:
 
 def refuse_incomplete(names: set[str], config: dict, given: str) -> None:
     """Raise ConvertError if a checkpoint with tensors of these `names` lacks one: it would be exported at random."""
-    known = {LAYER.sub("midlayer.", name).removeprefix("model.") for name in names}
+    known = {name.removeprefix("model.") for name in names}
     reduced = config["draft_vocab_size"] != config.get("vocab_size")
     if missing := sorted((REQUIRED | ({"d2t"} if reduced else set())) - known):
         raise ConvertError(
@@ -104,6 +104,9 @@ def stage(head: Source, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     for path in sorted(path for pattern in patterns for path in head.folder.glob(pattern)):
+        if path.suffix == ".json":
+            _rename_index(path, folder / path.name)
+            continue
         if any(LAYER.match(name) for name in _header(path)[0]):
             _rename_tensors(path, folder / path.name)
             continue
@@ -114,8 +117,8 @@ def stage(head: Source, folder: Path) -> None:
 
 
 def safetensors_names(folder: Path) -> set[str]:
-    """The names of all tensors in a checkpoint's safetensors files."""
-    return {name for path in folder.glob("*.safetensors") for name in _header(path)[0]}
+    """The names of all tensors in a checkpoint's safetensors files, as in EAGLE's format."""
+    return {LAYER.sub("midlayer.", name) for path in folder.glob("*.safetensors") for name in _header(path)[0]}
 
 
 def _layers(head: Source, main: Source, count: int | None) -> list[int]:
@@ -155,6 +158,13 @@ def _header(path: Path) -> tuple[dict, int]:
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return header, 8 + size
+
+
+def _rename_index(path: Path, target: Path) -> None:
+    """Copy an index of weight shards with the names of EAGLE's format, by which transformers loads the tensors."""
+    index = json.loads(path.read_text(encoding="utf-8"))
+    index["weight_map"] = {LAYER.sub("midlayer.", name): file for name, file in index["weight_map"].items()}
+    target.write_text(json.dumps(index), encoding="utf-8", newline="\n")
 
 
 def _rename_tensors(path: Path, target: Path) -> None:

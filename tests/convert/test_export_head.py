@@ -16,7 +16,8 @@ from speculative.models.eagle3_graph import check_head
 from tests.support.later import Later, torch, transformers
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_eagle3_head, train_tokenizer
 
-safetensors = Later("safetensors.torch")
+huggingface_hub, safetensors = Later("huggingface_hub"), Later("safetensors.torch")
+patched = Later("optimum.exporters.openvino.model_patcher")
 LAYERS = (1, 3, 4)  # 1, N/2 - 1, N - 4 of 8
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\nraise SystemExit\n"
 
@@ -81,7 +82,8 @@ def succeeded(status):
     assert status == 0
 
 
-def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
+@pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
+def test_a_head_of_speculators_is_staged_as_one_of_eagle(shard_size, checkpoints, tmp_path):
     config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))
     drafted = config.pop("draft_vocab_size")
     del config["architectures"]
@@ -90,7 +92,8 @@ def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
     tensors = safetensors.load_file(checkpoints / "head/model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     assert renamed.keys() != tensors.keys()
-    safetensors.save_file(renamed, folder / "model.safetensors")
+    huggingface_hub.save_torch_state_dict(renamed, folder, max_shard_size=shard_size)
+    assert (folder / "model.safetensors").exists() == (shard_size > sum(tensor.nbytes for tensor in renamed.values()))
     nested = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": drafted, "norm_before_residual": False}
     nested |= {"transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     (folder / "config.json").write_text(json.dumps(nested), encoding="utf-8")
@@ -98,8 +101,9 @@ def test_a_head_of_speculators_is_staged_as_one_of_eagle(checkpoints, tmp_path):
     head, main = open_source(str(folder), None), open_source(str(checkpoints / "main"), None)
     assert head.is_head and eagle3_source.check_fit(head, main) == list(LAYERS)
     eagle3_source.stage(head, tmp_path / "staged")
-    staged = safetensors.load_file(tmp_path / "staged/model.safetensors")
-    assert staged.keys() == tensors.keys()
+    exported = patched.LlamaEagle3ForCausalLM.from_pretrained(tmp_path / "staged").state_dict()
+    staged = {name.removeprefix("model."): tensor for name, tensor in exported.items()}
+    assert staged.keys() == {*tensors, "embed_tokens.weight"}
     assert all(torch.equal(staged[name], tensors[name]) for name in tensors)
     made = json.loads((tmp_path / "staged/config.json").read_text(encoding="utf-8"))
     assert made["architectures"] == ["LlamaForCausalLMEagle3"] and made["draft_vocab_size"] == drafted
