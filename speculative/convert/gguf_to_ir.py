@@ -22,6 +22,7 @@ from speculative.convert.program import run_child
 from speculative.models import gguf_file
 
 BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0
+WRITERS_OWN = ("general.file_type", "general.alignment")  # what the writer of a copy chooses itself
 
 
 def convert(path: Path, folder: Path, weight_format: str | None) -> None:
@@ -70,7 +71,7 @@ def recode(path: Path, target: Path, kind: str) -> None:
     writer = gguf.GGUFWriter(target, "")  # the architecture is one of the keys
     writer.kv_data[0].clear()
     for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.file_type":
+        if not name.startswith("GGUF.") and name not in WRITERS_OWN:
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])  # GenAI's reader takes no scales of a file in F16
     chosen = {}

@@ -234,10 +234,10 @@ def test_f16_weights_can_be_compressed(written, tmp_path):
     assert 0 < difference < 0.05 * np.abs(logits(tmp_path / "fp16")).max()
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0"])
-def test_other_weights_are_decoded_exactly_first(kind, written, checkpoints, tmp_path):
-    """Of a kind that GenAI's reader knows, and of one that it does not."""
-    path = written(kind)
+@pytest.mark.parametrize(("kind", "alignment"), [("Q4_1", 32), ("Q5_0", 32), ("Q8_0", 4096)])
+def test_other_weights_are_decoded_exactly_first(kind, alignment, written, checkpoints, tmp_path):
+    """Of a kind that GenAI's reader knows, and of one that it does not; wherever the tensors begin."""
+    path = written(kind, metadata={"general.alignment": alignment})
     gguf_to_ir.convert(path, tmp_path / "ir", "fp16")
     with torch.no_grad():
         expected = dequantized(checkpoints / "main", kind)(torch.from_numpy(IDS)).logits.numpy()

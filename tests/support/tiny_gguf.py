@@ -75,6 +75,8 @@ def quantized(weight: np.ndarray, type_: GGMLQuantizationType) -> np.ndarray:
 
 
 def add(writer: GGUFWriter, key: str, value: object) -> None:
+    if key == "general.alignment":  # also of what the writer writes
+        writer.data_alignment = value
     for kind, name in ((bool, "bool"), (int, "uint32"), (float, "float32"), (str, "string"), (list, "array")):
         if isinstance(value, kind):
             getattr(writer, f"add_{name}")(key, value)
