@@ -294,16 +294,23 @@ def check_sources(sources: dict[str, source.Source], options: argparse.Namespace
     if draft and not draft.is_gguf and is_head(draft.folder):
         options.halves["draft"].layers = eagle3_source.check_fit(draft, main)
     elif draft:
-        if options.draft_from_main and main.gguf and not options.halves["main"].weight_format_given:
-            refuse_equal_weights(main, options.halves["draft"].weight_format)
+        if options.draft_from_main:
+            refuse_equal_weights(main, options)
         check = check_pair(main.path, draft.path, npu=options.device == "NPU")
         refuse_unsound(check, "before exporting", options.other_tokenizer)
 
 
-def refuse_equal_weights(main: source.Source, draft_format: str) -> None:
-    """Raise ConvertError unless a draft in this format is smaller than a GGUF file that keeps its own."""
-    assert main.gguf
-    file = gguf_source.open_file(main.gguf)
+def refuse_equal_weights(main: source.Source, options: argparse.Namespace) -> None:
+    """Raise ConvertError if the main model keeps its weights, and a draft made from it would not be smaller."""
+    if main.is_ir:
+        raise ConvertError(
+            f"--draft-from-main would make a draft as large as the main model: {main.given} is OpenVINO IR, which is "
+            "copied unchanged; give its Hugging Face checkpoint as MAIN, or a DRAFT",
+            2,
+        )
+    if not main.gguf or options.halves["main"].weight_format_given:
+        return
+    file, draft_format = gguf_source.open_file(main.gguf), options.halves["draft"].weight_format
     if gguf_source.bits(file) <= GGUF_BITS.get(draft_format, 16):
         raise ConvertError(
             f"--draft-from-main would make a draft as large as the main model: {main.given} keeps its "

@@ -249,6 +249,12 @@ def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, 
     assert described["draft"]["bytes"] < described["main"]["bytes"]
 
 
+def test_a_draft_from_main_is_not_made_of_ir(refuses, irs, tmp_path):
+    message = refuses(2, irs / "main", tmp_path / "pair", "--draft-from-main", "--weight-format", "fp16")
+    assert "is OpenVINO IR, which is copied unchanged; give its Hugging Face checkpoint as MAIN" in message
+    assert not any(tmp_path.iterdir())
+
+
 def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
     command = [*map(str, pair_of(irs)), str(tmp_path / "pair")]
     for more, copied in (([], 2), ([], 0), (["--force"], 2)):
