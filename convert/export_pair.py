@@ -523,7 +523,7 @@ def make_half(half: str, model: source.Source, asked: dict, folder: PairFolder, 
             print(f"{half}: {optimum_cli.shown(run)}", flush=True)
             start = optimum_cli.run_head if model.is_head else optimum_cli.run
             start(run, folder.log(half), folder.temporary, options.verbose)
-            use_given_name(output / "openvino_config.json", path, model.given)
+            optimum_cli.use_given_name(output / "openvino_config.json", path, model.given)
             command = optimum_cli.shown(made)
         record = {
             **asked,
@@ -561,13 +561,6 @@ def convert_gguf(
     run = gguf_source.command(str(gguf), str(output), arguments)
     Child("GenAI's GGUF reader", run[1:], folder.log(half), folder.temporary, options.verbose, "converting", 1).run()
     return optimum_cli.shown(gguf_source.command(shown_path, half, arguments))
-
-
-def use_given_name(config: Path, path: str, given: str) -> None:
-    """Replace the source path that optimum-cli writes to openvino_config.json by what the user typed."""
-    if config.is_file() and path != given:
-        text = config.read_text(encoding="utf-8")
-        config.write_text(text.replace(path, given), encoding="utf-8", newline="\n")
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ gets a copy of the checkpoint without its Python files.
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -36,8 +37,8 @@ def convert(checkpoint: Path, folder: Path, layers: list[int], options: list[str
         _save(exported, folder, layers)
         for name in COPIED:
             if (exported / name).is_file():
-                text = (exported / name).read_text(encoding="utf-8").replace(str(staged), str(checkpoint))
-                (folder / name).write_text(text, encoding="utf-8", newline="\n")
+                shutil.copyfile(exported / name, folder / name)
+                optimum_cli.use_given_name(folder / name, str(staged), str(checkpoint))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)  # a path on this machine, to code of optimum-intel
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")

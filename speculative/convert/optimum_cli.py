@@ -1,6 +1,7 @@
 """Runs `optimum-cli export openvino`: its arguments and their requirements."""
 
 import importlib.util
+import json
 import os
 import shlex
 import subprocess
@@ -90,6 +91,14 @@ def run_head(typed: list[str], log: Path, temporary: Path, verbose: bool) -> Non
     """As `run`, for the command of an EAGLE-3 head. transformers copies optimum-intel's class to a temporary folder."""
     child = Child("optimum-cli", typed[1:], log, temporary, verbose)
     child.run({"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(temporary / "modules")})
+
+
+def use_given_name(config: Path, path: str, given: str) -> None:
+    """Replace the source path that optimum-cli writes to a config file, if there is one, by what the user typed."""
+    if config.is_file():
+        value, named = (f": {json.dumps(name)}" for name in (path, given))
+        text = config.read_text(encoding="utf-8").replace(value, named)
+        config.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _needs_hub(typed: list[str]) -> bool:

@@ -104,6 +104,17 @@ def test_a_pair_is_exported_checked_and_described(checkpoints, optimum_runs, tmp
     assert pipeline.generate("def", max_new_tokens=8, num_assistant_tokens=3)
 
 
+def test_configs_name_the_source_as_it_was_typed_and_are_otherwise_those_of_optimum_cli(
+    checkpoints, irs, optimum_runs, tmp_path, monkeypatch
+):
+    """The folder has the name of a part of a key of the config (`save_onnx_model`)."""
+    shutil.copytree(checkpoints / "draft", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert export_pair.main([str(irs / "main"), "model/", "pair"]) == 0
+    config = json.loads(Path("pair/draft/openvino_config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["tokenizer"] == "model/" and "save_onnx_model" in config
+
+
 def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum_runs, tmp_path, capsys):
     pair = tmp_path / "pair"
     sources = shutil.copytree(checkpoints, tmp_path / "sources")
