@@ -26,6 +26,11 @@ from speculative.pair.model_info import is_checkpoint, is_ir
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 READ_BY_EXPORT = {".json", ".safetensors", ".bin", ".model", ".txt", ".py", ".jinja", ".tiktoken", ".xml"}
 NOT_NEEDED = ["*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.tflite", "original/*", "metal/*"]
+WEIGHTS = (  # transformers reads the first of these that there is
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,27 @@ def _require_model(source: Source) -> None:
         raise ConvertError(f"{source.given}/config.json is corrupt ({error}); copy or download it again") from error
     for path in folder.glob("*.safetensors"):
         _tensor_sizes(path)
+    _require_shards(source)
+    if not source.is_head and not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        raise ConvertError(f"{source.given} has no tokenizer (tokenizer.json); copy it from the model's repository")
+
+
+def _require_shards(source: Source) -> None:
+    """Raise ConvertError if transformers would read the weights by an index that is corrupt, or lists missing files."""
+    first = next((name for name in WEIGHTS if (source.folder / name).is_file()), "")
+    if not first.endswith(".json"):
+        return
+    try:
+        index = json.loads((source.folder / first).read_text(encoding="utf-8"))
+        shards = sorted(set(index["weight_map"].values()))
+        missing = [shard for shard in shards if not (source.folder / shard).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{source.given}/{first} is no index of weight files; copy or download it again") from error
+    if missing:
+        raise ConvertError(
+            f"{source.given} lacks {missing[0]} ({len(missing)} of {len(shards)} files of weights are missing); copy "
+            "or download it again"
+        )
 
 
 def _download(repository: str, revision: str | None) -> Path:

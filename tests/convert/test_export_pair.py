@@ -461,6 +461,29 @@ def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, t
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
+def test_a_checkpoint_with_missing_files_is_refused_before_any_export(refuses, checkpoints, tmp_path):
+    broken = shutil.copytree(checkpoints, tmp_path / "broken")
+    draft = broken / "draft"
+    transformers.AutoModelForCausalLM.from_pretrained(draft).save_pretrained(draft, max_shard_size="20KB")
+    (draft / "model.safetensors").unlink()
+    assert export_pair.main([*map(str, pair_of(broken)), str(tmp_path / "pair"), "--dry-run"]) == 0
+    first, *others = sorted(draft.glob("model-*.safetensors"))
+    first.unlink()
+    message = refuses(1, *pair_of(broken), tmp_path / "pair")
+    assert f"draft lacks {first.name} (1 of {1 + len(others)} files of weights are missing); copy or" in message
+    (draft / "model.safetensors.index.json").write_text('{"weight_map": []}', encoding="utf-8")
+    assert "draft/model.safetensors.index.json is no index of weight files" in refuses(
+        1, *pair_of(broken), tmp_path / "pair"
+    )
+    shutil.copy(checkpoints / "draft/model.safetensors", draft)  # which transformers prefers
+    assert export_pair.main([*map(str, pair_of(broken)), str(tmp_path / "pair"), "--dry-run"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (draft / name).unlink()
+    message = refuses(1, *pair_of(broken), tmp_path / "pair")
+    assert "draft has no tokenizer (tokenizer.json); copy it from the model's repository" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
 def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkpoints, irs, tmp_path):
     other = train_tokenizer(vocab_size=300)
     checkpoint = save_checkpoint("llama", "draft", other, tmp_path / "checkpoint")
