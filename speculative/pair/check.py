@@ -257,11 +257,12 @@ def _compare_rules(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
 
 
 def _compare_special_tokens(main: ModelFacts, draft: ModelFacts) -> Iterator[Finding]:
-    different = [name for name in main.special_ids if main.special_ids[name] != draft.special_ids.get(name)]
-    if not main.special_ids or not draft.special_ids:
+    both = [name for name in main.special_ids if name in draft.special_ids]
+    different = [name for name in both if main.special_ids[name] != draft.special_ids[name]]
+    if not both:
         return
     if not different:
-        shown = ", ".join(f"{name} {main.special_ids[name]}" for name in main.special_ids)
+        shown = ", ".join(f"{name} {main.special_ids[name]}" for name in both)
         yield Finding("ok", "special tokens", f"the same ids in both ({shown})")
         return
     shown = "; ".join(

@@ -58,7 +58,7 @@ class ModelFacts:
     tokens: dict[int, bytes] = field(default_factory=dict)  # token id -> token, as the tokenizer spells it
     vocabulary: Vocabulary | None = None  # of these tokens; IR only
     rules: TokenizerRules | None = None
-    special_ids: dict[str, int | None] = field(default_factory=dict)  # bos, eos, pad
+    special_ids: dict[str, int | None] = field(default_factory=dict)  # of bos, eos, pad; without those not known
     encode: Callable[[list[str]], list[list[int]]] | None = None  # texts -> token ids of each; IR only
     chat_template: str = ""
     context_length: int | None = None  # tokens
@@ -125,18 +125,20 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
 def checkpoint_facts(folder: Path) -> ModelFacts:
     """Read a Hugging Face checkpoint, or its files in an IR folder. Raises UnusableFolder on a corrupt file."""
     facts = ModelFacts(folder, weight_bytes=_checkpoint_bytes(folder))
-    settings = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    settings: dict = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one counts
+        settings |= _read_json(folder / name) if (folder / name).is_file() else {}
     if (folder / "tokenizer.json").is_file():
         description = _read_json(folder / "tokenizer.json")
         facts.tokens = _tokenizer_tokens(description)
         facts.rules = _tokenizer_rules(description)
         ids = {token.decode(): token_id for token_id, token in facts.tokens.items()}
-        for name in ("bos", "eos", "pad"):
-            token = settings.get(f"{name}_token")
+        special = {name: settings[f"{name}_token"] for name in ("bos", "eos", "pad") if f"{name}_token" in settings}
+        if special.get("pad", "unknown") is None and "eos" in special:  # as GenAI does
+            special["pad"] = special["eos"]
+        for name, token in special.items():
             token = token.get("content") if isinstance(token, dict) else token
             facts.special_ids[name] = ids.get(token) if isinstance(token, str) else None
-        if facts.special_ids["pad"] is None:  # as GenAI does
-            facts.special_ids["pad"] = facts.special_ids["eos"]
     template_file = folder / "chat_template.jinja"
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else settings.get("chat_template")
     facts.chat_template = template if isinstance(template, str) else json.dumps(template) if template else ""

@@ -291,6 +291,19 @@ def test_checkpoints_are_compared_before_their_export(tokenizer, tmp_path):
     assert check_pair(main, draft).sound
 
 
+def test_special_tokens_that_a_checkpoint_does_not_name_are_unknown(tokenizer, tmp_path):
+    """GPT-2's tokenizer has them by its class; its files on the hub name none."""
+    main = save_checkpoint("gpt2", "main", tokenizer, tmp_path / "main")
+    draft = save_checkpoint("gpt2", "draft", tokenizer, tmp_path / "draft")
+    (draft / "tokenizer_config.json").write_text('{"model_max_length": 1024}', encoding="utf-8")
+    assert message(check_pair(main, draft), "special tokens") == "the same ids in both (bos 0, eos 0, pad 0)"
+    change_json(draft / "special_tokens_map.json", bos_token="a")  # which is read, too
+    assert re.match(r"bos is 0 .* in main and \d+ \('a'\) in draft", message(check_pair(main, draft), "special tokens"))
+    (draft / "special_tokens_map.json").unlink()
+    check = check_pair(main, draft)
+    assert check.sound and "special tokens" not in levels(check)
+
+
 def test_a_checkpoint_is_compared_with_ir(ir, tokenizer, tmp_path):
     checkpoint = save_checkpoint("llama", "main", tokenizer, tmp_path)
     assert check_pair(checkpoint, ir).sound
