@@ -17,13 +17,12 @@ split over steps (dynamic_split_fuse is off): with a draft and concurrent reques
 greedy output. An EAGLE-3 draft is served one request at a time, as the server requires, and not on an NPU.
 """
 
-from speculative.cli.ctrl_c import raise_keyboard_interrupt
+from speculative.cli.ctrl_c import raise_on_signals
 
 import argparse
 import ipaddress
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -228,7 +227,6 @@ def report(options: argparse.Namespace, guide: Guide) -> None:
 
 
 if __name__ == "__main__":
-    raise_keyboard_interrupt()
+    raise_on_signals()
     end_with_reader()  # the folder is complete before anything is printed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
     sys.exit(main())

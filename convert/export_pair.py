@@ -16,7 +16,7 @@ OUT_DIR gets main/, draft/, their logs and pair.json (how they were made), all a
 the same command again to resume.
 """
 
-from speculative.cli.ctrl_c import raise_keyboard_interrupt
+from speculative.cli.ctrl_c import raise_on_signals
 
 import argparse
 import importlib.metadata
@@ -24,7 +24,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -579,6 +578,5 @@ def now() -> str:
 
 
 if __name__ == "__main__":
-    raise_keyboard_interrupt()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child is ended and temporary folders removed
+    raise_on_signals()
     sys.exit(main())

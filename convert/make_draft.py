@@ -27,13 +27,12 @@ states and the training state; it may be removed afterwards. Run an interrupted 
 --minutes continues the training.
 """
 
-from speculative.cli.ctrl_c import raise_keyboard_interrupt
+from speculative.cli.ctrl_c import raise_on_signals
 
 import argparse
 import importlib.util
 import math
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -125,6 +124,5 @@ def require_torch(device: str) -> None:
 
 
 if __name__ == "__main__":
-    raise_keyboard_interrupt()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is running is saved
+    raise_on_signals()
     sys.exit(main())

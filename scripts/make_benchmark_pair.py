@@ -22,7 +22,7 @@ at --temperature (where the same draft has a lower rate), on the held-out prompt
 Prints a summary, then one JSON object on the last line, which is also saved as OUT/pair.json.
 """
 
-from speculative.cli.ctrl_c import raise_keyboard_interrupt
+from speculative.cli.ctrl_c import raise_on_signals
 
 import argparse
 import functools
@@ -476,5 +476,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise_keyboard_interrupt()
+    raise_on_signals()
     sys.exit(main())

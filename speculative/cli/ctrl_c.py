@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 
 from speculative.cli.processes import ctrl_c_raises
@@ -53,6 +54,16 @@ class CtrlC:
 ctrl_c = CtrlC()
 
 
-def raise_keyboard_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt from now on, so that unfinished work can be cleaned up."""
+def raise_on_signals() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt, and SIGTERM and the SIGHUP of a closed terminal raise SystemExit, so
+    that unfinished work can be cleaned up. SIGHUP stays ignored after `nohup`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a terminal and its shell both send SIGHUP: do not disturb the cleaning up
+    sys.exit(128 + number)

@@ -1,11 +1,15 @@
-"""Runs a conversion step as a child process, with its progress, log and errors; it never outlives its parent's call."""
+"""Runs a conversion step as a child process, with its progress, log and errors; it never outlives its parent's call.
 
+If the parent is killed, the child keeps the lock of its WorkFolder until it ends.
+"""
+
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +17,7 @@ from speculative.cli.processes import kill_group, own_group, terminate_group
 from speculative.convert.errors import ConvertError
 
 LAST_LINES = 12
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass
@@ -32,27 +36,20 @@ class Child:
         """Run it to its end; raise ConvertError with the last lines of the log if it fails."""
         self.temporary.mkdir(parents=True, exist_ok=True)
         places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self.temporary))
-        arrived: list[int] = []  # signals while the child starts: delayed until it is known and can be ended
-        handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
         child = None
         try:
-            with (Path(os.devnull) if self.verbose else self.log).open("wb") as file:
+            with _signals_wait(), (Path(os.devnull) if self.verbose else self.log).open("wb") as file:
                 child = subprocess.Popen(
                     [sys.executable, *self.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=None if self.verbose else file,
                     stderr=None if self.verbose else subprocess.STDOUT,
                     env={**os.environ, "PYTHONUTF8": "1", **places, **(environment or {})},
+                    close_fds=False,  # of what may be inherited, that is the lock of a WorkFolder
                     **own_group(),
                 )
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            for got in arrived:
-                signal.raise_signal(got)
             self._wait(child)
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             if child:
                 _end(child)
         if child.returncode:
@@ -92,6 +89,20 @@ class Child:
         if status < 0:
             ended = f"was killed by signal {-status} (9 often means out of memory)"
         raise ConvertError(f"{self.name} {ended}; {where}")
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Within the block a child starts: signals come at its end, when the child is known and can be ended."""
+    arrived: list[int] = []
+    handlers = {number: signal.signal(number, lambda got, _: arrived.append(got)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in arrived:
+        signal.raise_signal(number)
 
 
 def _end(child: subprocess.Popen) -> None:

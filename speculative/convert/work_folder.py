@@ -42,7 +42,8 @@ class WorkFolder:
             ) from error
 
     def _lock(self) -> TextIO:
-        """Return the locked lock file. The system releases the lock when this process ends, however it ends."""
+        """Return the locked lock file. The system releases the lock when this process ends, however it ends, and its
+        `Child`, if one outlives it."""
         while True:
             self.work.mkdir(parents=True, exist_ok=True)
             try:
@@ -161,3 +162,4 @@ def _lock_now(file: TextIO) -> None:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.set_inheritable(file.fileno(), True)  # a child that outlives this process still writes here

@@ -658,7 +658,8 @@ def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
 
 
 @posix
-def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGHUP", 129)])
+def test_ctrl_c_and_a_closed_terminal_end_the_export_and_its_child(name, status, checkpoints, irs, tmp_path):
     pair = shutil.copytree(irs, tmp_path / "pair")
     before = everything_in(pair)
     command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
@@ -667,10 +668,10 @@ def test_ctrl_c_ends_the_export_and_its_child(checkpoints, irs, tmp_path):
     assert line.startswith("main: optimum-cli export openvino"), process.communicate()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     child = wait_until(children.read_text).split()[0] if children.exists() else None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(getattr(signal, name))
     _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert error.strip() == "interrupted; run the same command again to resume"
+    assert process.returncode == status
+    assert error.strip() == ("interrupted; run the same command again to resume" if status == 130 else "")
     assert child is None or not Path(f"/proc/{child}").exists()
     assert everything_in(pair) == before
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]

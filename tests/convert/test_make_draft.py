@@ -574,13 +574,13 @@ def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.posix("signals")
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_program_with_what_it_wrote(main, tmp_path, number, status):
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_ends_the_program_with_what_it_wrote(main, tmp_path, name, status):
     texts = tmp_path / "out/work/texts.jsonl"
     command = [sys.executable, str(ROOT / "convert/make_draft.py"), str(main), str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     wait_until(lambda: texts.exists() and texts.stat().st_size, "texts come")
-    process.send_signal(number)
+    process.send_signal(getattr(signal, name))
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == status and "Traceback" not in error, error
     assert status != 130 or error.splitlines()[-1] == "interrupted; run the same command again to resume"

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE", "SIGBREAK") if hasattr(signal, name)]
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGBREAK")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 def run_here(program, *arguments, stdin="", env=None, checkout=ROOT) -> subprocess.CompletedProcess:

@@ -35,6 +35,17 @@ try:
 except KeyboardInterrupt:
     print("stopped", flush=True)
 """
+HANG_UP_TWICE = """
+import os, signal, sys
+from speculative.cli.ctrl_c import raise_on_signals
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+raise_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+finally:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("cleaned up")
+"""
 # A lone surrogate: what a file name that is no UTF-8 becomes in Python.
 PRINT = "from speculative.cli.processes import {0}; {0}(); print('é, π, ' + chr(0xDC80))"
 PRINT_MUCH = "from speculative.cli.processes import {0}; {0}()\nfor _ in range(100_000): print('x' * 100)"
@@ -108,3 +119,12 @@ def test_nothing_else_knows_what_windows_does_otherwise():
     of_a_system = re.compile(r"0x200\b|CREATE_NEW_PROCESS_GROUP|start_new_session|killpg|CTRL_BREAK|SIGPIPE")
     found = {path.name for path in SOURCES if of_a_system.search(path.read_text(encoding="utf-8"))}
     assert found == {"processes.py", "speculative_decoding_lm.py"}  # the latter imports nothing of ours
+
+
+@pytest.mark.posix("signals")
+@pytest.mark.parametrize(("before", "status"), [("SIG_DFL", 129), ("SIG_IGN", 0)])
+def test_a_closed_terminal_ends_a_program_once_and_not_after_nohup(before, status):
+    """The terminal and its shell may both send the signal."""
+    command = [sys.executable, "-c", HANG_UP_TWICE, before]
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENCE, cwd=ROOT)
+    assert (process.returncode, process.stdout, process.stderr) == (status, "cleaned up\n", "")
