@@ -1,7 +1,8 @@
 """Pair folder: atomic installation of OUT_DIR/main, OUT_DIR/draft and OUT_DIR/pair.json.
 
-Everything is created in a hidden folder next to OUT_DIR (`.NAME.unfinished`) and then renamed. A completed half stays
-there until the pair is complete, so that a second run can resume; other files in OUT_DIR are not touched.
+Everything is created in a hidden folder next to OUT_DIR (`.NAME.unfinished`; next to what OUT_DIR links to) and then
+renamed. A completed half stays there until the pair is complete, so that a second run can resume; other files in
+OUT_DIR are not touched.
 """
 
 import contextlib
@@ -31,8 +32,9 @@ class PairFolder(WorkFolder):
     """OUT_DIR and the hidden folder next to it."""
 
     def __init__(self, target: Path):
-        work = target.parent / f".{target.name}.unfinished"
-        super().__init__(target, work, new=work, into=target)
+        place = target.resolve() if target.is_symlink() else target  # its disk may be another one than the link's
+        work = place.parent / f".{place.name}.unfinished"
+        super().__init__(target, work, new=work, into=place)
         self.temporary = self.work / "tmp"
 
     def open(self) -> None:
@@ -145,7 +147,7 @@ class PairFolder(WorkFolder):
         if self.old.is_dir():
             super()._put_back()
             with contextlib.suppress(OSError):  # remove the target if the install created it
-                self.target.rmdir()
+                self.into.rmdir()
 
     def keeps_something(self) -> bool:
         """Whether the folder has anything to resume from, or a log to read."""

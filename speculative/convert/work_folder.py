@@ -30,8 +30,12 @@ class WorkFolder:
     def open(self) -> None:
         """Create the folder, lock it, and undo an interrupted install.
 
-        Raises ConvertError if the disk cannot be written or another process holds the lock.
+        Raises ConvertError if the disk cannot be written or another process holds the lock, or if files cannot be moved
+        from the folder to the target, which is the root of another disk.
         """
+        root = self.target.resolve()
+        if os.path.ismount(root) and not self.work.resolve().is_relative_to(root):
+            raise ConvertError(f"{self.target} is the root of a disk; choose a folder inside it", 2)
         try:
             self._lock_file = self._lock()
             self._put_back()

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -539,6 +540,26 @@ def unprivileged():
         yield
     finally:
         assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
+
+
+@posix
+def test_a_target_may_be_a_link_to_another_disk(irs, tmp_path, capsys):
+    with tempfile.TemporaryDirectory(dir=Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path) as other_disk:
+        pair, place = tmp_path / "pair", Path(other_disk, "place")
+        pair.symlink_to(place)
+        assert export_pair.main([*map(str, pair_of(irs)), str(pair)]) == 0  # which does not exist yet
+        assert f"done: {pair / 'main'}, {pair / 'draft'}" in capsys.readouterr().out
+        assert export_pair.main([*map(str, pair_of(irs)), str(pair), "--force"]) == 0
+        assert everything_in(pair / "main") == everything_in(irs / "main")
+        assert [path.name for path in place.parent.iterdir()] == ["place"]
+        assert pair.is_symlink()
+
+
+@posix
+def test_the_root_of_a_disk_is_no_target():
+    folder = PairFolder(Path("/dev"))
+    with contextlib.closing(folder), pytest.raises(ConvertError, match="/dev is the root of a disk; choose a folder"):
+        folder.open()
 
 
 def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_path):
