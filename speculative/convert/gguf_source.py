@@ -21,6 +21,7 @@ NEEDED_IN_LAYER = (
     *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
     *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
 )
+REORDERED = re.compile(r"attn_[qk]\.bias$")  # in llama's files by pairs of neighbours, like the rows of the weights
 SPLITS_KNOWN = ("qwen2", "smollm", "default")  # rules of splitting text that GenAI's reader has
 FORMATS = {"fp16": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # weight format -> tensor type, which is read exactly
 INSTEAD = "convert the model's original checkpoint instead"
@@ -133,6 +134,8 @@ def _unsupported(file: GgufFile) -> str:
         return f"is a mixture of experts, which GenAI's reader does not know; {INSTEAD}"
     if scaled := _scaled_positions(file):
         return f"has rotary positions ({scaled}) that GenAI's reader ignores, so its text would be wrong; {INSTEAD}"
+    if file.architecture == "llama" and (biases := [name for name in file.tensors if REORDERED.search(name)]):
+        return f"has {biases[0]}, whose values GenAI's reader leaves in another order than the weights'; {INSTEAD}"
     tokenizer = metadata.get("tokenizer.ggml.model", "gpt2")
     if tokenizer != "gpt2":
         return f"has a tokenizer of kind {tokenizer!r}, but GenAI's reader knows 'gpt2' (byte-level BPE); {INSTEAD}"

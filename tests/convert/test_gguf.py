@@ -287,6 +287,7 @@ def test_any_byte_may_be_wrong(written, tmp_path):
         ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
         ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "(rope.scaling.type yarn) that GenAI's reader ignores"),
         ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "(rope_freqs.weight) that GenAI's reader ignores"),
+        ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "has blk.0.attn_q.bias, whose values GenAI's"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count 8 of 16"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "has a tokenizer of kind 'llama'"),
         ({"metadata": {"llama.block_count": 4_000_000_000}}, "says that it has 4,000,000,000 layers, but it has 21"),
