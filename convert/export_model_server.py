@@ -43,6 +43,7 @@ from speculative.convert.model_server_settings import (
     greedy_by_default,
     settings,
 )
+from speculative.convert.optimum_cli import shown
 from speculative.convert.work_folder import recover
 from speculative.models.eagle3_graph import is_head
 from speculative.pair import model_info
@@ -141,9 +142,8 @@ def require_models(pair: Path) -> int | None:
     """The main model's context length. Raises ConvertError if the folder does not have both models."""
     main, draft = pair / "main", pair / "draft"
     if not main.is_dir() or not draft.is_dir():
-        raise ConvertError(
-            f"{pair} has no folders main and draft; create it with: python convert/export_pair.py MAIN DRAFT {pair}", 2
-        )
+        create = shown(["python", "convert/export_pair.py", "MAIN", "DRAFT", str(pair)])
+        raise ConvertError(f"{pair} has no folders main and draft; create it with: {create}", 2)
     try:
         for folder in (main, draft):
             model_info.require_ir(folder, standalone=folder == main)

@@ -282,7 +282,7 @@ def export_pair(options: argparse.Namespace) -> None:
     print(f"done: {', '.join(map(str, made))}, {options.out_dir}/pair.json ({total / 1e6:,.1f} MB)")
     sample = "speculative_sampling_lm.py" if options.other_tokenizer else "speculative_decoding_lm.py"
     sample = sample if len(made) == 2 else "prompt_lookup_decoding_lm.py"
-    print(f'try: python samples/{sample} {" ".join(map(str, made))} "def read_file(path):"')
+    print("try:", optimum_cli.shown(["python", f"samples/{sample}", *map(str, made), "def read_file(path):"]))
 
 
 def check_sources(sources: dict[str, source.Source], options: argparse.Namespace) -> None:

@@ -435,7 +435,9 @@ def test_bad_options_are_named(arguments, words, pair, out, refuses):
 
 
 def test_what_is_no_pair_is_refused(tmp_path, pair, out, other_tokenizer, refuses):
-    assert "has no folders main and draft; create it with: python convert/" in refuses(2, tmp_path / "no", out)
+    message = refuses(2, tmp_path / "no pair", out, "--name", "pair")
+    assert "has no folders main and draft; create it with: python convert/" in message
+    assert re.search("""MAIN DRAFT (['"]).*no pair\\1$""", message)
     assert "has no folders main and draft" in refuses(2, MAIN, out)
     for name in ("openvino_tokenizer.xml", "openvino_tokenizer.bin"):
         (pair / "draft" / name).unlink()

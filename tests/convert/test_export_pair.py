@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -276,6 +277,14 @@ def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
         assert everything_in(tmp_path / "pair" / half) == everything_in(irs / half)
     described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
     assert described["main"]["command"] is None
+
+
+@pytest.mark.posix("a shell")
+def test_the_command_to_try_can_be_pasted(irs, tmp_path, capsys):
+    pair = tmp_path / "a pair"
+    assert export_pair.main([*map(str, pair_of(irs)), str(pair)]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("try: "))
+    assert words == ["python", "samples/speculative_decoding_lm.py", *map(str, pair_of(pair)), "def read_file(path):"]
 
 
 def test_known_pairs_are_complete_and_listed(capsys):
