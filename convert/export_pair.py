@@ -38,7 +38,7 @@ from speculative.convert.pair_folder import HALVES, PairFolder, folder_bytes
 from speculative.models import gguf_file
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.check import PairCheck, check_pair, tokenizer_fingerprint
-from speculative.pair.model_info import UnusableFolder, ir_facts
+from speculative.pair.model_info import UnusableFolder, ir_facts, weight_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -493,7 +493,7 @@ def space_for(model: source.Source, arguments: list[str] | None) -> int:
     weight_format = arguments[arguments.index("--weight-format") + 1] if "--weight-format" in arguments else None
     copies = 2 if model.is_head else 1  # its IR is written once more, with the layers
     return copies * optimum_cli.expected_bytes(
-        source.count_parameters(model.folder), source.weight_bytes(model.folder), weight_format
+        source.count_parameters(model.folder), weight_bytes(model.folder), weight_format
     )
 
 

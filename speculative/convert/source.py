@@ -13,6 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from speculative.convert import gguf_source
@@ -21,11 +22,12 @@ from speculative.convert.errors import ConvertError
 from speculative.error_text import one_line
 from speculative.models import gguf_file
 from speculative.models.eagle3_graph import is_head
-from speculative.pair.model_info import is_checkpoint, is_ir
+from speculative.pair.model_info import is_checkpoint, is_ir, weight_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 READ_BY_EXPORT = {".json", ".safetensors", ".bin", ".model", ".txt", ".py", ".jinja", ".tiktoken", ".xml"}
 NOT_NEEDED = ["*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.tflite", "original/*", "metal/*"]
+SAME_AS_SAFETENSORS = ["pytorch_model*.bin", "consolidated*.safetensors"]  # if there are model*.safetensors
 WEIGHTS = (  # transformers reads the first of these that there is
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -147,8 +149,7 @@ def _require_model(source: Source) -> None:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConvertError(f"{source.given}/config.json is corrupt ({error}); copy or download it again") from error
-    for path in folder.glob("*.safetensors"):
-        _tensor_sizes(path)
+    count_parameters(folder)  # which reads every header
     _require_shards(source)
     if not source.is_head and not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         raise ConvertError(f"{source.given} has no tokenizer (tokenizer.json); copy it from the model's repository")
@@ -185,11 +186,12 @@ def _download(repository: str, revision: str | None) -> Path:
     at = f" at {revision}" if revision else ""
     try:
         information = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=20)
-        _require_space_for_download(repository, {file.rfilename: file.size or 0 for file in information.siblings or []})
+        sizes = {file.rfilename: file.size or 0 for file in information.siblings or []}
+        twice = SAME_AS_SAFETENSORS if any(fnmatch(name, "model*.safetensors") for name in sizes) else []
+        ignored = [*NOT_NEEDED, *twice]
+        needed = huggingface_hub.utils.filter_repo_objects(sizes, ignore_patterns=ignored)
+        _require_space_for_download(repository, {name: sizes[name] for name in needed})
         print(f"downloading {repository}{at} (commit {information.sha})", flush=True)
-        ignored = NOT_NEEDED
-        if any(file.rfilename.endswith(".safetensors") for file in information.siblings or []):
-            ignored = [*NOT_NEEDED, "pytorch_model*.bin"]
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, ignore_patterns=ignored))
     except errors.GatedRepoError:
         raise ConvertError(
@@ -281,15 +283,10 @@ def copy_ir(source: Source, target: Path) -> None:
         ) from error
 
 
-def weight_bytes(folder: Path) -> int:
-    """Size of the weight files in bytes."""
-    return sum(path.stat().st_size for path in _weight_files(folder))
-
-
 def count_parameters(folder: Path) -> int:
     """Number of weights in a checkpoint: exact from safetensors headers, otherwise assuming two bytes each."""
     count = 0
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         count += sum(_tensor_sizes(path)) if path.suffix == ".safetensors" else path.stat().st_size // 2
     return count
 
@@ -321,14 +318,6 @@ def _tensor_sizes(path: Path) -> list[int]:
             elements *= dimension
         sizes.append(elements)
     return sizes
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for pattern in ("*.safetensors", "pytorch_model*.bin", "openvino_model.bin"):
-        files = sorted(folder.glob(pattern))
-        if files:
-            return files
-    return []
 
 
 def _files(folder: Path) -> Iterator[Path]:

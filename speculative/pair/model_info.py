@@ -80,6 +80,19 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(next(folder.glob(name), None) for name in weights)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights of a checkpoint or an IR, without copies of them in Mistral's own format."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "openvino_model.bin"):
+        if files := sorted(folder.glob(pattern)):
+            return [file for file in files if not file.name.startswith("consolidated")] or files
+    return []
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weight files in bytes."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
 def ir_facts(folder: Path) -> ModelFacts:
     """Read an OpenVINO IR folder. Raises UnusableFolder if a part is missing, truncated or corrupt."""
     require_ir(folder)
@@ -124,7 +137,7 @@ def tokenizer_facts(folder: Path) -> ModelFacts:
 
 def checkpoint_facts(folder: Path) -> ModelFacts:
     """Read a Hugging Face checkpoint, or its files in an IR folder. Raises UnusableFolder on a corrupt file."""
-    facts = ModelFacts(folder, weight_bytes=_checkpoint_bytes(folder))
+    facts = ModelFacts(folder, weight_bytes=weight_bytes(folder))
     settings: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second one counts
         settings |= _read_json(folder / name) if (folder / name).is_file() else {}
@@ -309,14 +322,6 @@ def _encode_all(tokenizer: openvino_genai.Tokenizer, texts: list[str]) -> list[l
         rows = zip(encoded.input_ids.data, encoded.attention_mask.data, strict=True)
         encodings += [ids[mask.astype(bool)].tolist() for ids, mask in rows]
     return encodings
-
-
-def _checkpoint_bytes(folder: Path) -> int:
-    for pattern in ("*.safetensors", "pytorch_model*.bin", "openvino_model.bin"):
-        sizes = [path.stat().st_size for path in folder.glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    return 0
 
 
 def _cause(error: Exception) -> str:

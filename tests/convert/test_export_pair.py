@@ -24,9 +24,10 @@ import openvino_genai
 import pytest
 
 from convert import export_pair
-from speculative.convert import optimum_cli
+from speculative.convert import optimum_cli, source
 from speculative.convert.errors import ConvertError
 from speculative.convert.pair_folder import PairFolder
+from speculative.pair.model_info import checkpoint_facts
 from tests.support.later import transformers
 from tests.support.paths import ROOT, everything_in
 from tests.support.tiny_checkpoints import run_optimum_here, save_checkpoint, save_ir, train_tokenizer
@@ -380,7 +381,10 @@ def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypa
 
 def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
     """In child processes, as a user runs it."""
-    monkeypatch.setattr(Hub, "models", {"owner/Tiny-Llama": checkpoints / "main"})
+    repository = shutil.copytree(checkpoints / "main", tmp_path / "repository")
+    for copy in ("consolidated.safetensors", "pytorch_model.bin"):
+        shutil.copy(repository / "model.safetensors", repository / copy)
+    monkeypatch.setattr(Hub, "models", {"owner/Tiny-Llama": repository})
     pair = tmp_path / "pair"
     finished = run(PROGRAM, irs / "main", "owner/Tiny-Llama", pair, env=hub)
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -390,6 +394,16 @@ def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, 
     assert sorted(path.name for path in pair.iterdir()) == ["draft", "draft.log", "main", "pair.json"]
     assert "Applying Weight Compression" in (pair / "draft.log").read_text(encoding="utf-8")
     assert "Applying Weight Compression" not in finished.stdout + finished.stderr
+    downloaded = (tmp_path / "hub").rglob("snapshots/*/*")
+    assert [path.name for path in downloaded if path.suffix in (".safetensors", ".bin")] == ["model.safetensors"]
+
+
+def test_weights_count_once(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints / "main", tmp_path / "main")
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    counts = {source.count_parameters(path) for path in (folder, checkpoints / "main")}
+    sizes = {checkpoint_facts(path).weight_bytes for path in (folder, checkpoints / "main")}
+    assert len(counts) == len(sizes) == 1 and min(counts | sizes) > 0
 
 
 @pytest.mark.parametrize(
