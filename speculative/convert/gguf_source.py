@@ -33,11 +33,11 @@ def find(given: str) -> Path | None:
     Raises ConvertError for a folder with several, or a file that does not exist.
     """
     path = Path(given)
-    if path.suffix == gguf_file.SUFFIX and not path.is_dir():
+    if gguf_file.is_named(path) and not path.is_dir():
         if not path.is_file():
             raise ConvertError(f"there is no file {given}; check its spelling", 2)
         return path
-    files = sorted(path.glob(f"*{gguf_file.SUFFIX}"))
+    files = sorted(file for file in path.glob("*") if gguf_file.is_named(file))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ConvertError(f"{given} holds several GGUF files ({names}); give the path of one", 2)

@@ -105,7 +105,7 @@ class Source:
 
 def is_hub_id(given: str) -> bool:
     """Whether `given` is a hub id: not an existing path or GGUF file, and of the form `name` or `owner/name`."""
-    if Path(given).exists() or given.endswith(gguf_file.SUFFIX):
+    if Path(given).exists() or gguf_file.is_named(Path(given)):
         return False
     return HUB_ID.fullmatch(given) is not None
 

@@ -89,6 +89,11 @@ class GgufFile:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
 
+def is_named(path: Path) -> bool:
+    """Whether a path ends as those of GGUF files do, also in capitals."""
+    return path.suffix.lower() == SUFFIX
+
+
 def read(path: Path) -> GgufFile:
     """Read a file in a fraction of a second. Raises BrokenFile if it is damaged, truncated or no GGUF file."""
     try:

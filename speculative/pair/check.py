@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from speculative.models import gguf_file
 from speculative.models.eagle3_graph import check_head, is_head
-from speculative.models.gguf_file import SUFFIX
 from speculative.models.vocabulary import SAMPLE, SharedTokens
 from speculative.pair.model_info import (
     TEST_TEXT,
@@ -78,7 +78,7 @@ def check_pair(main: Path, draft: Path, *, npu: bool = False, text: str = SAMPLE
     main, draft = Path(main), Path(draft)
     if is_ir(main) and is_ir(draft) and is_head(draft):
         return _check_head(main, draft)
-    ggufs = [folder.suffix == SUFFIX and folder.is_file() for folder in (main, draft)]
+    ggufs = [gguf_file.is_named(folder) and folder.is_file() for folder in (main, draft)]
     unexported = any(ggufs) or any(
         is_checkpoint(folder) and not (folder / "openvino_model.xml").is_file() for folder in (main, draft)
     )

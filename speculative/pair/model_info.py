@@ -188,7 +188,7 @@ def require_ir(folder: Path, *, standalone: bool = True) -> None:
     Raises DamagedFolder, a subclass, if a file is truncated or corrupt. Reads the .xml files, not the weights.
     """
     if not folder.is_dir():
-        if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+        if gguf_file.is_named(folder) and folder.is_file():
             raise UnusableFolder(
                 f"{folder} is a GGUF file, not OpenVINO IR; convert it first: python convert/export_pair.py {folder} "
                 "DRAFT OUT_DIR, or --without-draft instead of DRAFT"

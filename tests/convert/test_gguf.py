@@ -315,15 +315,16 @@ def test_what_genai_does_otherwise_is_said(written):
 
 def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
     two = shutil.copytree(ggufs / "main", tmp_path / "two")
-    shutil.copy(ggufs / "draft.gguf", two)
+    shutil.copy(ggufs / "draft.gguf", two / "DRAFT.GGUF")
     main, draft, out = str(ggufs / "main"), str(ggufs / "draft.gguf"), str(tmp_path / "out")
     for arguments, words in (
-        ([str(two), draft, out], "holds several GGUF files (draft.gguf, main.gguf)"),
+        ([str(two), draft, out], "holds several GGUF files (DRAFT.GGUF, main.gguf)"),
         ([str(tmp_path / "no.gguf"), draft, out], "there is no file"),
         ([main, draft, out, "--draft-weight-format", "nf4"], "become fp16, int8, int4, not nf4"),
         ([main, draft, out, "--for", "NPU"], "an NPU does not take"),
         ([main, draft, out, "--", "--awq"], "--awq is for optimum-cli"),
         ([main, draft, out, "--revision", "main"], "has no revision"),
+        ([str(two / "DRAFT.GGUF"), draft, out, "--for", "NPU"], "an NPU does not take"),
     ):
         assert export_pair.main(arguments) == 2
         error = capsys.readouterr().err
