@@ -160,6 +160,9 @@ def resolve_models(parser: argparse.ArgumentParser, options: argparse.Namespace,
     if options.draft_from_main and options.without_draft:
         parser.error("--draft-from-main and --without-draft exclude each other; give one")
     alone = options.draft_from_main or options.without_draft
+    of_draft = ("draft_weight_format", "draft_args", "draft_revision", "other_tokenizer")
+    if options.without_draft and (useless := [name for name in of_draft if getattr(options, name)]):
+        parser.error(f"--{useless[0].replace('_', '-')} is for a draft; leave it out with --without-draft")
     wanted = [] if pair else ["MAIN"] if alone else ["MAIN", "DRAFT"]
     given = [str(Path("models", options.pair))] if pair and not options.models else options.models
     if len(given) != len(wanted) + 1:

@@ -444,6 +444,8 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
         (["--pair", "nope"], "unknown pair 'nope'; known pairs: smollm2"),
         (["--pair", "gpt2-xl", "--draft-from-main"], "names a draft already"),
         (["main", "out", "--draft-from-main", "--weight-format", "int4"], "smaller than int4"),
+        (["main", "out", "--without-draft", "--draft-weight-format", "int4"], "--draft-weight-format is for a draft;"),
+        (["main", "out", "--without-draft", "--other-tokenizer"], "leave it out with --without-draft"),
         (["main", "draft", "out", "--weight-format", "int3"], "int3"),
         (["main", "draft", "out", "--", "--weight-format", "int4"], "put it before the --"),
         (["main", "draft", "out", "--", "--weight-format=int4"], "put it before the --"),
