@@ -42,8 +42,8 @@ def npu_arguments(weight_format: str, parameters: int, channel_wise: bool, given
         needed = {"--sym": [], "--ratio": ["1.0"], "--group-size": ["-1" if channel_wise else "128"]}
     else:
         raise ConvertError(f"the NPU does not support {weight_format} weights; choose int4, int8 or fp16", 2)
-    added = [part for option, value in needed.items() if option not in given for part in (option, *value)]
-    kept = [option for option in needed if option in given]
+    added = [part for option, value in needed.items() if not names(option, given) for part in (option, *value)]
+    kept = [option for option in needed if names(option, given)]
     sentence = f"for the NPU: {' '.join(added) or 'nothing'} added ({parameters / 1e9:.2g} B parameters)"
     return added, sentence + (f", your own {' '.join(kept)} kept" if kept else "")
 

@@ -176,12 +176,13 @@ def test_backslashes_in_options_are_part_of_paths_on_windows_only(monkeypatch):
 
 def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
-    assert export_pair.main([*arguments, "--", "--group-size", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "# main for the NPU: --sym --ratio 1.0 added" in out
-    assert "your own --group-size kept" in out
-    assert "--weight-format int4 --sym --ratio 1.0 --group-size 64" in out
-    assert "--weight-format int8 --sym --group-size 64" in out
+    for own in (["--group-size", "64"], ["--group-size=64"]):
+        assert export_pair.main([*arguments, "--", *own]) == 0
+        out = capsys.readouterr().out
+        assert "# main for the NPU: --sym --ratio 1.0 added" in out
+        assert "your own --group-size kept" in out
+        assert f"--weight-format int4 --sym --ratio 1.0 {' '.join(own)}" in out
+        assert f"--weight-format int8 --sym {' '.join(own)}" in out
 
     assert export_pair.main(["--pair", "qwen3-8b", "--for", "NPU", "--dry-run"]) == 0
     assert (
