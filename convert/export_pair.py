@@ -450,6 +450,8 @@ def print_commands(options: argparse.Namespace) -> None:
             if given.endswith("-ov"):
                 print(f"# {given} is OpenVINO IR by its name: downloaded and copied to {output}")
                 continue
+            if pinned:
+                print("# give the folder that this prints instead of the hub id below, which means the latest revision")
             arguments = half_arguments(half, options, None)
             if is_head_by_name(given):
                 print(

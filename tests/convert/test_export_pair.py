@@ -158,6 +158,14 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     assert not any(tmp_path.iterdir())  # --dry-run prints only
 
 
+def test_a_dry_run_says_how_optimum_cli_gets_a_revision(irs, tmp_path, capsys):
+    arguments = ["owner/model", str(irs / "draft"), str(tmp_path / "pair"), "--dry-run", "--revision", "v1"]
+    assert export_pair.main(arguments) == 0
+    download, note, export, _ = capsys.readouterr().out.splitlines()
+    assert download == "hf download owner/model --revision v1"
+    assert note.startswith("# give the folder that this prints instead of the hub id") and "owner/model" in export
+
+
 def test_values_of_optimum_clis_options_may_follow_an_equals_sign(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run"]
     assert export_pair.main([*arguments, "--", "--quant-mode=int8", "--dataset=wikitext2"]) == 0
