@@ -120,6 +120,9 @@ def described(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 def signature(node: ast.FunctionDef, name: str = "") -> str:
+    """The call of a function, or the name and type of a property. `name` is that of a class, for its __init__."""
+    if node.returns and any(ast.unparse(one) in ("property", "cached_property") for one in node.decorator_list):
+        return f"{node.name}: {ast.unparse(node.returns)}"
     arguments = ast.unparse(node.args)
     if name:
         arguments = arguments.removeprefix("self").removeprefix(", ")

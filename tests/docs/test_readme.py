@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from speculative.batch_decoder import BatchDecoder
+from speculative.decoder import Decoder
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
@@ -257,6 +259,15 @@ def test_the_generated_pages_are_up_to_date(run_here):
     """The command line, the Python API, and the architecture page with its list of files."""
     process = run_here("docs/generate.py", "--check")
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_properties_are_shown_without_a_call():
+    page = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
+    properties = [
+        name for kind in (Decoder, BatchDecoder) for name, of in vars(kind).items() if isinstance(of, property)
+    ]
+    assert "has_unfinished_requests" in properties
+    assert all(f"\n{name}: " in page for name in properties if not name.startswith("_"))
 
 
 def test_the_readme_is_a_landing_page():
