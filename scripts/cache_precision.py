@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import openvino_genai
 
-from speculative.cli.arguments import refuse
+from speculative.cli.arguments import refuse, whole
 from speculative.cli.parser import Parser
 from speculative.models import cached_model
 from speculative.models.cached_model import CachedModel
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("model", type=Path, help="IR folder")
     parser.add_argument("--text", type=Path, default=TEXT, help="text file to decode (default: README.md)")
-    parser.add_argument("--tokens", type=int, default=120, help="number of its tokens to use (default: 120)")
+    parser.add_argument("--tokens", type=whole, default=120, help="number of its tokens to use (default: 120)")
     return parser.parse_args()
 
 
@@ -86,6 +86,10 @@ def main() -> None:
     with exit_on(RuntimeError, ValueError):
         tokenizer = openvino_genai.Tokenizer(str(arguments.model))
         text = tokenizer.encode(words).input_ids.data[0][: arguments.tokens].astype(np.int64)
+        too_few = (
+            f"{len(text)} tokens of {arguments.text} are too few: give a text and --tokens of at least {PROMPT + 1}"
+        )
+        refuse(too_few if len(text) <= PROMPT else "")
         for name, properties in CACHES.items():
             model = cached_model.load(ModelSpec(arguments.model, "CPU", properties), capacity=len(text) + 2 * REJECTED)
             result[name] = compare(model, text)

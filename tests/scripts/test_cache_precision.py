@@ -28,9 +28,10 @@ def test_every_cache_is_compared_with_one_forward_pass(run_here):
         (["nowhere"], "there is no folder nowhere"),
         (["scripts"], "scripts has no openvino_model.xml"),
         ([MAIN, "--text", "nowhere.txt"], "nowhere.txt"),
+        ([MAIN, "--tokens", "16"], "16 tokens of"),
         ([MAIN, "--text", MAIN / "openvino_model.bin"], "'utf-8' codec can't decode"),
     ],
-    ids=["no folder", "no model", "no text", "not UTF-8"],
+    ids=["no folder", "no model", "no text", "few tokens", "not UTF-8"],
 )
 def test_bad_usage_is_one_sentence(run_here, arguments, words):
     done = run_here(PROGRAM, *arguments)

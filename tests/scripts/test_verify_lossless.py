@@ -417,6 +417,8 @@ def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
         ([MAIN, DRAFT, "--draws", "99"], 2, "99"),
         ([MAIN, DRAFT, "--temperature", "0"], 2, "--temperature"),
         ([MAIN, DRAFT, "--top-p", "1.5"], 2, "1.5"),
+        ([MAIN, DRAFT, "--seed", "-1"], 2, "'-1' is not a whole number from 0"),
+        ([MAIN, DRAFT, "--seed", "99999999999999999999"], 2, "is not a whole number from 0"),
         ([MAIN, DRAFT, "--top-k", "few"], 2, "few"),
         ([MAIN, DRAFT, "--prompts", "no/such/file"], 2, "no/such/file"),
         ([MAIN, DRAFT, "--property", "THREADS"], 2, "KEY=VALUE"),
