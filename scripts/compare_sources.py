@@ -46,6 +46,7 @@ from speculative.cli.arguments import (
     whole,
 )
 from speculative.cli.parser import Parser
+from speculative.cli.pipeline_arguments import whole_number
 from speculative.cli.progress import tqdm
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
@@ -90,14 +91,12 @@ def parse_arguments() -> argparse.Namespace:
         "--samples", type=whole, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N",
+        "--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="N",
         help="seed of the first text of each prompt; others take the seeds after it (default: 0)",
     )  # fmt: skip
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
     parser.set_defaults(csv=None, html=None)
     arguments = parser.parse_args()
-    if arguments.seed < 0:
-        parser.error(f"--seed is {arguments.seed}, but must be at least 0")
     if (k := max(arguments.num_assistant_tokens)) > LONGEST:
         parser.error(f"-k is {k}, but the costs are those of at most {LONGEST} draft tokens")
     return arguments
@@ -209,9 +208,9 @@ def ratio_of(decoded: Decoded, others: list[Decoded]) -> dict:
 def table(rows: list[dict]) -> str:
     lines = [f"{'source':<28}{'temperature':>11}   {'speedup (95 %)':>19}   {'forwards':>8}   {'draft':>5}"]
     for row in rows:
-        low, high = row["speedup_range"]
+        speedup = f"{row['speedup']:>6.2f}x{bounds(row['speedup_range'])}"
         lines.append(
-            f"{row['source']:<28}{row['temperature']:>11g}   {row['speedup']:>6.2f}x ({low:.2f}-{high:.2f})"
+            f"{row['source']:<28}{row['temperature']:>11g}   {speedup:<19}"
             f"   {row['tokens_per_forward']:>8.2f}   {row['draft_passes']:>5.2f}"
         )
     return "\n".join(lines)
@@ -233,13 +232,16 @@ def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = max((row for row in rows if row["temperature"] == temperature), key=lambda row: row["speedup"])
-        low, high = best["speedup_range"]
         lines.append(
-            f"Fastest at temperature {temperature:g}: {best['source']}, {best['speedup']:.2f}x plain decoding "
-            f"({low:.2f}-{high:.2f})."
+            f"Fastest at temperature {temperature:g}: {best['source']}, {best['speedup']:.2f}x plain decoding"
+            f"{bounds(best['speedup_range'])}."
         )
-    lines += [f"{one['what']}: {one['ratio']:.2f} ({one['range'][0]:.2f}-{one['range'][1]:.2f})" for one in ratios]
-    return lines
+    return lines + [f"{one['what']}: {one['ratio']:.2f}{bounds(one['range'])}" for one in ratios]
+
+
+def bounds(interval: list[float] | None) -> str:
+    """An interval in parentheses; "" without one, as of a single prompt."""
+    return f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
 
 
 def main() -> int:

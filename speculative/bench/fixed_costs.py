@@ -89,10 +89,11 @@ def rate(texts: Sequence[DecodedText]) -> float:
     return sum(text.tokens for text in texts) / sum(text.seconds for text in texts)
 
 
-def interval(texts: Sequence[DecodedText], others: Sequence[DecodedText]) -> Range:
-    """A 95 % confidence interval of the rate of `texts` relative to that of `others`, after the same prompts."""
+def interval(texts: Sequence[DecodedText], others: Sequence[DecodedText]) -> Range | None:
+    """A 95 % confidence interval of the rate of `texts` relative to that of `others`, after the same prompts; None of
+    fewer than two."""
     counts, seconds = (
         np.array([[getattr(text, name) for text in one] for one in (texts, others)], float)
         for name in ("tokens", "seconds")
     )
-    return ratios.interval(counts, seconds) or 2 * [rate(texts) / rate(others)]
+    return ratios.interval(counts, seconds)

@@ -65,7 +65,7 @@ class BenchmarkEnvironment(PairEnvironment):
     prompts: str  # number and source, like "8 of embedded_code.jsonl"
     context: int  # tokens of other text before each prompt
     huge_pages: bool  # whether memory was moved into huge pages
-    temperature: float  # of the sampled methods
+    temperature: float | None  # of the sampled methods; None if there are none
     max_new_tokens: int  # new tokens per text
     starts: int  # of each process
     rounds: int  # complete rounds, over all starts
@@ -503,7 +503,7 @@ class SourceRow(TypedDict):
     source: str
     temperature: float
     speedup: float  # over plain decoding
-    speedup_range: Range  # 95 % confidence interval
+    speedup_range: Range | None  # 95 % confidence interval over prompts; None of a single one
     tokens_per_forward: float  # tokens per forward pass of the main model, after the prompt's
     draft_passes: float  # forward passes of the draft model per forward pass of the main model
     texts: int
@@ -524,7 +524,7 @@ class SourceRatio(TypedDict):
 
     what: str
     ratio: float
-    range: Range  # 95 % confidence interval
+    range: Range | None  # 95 % confidence interval over prompts; None of a single one
 
 
 class PassCosts(TypedDict):

@@ -1,6 +1,7 @@
 """compare_sources.py as users run it, and what its fixed costs count. No test depends on a time."""
 
 import dataclasses
+import html
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from speculative.bench import fixed_costs
 from speculative.bench.fixed_costs import DecodedText
 from speculative.bench.harness import time_in
 from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, with_source
+from speculative.bench.reporting.page import html_text
 from speculative.bench.result import SourcesResult
 from speculative.drafting.policy import Costs
 from tests.support.paths import DRAFT, MAIN
@@ -65,7 +67,7 @@ def test_each_sample_of_a_prompt_has_its_own_seed(run_here, costs):
 
 
 def test_the_lowest_category_of_both_sources_is_named(run_here, costs):
-    prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4")
+    prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4", "--samples", "2")
     result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs))
     for temperature in (0, 1):
         rows = [row for row in result["categories"] if row["temperature"] == temperature]
@@ -78,7 +80,11 @@ def test_the_lowest_category_of_both_sources_is_named(run_here, costs):
         assert len(ratios) > 1
         (lowest,) = [one for one in result["ratios"] if f"{temperature}, lowest category ({category})" in one["what"]]
         assert lowest["ratio"] == pytest.approx(ratios[category])
-        assert f"{lowest['what']}: {lowest['ratio']:.2f} (" in "\n".join(result["summary"])
+        assert f"{lowest['what']}: {lowest['ratio']:.2f}" in "\n".join(result["summary"])
+        assert lowest["range"] is None  # of one prompt
+    page = html.unescape(html_text(result))
+    assert "Sources of draft tokens" in page and "(1 prompt)" in page and "95 % intervals over prompts" in page
+    assert "draft steps per forward pass" in page and lowest["what"] in page and "interleaved" not in page
 
 
 def test_without_a_draft_suffix_decoding_is_measured(run_here):
@@ -94,7 +100,7 @@ def test_without_a_draft_suffix_decoding_is_measured(run_here):
         ([MAIN, DRAFT, "--costs", "README.md"], "compare_sources.py"),
         ([MAIN, DRAFT, "--costs", "no/such.json"], "no/such.json"),
         ([MAIN, DRAFT, "--temperature", "-1"], "'-1'"),
-        ([MAIN, DRAFT, "--seed", "-1"], "--seed"),
+        ([MAIN, DRAFT, "--seed", "-1"], "'-1' is not a whole number from 0"),
         ([MAIN, DRAFT, "--samples", "0"], "'0'"),
         ([MAIN, DRAFT, "-k", "0"], "'0'"),
         ([MAIN, DRAFT, "-k", "2,17"], "17"),
@@ -166,7 +172,7 @@ def test_an_interval_has_the_ratio_and_the_same_texts_no_width():
     plain = fixed_costs.plain(fast, COSTS)
     assert fixed_costs.rate(fast) / fixed_costs.rate(plain) == 5.0 and fixed_costs.interval(fast, plain) == [5.0, 5.0]
     assert fixed_costs.rate(fast) / fixed_costs.rate(slow) == 2.0 and fixed_costs.interval(fast, slow) == [2.0, 2.0]
-    assert fixed_costs.interval(fast[:1], slow[:1]) == [2.0, 2.0]
+    assert fixed_costs.interval(fast[:1], slow[:1]) is None
     mixed = [text._replace(seconds=text.seconds * (1 + i % 2)) for i, text in enumerate(fast)]
     ratio, (low, high) = fixed_costs.rate(mixed) / fixed_costs.rate(slow), fixed_costs.interval(mixed, slow)
     assert 1 <= low < ratio < high <= 2

@@ -22,6 +22,7 @@ TITLES = {
     "tune": "Recommended settings",
     "benchmark_serving": "Speedup of speculative decoding under load",
     "benchmark_batching": "Batched generation",
+    "compare_sources": "Sources of draft tokens",
 }
 INDENT = "    "  # marks a sentence as a line of code
 ALLOWED = "default-src 'none'; style-src 'unsafe-inline'"  # no external resources, no scripts

@@ -26,6 +26,8 @@ COLUMNS = {
     "repetition": ("repetition", SHARE),
     "predicted": ("predicted", TIMES),
     "forward_speedup": ("tokens per forward pass", TIMES),
+    "tokens_per_forward": ("tokens per forward pass", SHARE),
+    "draft_passes": ("draft steps per forward pass", SHARE),
     "acceptance_rate": ("acceptance rate", SHARE),
     "block_efficiency": ("block efficiency", SHARE),
     "ttft": ("TTFT (ms)", RATE),
@@ -59,6 +61,7 @@ COLUMNS = {
 }
 CAPTIONS = {
     "Methods": "Medians and ranges over the rounds; tokens/s is decode only, prompt excluded",
+    "Sources": "By measured times of single forward passes; ranges are 95 % intervals over prompts",
     "Under load": "Medians and ranges; tokens/s of all clients together, prompts and queueing included",
     "Draft lengths": "Speedup measured, predicted, and in tokens per forward pass; the best draft length in bold",
     "Loading": "Load time and peak memory in a separate process",
@@ -92,14 +95,15 @@ def scroll(table: Markup, label: str) -> Markup:
 
 
 def tables(result: Drawn) -> Markup | str:
+    methods = "Sources" if result["program"] == "compare_sources" else "Methods"
     named: dict[str, list[Drawn]] = {
         "Draft lengths": result.get("sweep", []),
-        "Methods": [{**row, "name": method_name(row)} for row in result.get("rows", []) if "clients" not in row],
+        methods: [{**row, "name": method_name(row)} for row in result.get("rows", []) if "clients" not in row],
         "Under load": [row for row in result.get("rows", []) if "clients" in row],
         "Candidates": [
             {**one, "name": candidate_name(i, one)} for i, one in enumerate(result.get("candidates", []), 1)
         ],
-        "Comparisons": result.get("comparisons", []),
+        "Comparisons": result.get("comparisons", []) or result.get("ratios", []),
         "Time per iteration": result.get("iteration", []),
         "Loading": result.get("starts", []),
     }
@@ -109,7 +113,7 @@ def tables(result: Drawn) -> Markup | str:
         table = tag("summary", name), data_table(CAPTIONS.get(name, name), rows)
         drawn.append(tag("details", *table, open=None if drawn else ""))  # the first one is open
     keys = {key for rows in named.values() for row in rows for key in row}
-    return section("tables", "Tables", *drawn, terms(keys)) if drawn else ""
+    return section("tables", "Tables", *drawn, terms(keys, is_timed=methods == "Methods")) if drawn else ""
 
 
 def method_name(row: Drawn) -> str:
@@ -163,11 +167,12 @@ def cell_text(key: str, value: object) -> str:
     return COLUMNS[key][1].format(value * UNITS.get(key, 1))
 
 
-def terms(keys: set[str]) -> Markup:
-    """The meaning of the columns, from the docstrings of the functions that compute them."""
+def terms(keys: set[str], is_timed: bool) -> Markup:
+    """The meaning of the columns, from the docstrings of the functions that compute them; `is_timed`: by the clock."""
     known = [key for key in COLUMNS if key in keys and hasattr(metrics, key)]
     definitions = [(COLUMNS[key][0], (getattr(metrics, key).__doc__ or "").split("\n")[0]) for key in known]
-    definitions.append(("speedup", "Throughput over that of the same main model alone, runs interleaved."))
+    runs = ", runs interleaved" if is_timed else ""
+    definitions.append(("speedup", f"Throughput over that of the same main model alone{runs}."))
     listed = tag("dl", *(join([tag("dt", term), tag("dd", meaning)]) for term, meaning in definitions))
     return tag("details", tag("summary", "Column definitions"), listed)
 
@@ -285,7 +290,11 @@ def categories(result: Drawn) -> Markup | str:
     if not found:
         return ""
     cells = {(category_method(row), row["category"]): row for row in found}
-    prompts = {row["category"]: row.get("prompts", row.get("texts", 0)) for row in found}
+    samples = (result.get("environment") or {}).get("samples", 1)  # of each prompt, above temperature 0
+    prompts = {
+        row["category"]: row.get("prompts", row.get("texts", 0) // (samples if row.get("temperature") else 1))
+        for row in found
+    }
     highest = max(row["speedup"] for row in found)
     rows = [
         (name, [category_cell(cells.get((name, category)), highest) for category in prompts])
