@@ -409,7 +409,6 @@ def main() -> int:
         else:
             devices, cells, finished = swap(arguments, prompts, ids, kept, [this_machine(arguments)])
     summary = matrix.summary(cells)
-    print(matrix.table(cells), *summary, sep="\n", end="\n\n")
     labels = [device.label for device in devices]
     described = [matrix.described(cell) for cell in cells]
     result = {
@@ -421,7 +420,7 @@ def main() -> int:
     }
     if kept.problem:
         say(f"error: {kept.path} was not written: {kept.problem}; free space or use another file with --results")
-    harness.write_outputs(arguments, result)
+    harness.write_outputs(arguments, result, "\n".join([matrix.table(cells), *summary, ""]))
     if not finished:
         return 130
     unmeasured = any(cell.status == "not run" for cell in cells)

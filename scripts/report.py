@@ -17,7 +17,7 @@ from pathlib import Path
 from speculative.bench.reporting.page import draw
 from speculative.bench.result import Result
 from speculative.cli.parser import Parser
-from speculative.cli.processes import prepare_output
+from speculative.cli.processes import prepare_output, print_or_exit
 
 FORMER = {"way": "method"}  # keys of rows in results of earlier versions
 
@@ -85,7 +85,7 @@ def main() -> int:
             return 1
         except KeyboardInterrupt:  # partial files are removed
             return 130
-    print(*arguments.files, sep="\n")
+    print_or_exit("\n".join(map(str, arguments.files)))
     return 0
 
 

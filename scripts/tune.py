@@ -333,8 +333,8 @@ def main() -> int:
         print(f"error: all decoding failed: {'; '.join(reasons)}", file=sys.stderr)
         return 1
     sentences = conclude(arguments, outcome)
-    print(tables.table(outcome.tuning), "", *sentences, "", sep="\n")
-    harness.write_outputs(arguments, result_of(arguments, outcome, sentences))
+    shown = "\n".join([tables.table(outcome.tuning), "", *sentences, ""])
+    harness.write_outputs(arguments, result_of(arguments, outcome, sentences), shown)
     return 130 if outcome.interrupted else 1 if outcome.ended else 0
 
 

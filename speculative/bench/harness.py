@@ -34,7 +34,7 @@ import psutil
 from speculative.atomic_write import atomic_write
 from speculative.bench.genai import Run
 from speculative.bench.result import Environment, IterationSplit, MethodRow, Result
-from speculative.cli.processes import ctrl_c_raises
+from speculative.cli.processes import ctrl_c_raises, print_or_exit
 from speculative.cli.progress import tqdm
 from speculative.decoder import GenerationResult
 from speculative.models.cached_model import CachedModel
@@ -362,7 +362,7 @@ def write_outputs(arguments: argparse.Namespace, result: Result, table: str = ""
                 file=sys.stderr,
             )
             failed = True
-    print(*([table] if table else []), line, sep="\n", flush=True)
+    print_or_exit("\n".join([*([table] if table else []), line]))
     if failed:
         sys.exit(1)
 

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import openvino_genai
@@ -16,7 +19,8 @@ from speculative.drafting.proposers import DraftModelProposer
 from speculative.models import cached_model
 from speculative.models.spec import ModelSpec
 from tests.support.noisy_draft import save_noisy_draft
-from tests.support.paths import DRAFT
+from tests.support.paths import DRAFT, ROOT
+from tests.support.waiting import PATIENCE
 
 LONG, SHORT = Run([1, 2, 3], [1], [2], ttft=0.5, seconds=0.7), Run([1], [], [], ttft=0.5, seconds=0.5)
 
@@ -38,6 +42,25 @@ def test_arguments_that_are_not_utf_8_are_written_with_escapes(tmp_path, capsys)
     write_outputs(arguments, {"command": "caf\udce9"})
     written = (tmp_path / "out.json").read_text(encoding="utf-8")
     assert json.loads(written) == json.loads(capsys.readouterr().out) == {"command": "caf\udce9"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_one_sentence(tmp_path):
+    """The files are written in any case."""
+    code = f"""
+import argparse, pathlib
+from speculative.bench.harness import write_outputs
+from speculative.cli.processes import prepare_output
+prepare_output()
+arguments = argparse.Namespace(json=pathlib.Path({str(tmp_path / "out.json")!r}), csv=None, html=None)
+write_outputs(arguments, {{"a": 1}}, "table")
+"""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert done.stderr == b"error: the output cannot be written: No space left on device.\n"
+    assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1}
 
 
 def test_the_token_view_shows_each_rejected_token_beside_an_accepted_leaf(tmp_path):
