@@ -44,6 +44,8 @@ effect of K, see scripts/sweep_draft_length.py.
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
+import math
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -86,6 +88,7 @@ from speculative.cli.arguments import (
     whole,
 )
 from speculative.cli.parser import Parser
+from speculative.cli.processes import ctrl_c_raises
 from speculative.models.eagle3_graph import is_head
 from speculative.pair.draft_limits import alone_limit, genai_tree_limit, native_limit, tokenizer_limit
 from speculative.pair.engines import GENAI, NATIVE
@@ -112,15 +115,11 @@ def parse_arguments() -> argparse.Namespace:
         "--tree-depth", type=whole, metavar="D", help="also GenAI's trees of this depth with K tokens (EAGLE-3 drafts)"
     )
     parser.add_argument(
-        "--branching-factor",
-        type=whole,
-        default=4,
-        metavar="B",
-        help="branching factor of GenAI's trees (default: %(default)s)",
+        "--branching-factor", type=whole, metavar="B", help="branching factor of GenAI's trees (default: 4)"
     )
     add_paths_argument(parser, PATHS)
     parser.add_argument(
-        "--temperature", type=above_zero, default=1.0, metavar="T", help="temperature of the sampled path (default: 1)"
+        "--temperature", type=above_zero, metavar="T", help="temperature of the sampled path (default: 1)"
     )
     parser.add_argument(
         "--context",
@@ -135,6 +134,12 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     choose_paths(parser, arguments, PATHS)
     require_draft_for(parser, arguments, "--draft-device", "--num-assistant-tokens", "--tree-depth")
+    if arguments.temperature and "sampled" not in arguments.paths:
+        parser.error("--temperature is that of the path sampled, which --paths does not include: add it")
+    if arguments.branching_factor and not arguments.tree_depth:
+        parser.error("--branching-factor is that of trees: add --tree-depth")
+    arguments.temperature = arguments.temperature or 1.0
+    arguments.branching_factor = arguments.branching_factor or 4
     return arguments
 
 
@@ -350,8 +355,16 @@ def compare(methods: list[Method]) -> list[Ratio]:
 
 
 def fastest(rows: list[MethodRow], sampled: bool) -> MethodRow | None:
+    """The fastest method that drafts."""
     drafted = [row for row in rows if row["sampled"] == sampled and row["draft_length"]]
     return max(drafted, key=lambda row: row["speedup"], default=None)
+
+
+def faster_alone(rows: list[MethodRow], best: MethodRow | None) -> MethodRow | None:
+    """The main model alone, in the engine in which it is faster, if it is faster than the `best` method that drafts."""
+    alone = [row for row in rows if best and row["sampled"] == best["sampled"] and row["name"].endswith("main alone")]
+    fast = max(alone, key=lambda row: row["speedup"], default=None)
+    return fast if fast and best and fast["speedup"] > best["speedup"] else None
 
 
 def summary(
@@ -366,7 +379,11 @@ def summary(
     """The result in sentences; `compared` holds those that say which engine is faster, `left_out` those that say what
     was not measured."""
     greedy, sampled, n = fastest(rows, False), fastest(rows, True), len(rows[0]["throughputs"])
-    lines = [*gain_sentences(greedy, "greedy"), *gain_sentences(sampled, "sampled"), *compared]
+    lines = [
+        *gain_sentences(greedy, "greedy", faster_alone(rows, greedy)),
+        *gain_sentences(sampled, "sampled", faster_alone(rows, sampled)),
+        *compared,
+    ]
     if greedy:
         lines += detail_sentences(greedy, rows[0], [part for part in categories if part["name"] == greedy["name"]])
     draft = next((row for row in rows if row["name"] == "GenAI, draft alone"), None)
@@ -383,15 +400,17 @@ def summary(
     return [*lines, load.sentence] if load.sentence else lines
 
 
-def gain_sentences(best: dict | None, kind: str) -> list[str]:
-    """The gain of the fastest method that drafts, if there is one, and what makes it uncertain."""
+def gain_sentences(best: MethodRow | None, kind: str, alone: MethodRow | None) -> list[str]:
+    """The gain of the fastest method that drafts, if there is one, and what makes it uncertain; `alone` is the main
+    model alone if that is faster."""
     if not best:
         return []
     low, high = best["speedup_range"]
-    if best["speedup"] < 1:
+    if alone:
+        other = "" if alone["speedup"] == 1 else f", and {alone['name']}, {alone['speedup']:.2f}x"
         return [
             f"No {kind} method that drafts is faster than the main model alone: the best, {best['name']}, reaches "
-            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}). Do not draft here."
+            f"{best['speedup']:.2f}x ({low:.2f}-{high:.2f}){other}. Do not draft here."
         ]
     lines = [
         f"{sentence(best['name'])} is the fastest {kind} method: {best['speedup']:.2f}x the main model alone "
@@ -443,8 +462,9 @@ def memory(size: int | None) -> str:
 def table(result: BenchmarkResult) -> str:
     """All tables of the result, then its summary."""
     rows = result["rows"]
-    best = [fastest(rows, False), fastest(rows, True)]
-    shown = {one["name"] for one in best if one}
+    drafting = [fastest(rows, False), fastest(rows, True)]
+    best = [faster_alone(rows, one) or one for one in drafting]
+    shown = {one["name"] for one in drafting if one}
     tables = (
         table_of_methods(rows, best),
         table_of_positions([one for one in rows if one["position_acceptance"]]),
@@ -527,8 +547,8 @@ def known(value: float | None, form: str) -> str:
 
 def compared(fact: Ratio) -> str:
     rounds_, prompts = fact["range"], fact["interval"]
-    sure = f", over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else ", over 1 prompt"
-    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}{sure})"
+    of_prompts = f"over {fact['prompts']} prompts {prompts[0]:.2f}-{prompts[1]:.2f}" if prompts else "of few prompts"
+    return f"{fact['what']}: {fact['ratio']:.2f} (over rounds {rounds_[0]:.2f}-{rounds_[1]:.2f}, {of_prompts})"
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------
@@ -560,8 +580,14 @@ def run(arguments: argparse.Namespace, ids: list[np.ndarray], json_schemas: Sequ
         ks = (*arguments.num_assistant_tokens, "adaptive")
         drafting = [one for one in rows if one["engine"] == NATIVE and one["draft_length"] in ks]
         best = fastest(drafting, sampled=False)
-        shows = complete and best and not constrained
-        view = processes[-1].token_view(ids[0], best["draft_length"]) if shows else None
+        view = None
+        try:
+            with ctrl_c_raises():
+                if complete and best and not constrained:
+                    view = processes[-1].token_view(ids[0], best["draft_length"])
+        except KeyboardInterrupt:
+            complete = False
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
         begun = [start for process in processes for start in process.starts]
     return Measured(methods, rows, complete, load, costs, begun, view)
 
@@ -571,18 +597,19 @@ def result_of(
 ) -> dict:
     """The program's result, as written in JSON."""
     methods, rows = measured.methods, measured.rows
+    starts_done = math.ceil(len(methods[0].rounds) / arguments.rounds)  # begun, if Ctrl-C was pressed in the last
     facts = {
         **environment(arguments, measured.load),
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "context": arguments.context or 0,
         "huge_pages": arguments.huge_pages,
-        "temperature": arguments.temperature,
+        "temperature": arguments.temperature if "sampled" in arguments.paths else None,
         "max_new_tokens": arguments.max_new_tokens,
-        "starts": arguments.starts,
+        "starts": starts_done,
         "rounds": len(methods[0].rounds),
     }
     categories, comparisons = by_category(methods, prompts), compare(methods)
-    words, asked = verdict(comparisons, arguments.starts), arguments.rounds * arguments.starts
+    words, asked = verdict(comparisons, starts_done), arguments.rounds * arguments.starts
     return {
         "program": "benchmark",
         "summary": summary(rows, categories, words, measured.costs, measured.load, asked, left_out),

@@ -21,6 +21,8 @@ the complete rounds. For the same over HTTP: scripts/benchmark_serving.py.
 from speculative.cli.program import exit_on, prepare_output
 
 import argparse
+import math
+import signal
 import statistics
 import sys
 
@@ -241,7 +243,7 @@ def result_of(
         "prompts": f"{len(prompts)} of {shown_name(arguments.prompts)}",
         "max_new_tokens": arguments.max_new_tokens,
         "seconds": arguments.seconds,
-        "starts": arguments.starts,
+        "starts": math.ceil(done / arguments.rounds),
         "rounds": done,
         "huge_pages": arguments.huge_pages,
         "cache_tokens": arguments.cache_tokens,
@@ -269,6 +271,7 @@ def main() -> int:
             methods = methods_of(processes, arguments.num_assistant_tokens)
             with BackgroundLoad() as other:
                 complete, memory = measure(processes, methods, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
     result = result_of(arguments, prompts, methods, memory, other)
     written = write_load_outputs(arguments, result, "\n".join([table(result["rows"]), "", *result["summary"]]))
     return 1 if not written else 0 if complete else 130

@@ -25,6 +25,7 @@ from speculative.cli.program import exit_on, prepare_output
 
 import argparse
 import importlib.util
+import signal
 import statistics
 import sys
 import time
@@ -343,6 +344,7 @@ def measure(
         costs = MeasuredCosts(ours.main, ours.draft.model, arguments.num_assistant_tokens, context)
         with BackgroundLoad() as other:
             complete = interleave(methods, ids, arguments.rounds, before_round=costs.measure)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the output
     return methods, costs, other, complete
 
 

@@ -5,6 +5,7 @@ bootstrap over the prompts (Efron 1979). Engines are compared on the prompts for
 different text has a different acceptance rate; the other prompts are reported separately.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -75,7 +76,7 @@ def verdict(facts: list[Ratio], starts: int) -> list[str]:
         return []
     kinds: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
     for fact in compared:
-        bounds = [*fact["range"], *(fact["interval"] or [])]
+        bounds = [*fact["range"], *(fact["interval"] or [0, math.inf])]  # of a single prompt, no engine is known faster
         kind = "faster" if min(bounds) > 1 else "slower" if max(bounds) < 1 else "level"
         kinds[kind].append(f"{fact['where']} {fact['ratio']:.2f}x")
     by_outcome = "; ".join(f"{kind}: {', '.join(where)}" for kind, where in kinds.items() if where)

@@ -1,5 +1,6 @@
 """The smoke test and the benchmark as a user runs them, on the embedded pair."""
 
+import _thread
 import json
 import os
 import re
@@ -39,6 +40,48 @@ def test_a_single_category_has_no_range():
     assert "from 1.50x (code) to 2.00x (chat)" in benchmark.detail_sentences(
         best, main, [{"category": "chat", "speedup": 2.0}, row]
     )[0]  # fmt: skip
+
+
+def test_a_draft_gets_no_credit_for_the_engine():
+    common = {"sampled": False, "repetition": 0.0, "forward_speedup": 2.0, "throughputs": [1.0, 1.0]}
+    rows = [
+        {**common, "name": name, "draft_length": k, "speedup": speedup, "speedup_range": [speedup, speedup]}
+        for name, k, speedup in (("GenAI, main alone", 0, 1.0), ("ours, main alone", 0, 1.2), ("ours, K = 2", 2, 1.1))
+    ]
+    best = benchmark.fastest(rows, sampled=False)
+    assert best == rows[2] and benchmark.faster_alone(rows, best) == rows[1]
+    (words,) = benchmark.gain_sentences(best, "greedy", rows[1])
+    assert "ours, K = 2, reaches 1.10x (1.10-1.10), and ours, main alone, 1.20x. Do not draft here." in words
+    assert benchmark.faster_alone([rows[0], rows[2]], best) is None
+    slow = {**best, "speedup": 0.9}
+    assert benchmark.faster_alone([rows[0], slow], slow) == rows[0]
+    assert "0.90x (1.10-1.10). Do not draft here." in benchmark.gain_sentences(slow, "greedy", rows[0])[0]
+
+
+def test_a_ratio_of_one_prompt_has_no_interval():
+    fact = {"what": "ours / GenAI", "ratio": 1.1, "range": [1.0, 1.2], "interval": None, "prompts": 2}
+    assert benchmark.compared(fact) == "ours / GenAI: 1.10 (over rounds 1.00-1.20, of few prompts)"
+
+
+@pytest.mark.posix("POSIX signals")
+def test_ctrl_c_during_the_token_view_loses_nothing(run_here, monkeypatch):
+    view = benchmark.DecodingProcess.token_view
+
+    def interrupted(*arguments):
+        _thread.interrupt_main()  # a signal's stack is too small in a process with torch, AMX and faulthandler
+        return view(*arguments)
+
+    monkeypatch.setattr(benchmark.DecodingProcess, "token_view", interrupted)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        few = ["--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1", "--no-starts"]
+        process = run_here("scripts/benchmark.py", MAIN, DRAFT, "--paths", "engine", "-k", "2", *few)
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert process.returncode == 130, process.stderr
+    result = last_line(process)
+    assert result["environment"]["rounds"] == 1 and "token_view" not in result
+    assert result["environment"]["temperature"] is None  # nothing was sampled
 
 
 def test_smoke_passes_on_the_embedded_pair(run):
@@ -336,6 +379,8 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     [
         (["--paths", "genai,magic"], "magic"),
         (["--temperature", "0"], "'0'"),
+        (["--temperature", "0.5", "--paths", "genai,engine"], "--temperature is that of the path sampled"),
+        (["--branching-factor", "2"], "add --tree-depth"),
         (["--csv", "no/such/folder/rows.csv"], "no/such/folder"),
         (["--html", MAIN], "is a folder"),
         (["--prompts", "scripts/prompts/long.jsonl"], "context of 1,024"),

@@ -89,7 +89,8 @@ def test_texts_that_differ_stand_apart():
         ([1.02, 1.05], [0.99, 1.06], "level: alone"),
         ([0.98, 1.05], [1.01, 1.06], "level: alone"),
         ([0.90, 0.98], [0.91, 0.99], "slower: alone"),
-        ([0.90, 0.98], None, "slower: alone"),
+        ([1.02, 1.05], None, "level: alone"),
+        ([0.90, 0.98], None, "level: alone"),
     ],
 )
 def test_who_is_faster_is_said_plainly(range_, interval, words):
