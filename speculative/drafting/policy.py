@@ -343,11 +343,13 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         return min(self._plain_seconds, float(self._verify.seconds[2]))
 
     def _is_to_compare(self) -> bool:
-        """Whether an iteration without a draft is due, to time it: only if the gain is not clear."""
+        """Whether an iteration without a draft is due, to time it: only if the gain is not clear. It is not clear by a
+        time that is longer than that of two tokens, as it was measured while other programs ran."""
         tokens, seconds = self._lately.tolist()
         unsure = self._plain_seen < self.SURE and self._budget.is_low(self._plain_cost())
-        due = self._comparisons.is_due and tokens * self._plain_cost() < self.CLEAR_GAIN * seconds
-        return unsure or due
+        is_clear = tokens * self._plain_cost() >= self.CLEAR_GAIN * seconds
+        is_doubtful = self._plain_cost() > FASTER * float(self._verify.seconds[2])
+        return unsure or (self._comparisons.is_due and (is_doubtful or not is_clear))
 
     def acceptance(self) -> float:
         """The probability that the next draft token is accepted, given that those before it were."""

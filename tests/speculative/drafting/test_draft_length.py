@@ -305,6 +305,19 @@ def test_one_hiccup_of_the_clock_does_not_use_up_the_budget():
     assert left(100) == left(9) > 0
 
 
+def test_a_plain_pass_that_was_timed_beside_other_programs_is_timed_again():
+    """Otherwise drafting seems to gain so much that it is never compared with plain decoding again."""
+    costs = Costs(draft=2.0, main={1: 10.0, 2: 10.4, 17: 16.4})
+    rule, random = AdaptiveDraftLength(costs), np.random.default_rng(0)
+    while rule._plain_seen < rule.SURE:
+        rule.update(0, 0, 0.0, 10.0)
+    for _ in range(40):
+        rule.update(0, 0, 0.0, 25.0)
+    assert rule._plain_cost() > 20
+    decode(rule, [0.6], 15000, random, main=costs.verify())
+    assert rule._plain_cost() < 13 and float(re.search(r"speedup (.*?)x", rule.describe())[1]) < 1.8
+
+
 @pytest.mark.parametrize(
     ("config", "policy"),
     [
