@@ -221,6 +221,7 @@ class BatchDraftLength:
         if self._alone:  # no further round was measured: scale its cost like the first round's
             tokens, ratio = self._alone
             self.draft_further.update(tokens, self.draft_further(tokens) * ratio)
+            self._alone = None
         if verified:
             self._seconds += self.main(verified) if prompts else self.main(size) + self.main_change * changed
             self._tokens = self._tokens * self.FADE + gained
@@ -228,6 +229,7 @@ class BatchDraftLength:
             self._compare_with_plain(verified + prompts, gained, self._drafting + seconds, changed)
         if not compiles:
             self.main.update(size, seconds - self.main_change * changed)
+        self._drafted = False  # `begin` is not called before passes over prompts alone
 
     def _without_draft(self, tokens: int) -> float:
         """Seconds of a forward pass over `tokens` tokens without a draft: as measured, capped by the learned curve."""

@@ -242,6 +242,22 @@ def test_kernels_compiled_for_new_sizes_do_not_stop_drafting():
     assert len(seen) > 8 and np.mean(drafted[-20:]) > 2
 
 
+def test_passes_over_prompts_alone_teach_nothing_about_drafts():
+    rule = rule_of(further=lambda n: (0.8 + 0.2 * n) * (np.asarray(n) > 0))
+    rule._draft_sizes, rule._main_sizes = {1}, set(range(2000))
+    estimate = rule.estimate()
+    estimate.begin()
+    rule.begin([estimate], 1)
+    assert rule.choose([estimate], 1, 0) == [0]
+    estimate.draft(0.9)
+    rule.update_draft(1, 0.5 * rule.draft(1))
+    rule.update_main(2, 0, 2, rule.main(2))
+    learned = rule.draft_further(1)
+    for n in range(1, 4):
+        rule.update_main(0, 256, 0, rule.main(256))
+        assert rule.draft_further(1) == learned and rule._plain == n
+
+
 def test_a_draft_thought_too_slow_is_asked_again():
     """The costs were measured under background load, at twenty times their true values."""
     random = np.random.default_rng(7)
