@@ -309,12 +309,14 @@ class BatchDecoder:
                 continue
             request.cached_tokens += request.slot.match_prefix(request.sequence.token_ids)
             parts[request] = ScheduledTokens(request.slot, request.sequence.token_ids, 1)
-        return _within(prompt_budget(self.draft_length.main, running), _first_of_alike(parts))
+        return _scheduled(prompt_budget(self.draft_length.main, running), parts)
 
     def _draft(self, running: list[Request], read: int) -> None:
         """Run drafting rounds, each adding a token to every request that wants another. The main model's next forward
         pass also includes `read` prompt tokens."""
         for request in running:
+            if request.is_repeatable and request.sequence.drafted:
+                request.sequence.random.bit_generator.state = request.random_state  # draw the same tokens again
             request.sequence.drop_draft()  # left by an iteration that failed
             request.confidence, request.match, request.idle, request.matched_at = None, None, False, -1
             request.copied = request.waits = False
@@ -396,7 +398,7 @@ class BatchDecoder:
             if (ids := proposer.draft_ids(request.sequence.token_ids)) is not None:
                 slot.match_prefix(proposer.final_ids(request.sequence.verified_ids))
                 asked[request] = ScheduledTokens(slot, ids, 1)
-        parts = _within(PREFILL_CHUNK, _first_of_alike(asked))
+        parts = _scheduled(PREFILL_CHUNK, asked)
         computed = sum(part.missing for part in parts.values())
         if parts:
             for part, rows in zip(parts.values(), draft.logits(list(parts.values())), strict=True):
@@ -535,25 +537,18 @@ def prompt_budget(main: LatencyCurve, running: int) -> int:
     return min(max(most, LEAST_PREFILL_CHUNK), PREFILL_CHUNK)
 
 
-def _first_of_alike(parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
-    """`parts` without those whose next block another one computes."""
-    first: dict[Request, ScheduledTokens] = {}
+def _scheduled(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
+    """The first of `parts` that fit into `budget` tokens, without those whose next block another one computes; the last
+    one may be truncated, with fewer logits."""
+    fitting: dict[Request, ScheduledTokens] = {}
     computed: list[ScheduledTokens] = []
     for request, part in parts.items():
+        if not budget:
+            break
         if part.has_full_block:
             if part.last <= 1 and any(part.can_wait_for(other) for other in computed):
                 continue
             computed.append(part)
-        first[request] = part
-    return first
-
-
-def _within(budget: int, parts: dict[Request, ScheduledTokens]) -> dict[Request, ScheduledTokens]:
-    """The first of `parts` that fit into `budget` tokens; the last one may be truncated, with fewer logits."""
-    fitting = {}
-    for request, part in parts.items():
-        if not budget:
-            break
         missing = part.missing
         if missing > budget:
             cut = missing - budget

@@ -26,7 +26,7 @@ from speculative.drafting.suffix import PastAnswers, SuffixProposer
 from speculative.modelgen import llama_ir
 from speculative.modelgen.llama_ir import Matrix
 from speculative.models import cached_model
-from speculative.models.batch_model import BatchModel, Slot
+from speculative.models.batch_model import BatchModel, ScheduledTokens, Slot
 from speculative.models.block_pool import BlockPool, OutOfBlocks
 from speculative.models.paged_model import PagedModel, SequenceInput, rounded_up
 from speculative.models.spec import ModelSpec
@@ -944,6 +944,38 @@ def test_an_inference_that_fails_behind_a_request_that_did_can_be_tried_again(ma
     finish(decoder)
     assert bad.error and len(bad.result.tokens) == before
     assert good.result.tokens == alone(PROMPTS[0], 60)[:20] and blocks_are_back(decoder)
+
+
+def test_a_seeded_text_stays_the_same_when_a_step_is_tried_again(make, monkeypatch):
+    texts = []
+    for fails in (False, True):
+        decoder = make()
+        request = decoder.add_request(PROMPTS[0], greedy(40, do_sample=True, num_assistant_tokens=3), seed=5)
+        for _ in range(6):
+            decoder.step()
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(decoder.main, "logits", fail)
+                for _ in range(3):
+                    with pytest.raises(Broken):
+                        decoder.step()
+        finish(decoder)
+        texts.append(request.result.tokens)
+    assert texts[0] == texts[1]
+
+
+def test_waiting_prompts_are_compared_only_as_far_as_they_are_scheduled(monkeypatch):
+    """Comparing all with all in each iteration would take a second with hundreds of them."""
+    compared, can_wait_for = [], ScheduledTokens.can_wait_for
+    monkeypatch.setattr(
+        ScheduledTokens, "can_wait_for", lambda one, other: compared.append(one) or can_wait_for(one, other)
+    )
+    decoder = BatchDecoder(BatchModel(cached_model.load(ModelSpec(DRAFT), capacity=6000)), None, costs())
+    for i in range(40):
+        decoder.add_request(np.arange(i, i + 100), greedy(4))
+    decoder.step()
+    assert 0 < len(compared) < 40
+    finish(decoder)
 
 
 @pytest.mark.parametrize("named", ["seed", "rng_seed"])
