@@ -23,7 +23,6 @@ import openvino_genai
 from speculative import ModelSpec, load
 from speculative.drafting.policy import ConfidenceDraftLength, FixedDraftLength
 from speculative.drafting.suffix import LONGEST_MATCH
-from speculative.sequence.prompt import TextTooLong
 
 with contextlib.suppress(ImportError):  # line editing and history; Windows consoles have their own
     import readline  # noqa: F401
@@ -69,7 +68,7 @@ class Chat:
         self.history.append({"role": "user", "content": question})
         try:
             room = self.engine.main.capacity - len(self.engine.encode(self.history))
-        except TextTooLong:
+        except ValueError:  # more tokens than the tokenizer takes
             room = 0
         if room < 1:
             self.history.pop()
