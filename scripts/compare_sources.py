@@ -35,6 +35,7 @@ from speculative.bench.fixed_costs import DecodedText
 from speculative.bench.harness import BackgroundLoad, environment, output_file, time_in, write_outputs
 from speculative.bench.methods import ADAPTIVE_LOOKUP, TWO_SOURCES, config_of, with_source
 from speculative.bench.prompts import Prompt, read_prompts, shown_name, token_ids
+from speculative.bench.reporting.gains_table import span
 from speculative.cli.arguments import (
     add_pair_arguments,
     add_prompt_arguments,
@@ -46,7 +47,7 @@ from speculative.cli.arguments import (
     whole,
 )
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import whole_number
+from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.progress import tqdm
 from speculative.drafting.lookup_policy import LookupDraftLength
 from speculative.drafting.policy import LONGEST, AdaptiveDraftLength, Costs
@@ -91,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         "--samples", type=whole, default=1, metavar="N", help="texts per prompt above temperature 0 (default: 1)"
     )
     parser.add_argument(
-        "--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="N",
+        "--seed", type=seed_number, default=0, metavar="N",
         help="seed of the first text of each prompt; others take the seeds after it (default: 0)",
     )  # fmt: skip
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the JSON of the last line to FILE")
@@ -208,7 +209,7 @@ def ratio_of(decoded: Decoded, others: list[Decoded]) -> dict:
 def table(rows: list[dict]) -> str:
     lines = [f"{'source':<28}{'temperature':>11}   {'speedup (95 %)':>19}   {'forwards':>8}   {'draft':>5}"]
     for row in rows:
-        speedup = f"{row['speedup']:>6.2f}x{bounds(row['speedup_range'])}"
+        speedup = f"{row['speedup']:>6.2f}x{span(row['speedup_range'])}"
         lines.append(
             f"{row['source']:<28}{row['temperature']:>11g}   {speedup:<19}"
             f"   {row['tokens_per_forward']:>8.2f}   {row['draft_passes']:>5.2f}"
@@ -234,14 +235,9 @@ def summary(rows: list[dict], ratios: list[dict]) -> list[str]:
         best = max((row for row in rows if row["temperature"] == temperature), key=lambda row: row["speedup"])
         lines.append(
             f"Fastest at temperature {temperature:g}: {best['source']}, {best['speedup']:.2f}x plain decoding"
-            f"{bounds(best['speedup_range'])}."
+            f"{span(best['speedup_range'])}."
         )
-    return lines + [f"{one['what']}: {one['ratio']:.2f}{bounds(one['range'])}" for one in ratios]
-
-
-def bounds(interval: list[float] | None) -> str:
-    """An interval in parentheses; "" without one, as of a single prompt."""
-    return f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
+    return lines + [f"{one['what']}: {one['ratio']:.2f}{span(one['range'])}" for one in ratios]
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ from speculative.cli.arguments import (
     whole,
 )
 from speculative.cli.parser import Parser
-from speculative.cli.pipeline_arguments import whole_number
+from speculative.cli.pipeline_arguments import seed_number
 from speculative.cli.properties import PROPERTY
 from speculative.models.cores import usable_cores
 from speculative.pair.engines import NATIVE
@@ -135,7 +135,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=above_zero, default=1.0, metavar="P", help="top-p of the samples (default: off)"
     )
-    parser.add_argument("--seed", type=whole_number(0, 2**32 - 1), default=1, help="random seed (default: 1)")
+    parser.add_argument("--seed", type=seed_number, default=1, help="random seed (default: 1)")
 
 
 def environment(arguments: argparse.Namespace, requests: Requests, properties: dict, cells: int) -> LosslessEnvironment:

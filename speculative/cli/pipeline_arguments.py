@@ -109,6 +109,9 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+seed_number = whole_number(0, 2**32 - 1)  # an argparse type: what numpy and GenAI take as a seed
+
+
 def draft_length(text: str) -> float:
     """Parse 1 to MAX_DRAFT_LENGTH tokens, auto (returned as 0), or a draft confidence threshold between 0 and 1."""
     try:
@@ -238,7 +241,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # those of `add_argument`
         "help": "sample from the smallest set of tokens whose total probability exceeds P (default: all)",
     },
     "--seed": {
-        "type": whole_number(0, 2**32 - 1),
+        "type": seed_number,
         "default": random.getrandbits(32),
         "metavar": "N",
         "help": "random seed; the same seed reproduces the text on the same machine (default: random, printed)",

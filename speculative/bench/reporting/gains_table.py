@@ -164,6 +164,7 @@ def times(row: MethodRow | LoadRow) -> str:
 
 
 def span(bounds: list[float] | None) -> str:
+    """Bounds in parentheses; "" without them, as of a single prompt."""
     return f" ({bounds[0]:.2f}-{bounds[1]:.2f})" if bounds else ""
 
 
