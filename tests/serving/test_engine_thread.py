@@ -15,7 +15,7 @@ from speculative.models import cached_model
 from speculative.models.batch_model import BatchModel
 from speculative.models.block_pool import OutOfBlocks
 from speculative.models.spec import ModelSpec
-from speculative.serving.engine.engine_thread import SENT_TOGETHER, Engine, EngineFailed, GenerationHandle
+from speculative.serving.engine.engine_thread import SENT_TOGETHER, Engine, EngineFailed, GenerationHandle, QueueFull
 from tests.support.paths import MAIN
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -117,6 +117,30 @@ def test_jobs_wait_for_room_in_the_cache(decoder):
     """It has room for two of them."""
     found, error = outcomes(decoder, lambda engine: [submit(engine, 120) for _ in range(5)])
     assert [len(one.tokens) for one in found] == [120] * 5 and error is None
+
+
+def test_a_job_on_its_way_into_the_batch_still_takes_a_place(decoder, monkeypatch):
+    """It has left the queue and is not in the batch yet."""
+    add_request, entering, entered = decoder.add_request, threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        entering.set()
+        entered.wait(0.2)  # the queue is checked now
+        return add_request(*arguments, **options)
+
+    monkeypatch.setattr(decoder, "add_request", slow)
+
+    async def ask():
+        engine = Engine(decoder, max_num_seqs=1, max_queue=0)
+        job = submit(engine)
+        assert await asyncio.to_thread(entering.wait, PATIENCE)
+        with pytest.raises(QueueFull):
+            engine.check_queue()
+        entered.set()
+        assert len((await asyncio.wait_for(job.end(), PATIENCE)).tokens) == 5
+        engine.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])

@@ -189,7 +189,9 @@ class Engine:
 
     def check_queue(self, jobs: int = 1) -> None:
         """Raise QueueFull if the queue has no room for `jobs` more."""
-        if self.waiting + jobs > self.max_queue + max(self.max_num_seqs - self.running, 0):
+        with self._changed:  # a job on its way into the batch is in neither collection
+            room = self.max_queue + max(self.max_num_seqs - self.running, 0) - self.waiting
+        if jobs > room:
             raise QueueFull(self._seconds_to_place())
 
     def submit(
