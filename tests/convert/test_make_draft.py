@@ -480,6 +480,25 @@ def test_openings(main, tmp_path):
     assert (plain.prefix, plain.suffix) == ([0], [])  # BOS
 
 
+def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
+    """As torch computes them, for more rows than are computed at once."""
+    from speculative.convert.draft_training.training import ROWS, CrossEntropy
+
+    torch.manual_seed(0)
+    rows = 2 * ROWS + 5
+    logits = torch.randn(rows, 50).requires_grad_()
+    ids = torch.stack([torch.randperm(50)[:8] for _ in range(rows)])
+    targets, weights = torch.rand(rows, 8).softmax(-1), torch.rand(rows) * (torch.rand(rows) > 0.3)
+    (0.5 * CrossEntropy.apply(logits, ids, targets, weights)).backward()
+    found, logits.grad = logits.grad, None
+    dense = torch.zeros(rows, 50).scatter(-1, ids, targets)
+    entropy = torch.nn.functional.cross_entropy(logits, dense, reduction="none")
+    (0.5 * (entropy * weights).sum()).backward()
+    assert torch.allclose(found, logits.grad, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(CrossEntropy.apply(logits, ids, targets, weights), (entropy * weights).sum())
+
+
 def test_padding_is_not_learned(tmp_path):
     """The loss of two texts in one batch is that of their tokens."""
     from speculative.convert.draft_training.training import Training
