@@ -123,7 +123,7 @@ class EagleHead:
         if padding:  # later passes overwrite it
             self._padded_tokens[:n], self._padded_states[:n] = inputs, states
             inputs, states = self._padded_tokens, self._padded_states
-        logits = self.backend.run(start, inputs, 1 + padding, states)
+        logits = self.backend.run(start, inputs, 1, states, padding=padding)
         self._logits[0] = logits[0, self.order]
         own = self.backend.hidden_states
         assert own is not None

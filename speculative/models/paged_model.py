@@ -108,19 +108,22 @@ class PagedModel:
         last: int,
         hidden_states: np.ndarray | None = None,
         parents: Sequence[int] = (),
+        padding: int = 0,
     ) -> np.ndarray:
         """Write tokens [n] at positions start, start + 1, ... of the cache, dropping everything from `start` on.
 
         `hidden_states` float32 [n, size] are an EAGLE-3 head's other input, by default zeros. The last tokens may be
         leaves of a tree, which follow their `parents`, places in `tokens`, and are seen by no other token; their cache
-        entries must be overwritten by the next run. Returns logits float32 [last, V] after each of the last `last`
-        tokens, as a view that the next run overwrites.
+        entries must be overwritten by the next run, like those of the last `padding` tokens, whose logits nobody needs.
+        Returns logits float32 [last, V] after each of the last `last` other tokens, as a view that the next run
+        overwrites.
         """
         n = len(tokens)
         end = start + n
         blocks = -(-end // self.block_size)
         self._used = max(self._used, blocks)
         self._set_shapes(n, last, blocks)
+        self._wanted[:] = np.arange(n - padding - last, n - padding)
         self._ids[:] = tokens
         self._positions[:] = np.arange(start, end)
         if parents:
@@ -227,8 +230,8 @@ class PagedModel:
             self._positions = self._share("position_ids", np.zeros(n, np.int64))
             if self._hidden_size:
                 self._hidden = self._share("hidden_states", np.zeros((n, 1, self._hidden_size), np.float32))
-        if (n, last) != (was_n, was_last):
-            self._share("logits_positions", np.arange(n - last, n, dtype=np.int64))
+        if last != was_last:
+            self._wanted = self._share("logits_positions", np.zeros(last, np.int64))
         if blocks != was_blocks:
             self._share("block_indices", self._all_blocks[:blocks])
         self._shape = n, last, blocks

@@ -30,6 +30,16 @@ def test_single_and_joint_forward_passes_take_turns(backend):
     assert not np.allclose(alone["one"][-1], alone["other"][-1], atol=0.01)
 
 
+def test_padding_gets_no_logits_and_changes_none(backend):
+    """Passes of one size, of which more and fewer tokens are padding."""
+    text = np.array([1, 5, 2, 6, 3, 0])
+    expected = backend.run(0, text, 6).copy()
+    for n, last in ((1, 1), (3, 1), (2, 2), (4, 2), (4, 4)):
+        padded = np.append(text[:n], [7] * (4 - n))
+        logits = backend.run(0, padded, last, padding=4 - n)
+        np.testing.assert_allclose(logits, expected[n - last : n], rtol=1e-4, atol=1e-4)
+
+
 def test_leaves_see_their_parents_only(backend):
     """The logits after leaves are those of the texts that end in them, before and after passes of other kinds."""
     text, leaves = np.array([1, 5, 2, 6, 3, 0]), [(0, 4), (1, 2), (1, 7), (2, 1)]  # parents of tokens 3 to 5, tokens
