@@ -8,8 +8,9 @@
 
 Each result is the output of a command (the table FIGURES), saved as docs/figures/NAME.json with machine, versions,
 commit and date. It is rendered between the lines `<!-- figures:NAME -->` and `<!-- /figures -->` of README.md,
-docs/benchmarks.md and docs/structured-output.md; figures:gains, figures:sources, figures:structured and figures:summary
-are tables of one or several results. Large pairs are generated in build/ first. The machine must be idle.
+docs/benchmarks.md and docs/structured-output.md; figures:gains, figures:overview, figures:sources, figures:structured
+and figures:summary are tables of one or several results. Large pairs are generated in build/ first. The machine must be
+idle.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speculative.atomic_write import atomic_write
-from speculative.bench.reporting.gains_table import gains, sources, structured, summary
+from speculative.bench.reporting.gains_table import gains, overview, sources, structured, summary
 from speculative.bench.result import Machine, RecordedResult
 from speculative.cli.parser import Parser
 from speculative.cli.processes import prepare_output
@@ -257,7 +258,13 @@ def rendered(text: str, kept: dict[str, RecordedResult]) -> str:
 
     def block(found: re.Match) -> str:
         begin, name, end = found.groups()
-        tables = {"gains": gains, "sources": sources, "structured": structured, "summary": summary}
+        tables = {
+            "gains": gains,
+            "overview": overview,
+            "sources": sources,
+            "structured": structured,
+            "summary": summary,
+        }
         return begin + (tables[name](kept) if name in tables else shown(name, kept.get(name))) + end
 
     return BLOCK.sub(block, text)

@@ -48,7 +48,7 @@ def test_no_path_of_this_machine_is_saved():
 def test_every_figure_is_shown_and_no_other():
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert {name for _, name, _ in figures.BLOCK.findall(text)} == {
-        *figures.FIGURES, "gains", "sources", "structured", "summary",
+        *figures.FIGURES, "gains", "overview", "sources", "structured", "summary",
     }  # fmt: skip
     assert text.count("<!-- figures:") == len(figures.BLOCK.findall(text)) == text.count("<!-- /figures -->")
 
@@ -234,6 +234,31 @@ def test_the_summary_has_one_number_and_one_range_a_row(genai, native):
         "2.00x (1.00-2.00)",
     ]
     assert "Not measured yet" in gains_table.summary({})
+
+
+def test_the_overview_has_a_row_a_result_with_its_machine_and_section():
+    def row(sampled, k, speedup, bounds):
+        return {"engine": "native", "sampled": sampled, "name": "", "draft_length": k, "speedup": speedup,
+                "speedup_range": bounds}  # fmt: skip
+
+    pair = [row(False, 8, 3.0, [1, 9]), row(True, 4, 2.0, [2, 2]), row(False, "adaptive", 2.9, [2.9, 2.9])]
+    load = [{"method": "with draft", "clients": 4, "speedup": 1.5, "speedup_range": [1, 2]}]
+    path = {"ours": True, "holds": True}
+    checked = {"greedy": [path, {**path, "ours": False}], "sampled": [path, {**path, "holds": False}]}
+    results = {"benchmark-pair": {"rows": pair}, "server-benchmark-pair": {"rows": load}, "lossless": checked}
+    machine = MACHINE | {"processor": "Intel(R) Xeon(R) Processor", "cores": 2}
+    kept = {name: {"result": result, "machine": machine, "commit": "abc"} for name, result in results.items()}
+    rows = [line.strip("|").split("|") for line in gains_table.overview(kept).splitlines()[2:]]
+    lines = {words.strip(): [cell.strip() for cell in cells] for words, *cells in rows}
+    best, adaptive, *_ = lines.values()
+    where = ["Intel Xeon, 2 cores, 2026-11-22", "[The benchmark pair](#the-benchmark-pair)"]
+    assert best == ["3.00x (1.00-9.00) at K = 8", "2.00x at K = 4", *where]
+    assert adaptive == ["2.90x", "", *where]
+    assert lines["server with the 1.1 B pair, by number of clients"][0] == "4: 1.50x (1.00-2.00)"
+    *_, lossless = lines.values()
+    assert lossless[:2] == ["no difference in 1 of 1 decoding paths", "no difference in 1 of 2 decoding paths"]
+    missing = [cells for cells in lines.values() if cells[0] == "not measured"]
+    assert len(missing) == len(lines) - 4 and all(len(cells) == 4 for cells in missing)
 
 
 def test_sources_are_compared_by_category():

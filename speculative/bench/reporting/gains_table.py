@@ -1,5 +1,6 @@
-"""Markdown tables of the speedups in README and docs, from the recorded results: of both pairs, and by category."""
+"""Markdown tables of the results in README and docs, from the recorded results: all, of both pairs, and by category."""
 
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -7,6 +8,7 @@ from speculative.bench.result import (
     BatchingResult,
     BenchmarkResult,
     LoadRow,
+    LosslessResult,
     MethodRow,
     RecordedResult,
     ServingResult,
@@ -56,6 +58,23 @@ def summary(kept: dict[str, RecordedResult]) -> str:
         f"{facts['commit']}. Measured with [`make figures`](docs/benchmarks.md)."
     )
     return "\n".join([*lines, "", last]) + "\n"
+
+
+def overview(kept: dict[str, RecordedResult]) -> str:
+    """The first Markdown table of the benchmarks: a row per recorded result, with its machine and its section."""
+    lines = ["| | greedy | temperature 1 | measured on | details |", "|---|---|---|---|---|"]
+    for words, figure, greedy, sampled, section in OVERVIEW:
+        link = f"[{section}](#{section.lower().replace(' ', '-')})"
+        if figure not in kept:
+            lines.append(f"| {words} | not measured | | | {link} |")
+            continue
+        result, machine = kept[figure]["result"], kept[figure]["machine"]
+        # without the range of a single round, "1.66x (1.66-1.66)"
+        cells = [re.sub(r" \(([\d.]+)-\1\)", "", cell(result)) if cell else "" for cell in (greedy, sampled)]
+        processor = machine["processor"].replace("(R)", "").removesuffix(" Processor")
+        measured = f"{processor}, {machine['cores']} cores, {machine['date'][:10]}"
+        lines.append(f"| {words} | {cells[0]} | {cells[1]} | {measured} | {link} |")
+    return "\n".join(lines) + "\n"
 
 
 def sources(kept: dict[str, RecordedResult]) -> str:
@@ -138,6 +157,17 @@ def same_texts(result: BenchmarkResult) -> str:
     return "; ".join(f"{fact['where']} {fact['ratio']:.2f}{span(fact['interval'] or fact['range'])}" for fact in found)
 
 
+def without_difference(kind: str) -> Cell:
+    """Of this project's engine: the paths without a difference to the main model alone, of "greedy" or "sampled"."""
+
+    def cell(result: LosslessResult) -> str:
+        rows = [row for row in cast(dict[str, Any], result)[kind] if row["ours"]]
+        held = [row for row in rows if row["holds"]]
+        return f"no difference in {len(held)} of {len(rows)} decoding paths" if rows else ""
+
+    return cell
+
+
 def under_load(result: ServingResult) -> str:
     rows = [row for row in result["rows"] if row["method"] == "with draft" and row["speedup"] is not None]
     return "; ".join(f"{row['clients']}: {times(row)}" for row in rows)
@@ -202,4 +232,85 @@ SUMMARY: list[tuple[str, str, Cell]] = [
     ("greedy, this project's engine, adaptive K", "benchmark-pair", named(NATIVE, False, "adaptive")),
     ("sampled at temperature 1, lossless, this project's engine", "benchmark-pair", named(NATIVE, True, "adaptive")),
     ("server with 4 clients", "server-benchmark-pair", under_load_of(4)),
+]
+
+# words, recorded result, greedy cell, sampled cell, section of docs/benchmarks.md
+OVERVIEW: list[tuple[str, str, Cell, Cell | None, str]] = [
+    (
+        "draft model (34 M) of a 1.1 B int8 main model, best K",
+        "benchmark-pair",
+        best_fixed(NATIVE, False),
+        best_fixed(NATIVE, True),
+        "The benchmark pair",
+    ),
+    (
+        "the same, adaptive K",
+        "benchmark-pair",
+        named(NATIVE, False, "adaptive"),
+        named(NATIVE, True, "adaptive"),
+        "The benchmark pair",
+    ),
+    (
+        "the same, after 2,000 tokens of context",
+        "context",
+        named(NATIVE, False, "adaptive"),
+        None,
+        "Long contexts",
+    ),
+    (
+        "draft model (2.0 M) of a 31.6 M main model, adaptive K",
+        "embedded",
+        named(NATIVE, False, "adaptive"),
+        named(NATIVE, True, "adaptive"),
+        "The embedded pair",
+    ),
+    (
+        "EAGLE-3 head of SmolLM2-135M, adaptive K",
+        "eagle3-smollm2",
+        named(NATIVE, False, "adaptive"),
+        named(NATIVE, True, "adaptive"),
+        "EAGLE-3 heads",
+    ),
+    (
+        "suffix decoding with SmolLM2-135M, no draft model",
+        "sources-smollm2",
+        named(NATIVE, False, "lookup adaptive"),
+        named(NATIVE, True, "lookup adaptive"),
+        "All sources of draft tokens",
+    ),
+    (
+        "EAGLE-3 head and suffix decoding with SmolLM2-135M",
+        "sources-smollm2",
+        named(NATIVE, False, "adaptive, two sources"),
+        named(NATIVE, True, "adaptive, two sources"),
+        "All sources of draft tokens",
+    ),
+    (
+        "the same, answers that follow a JSON schema",
+        "structured-smollm2",
+        named(NATIVE, False, "adaptive, two sources"),
+        None,
+        "JSON schemas",
+    ),
+    (
+        "a draft with an acceptance near 0, adaptive K",
+        "useless-draft",
+        named(NATIVE, False, "adaptive"),
+        named(NATIVE, True, "adaptive"),
+        "A useless draft",
+    ),
+    (
+        "server with the 1.1 B pair, by number of clients",
+        "server-benchmark-pair",
+        under_load,
+        None,
+        "Under load",
+    ),
+    (
+        "lossless: output of this project's engine compared with the main model alone",
+        "lossless",
+        without_difference("greedy"),
+        without_difference("sampled"),
+        "Losslessness",
+    ),
 ]
