@@ -29,6 +29,7 @@ DOCS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not i
 PAGES = [ROOT / "README.md", *DOCS]
 LINKING = [
     *PAGES,
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "deploy/README.md",
     ROOT / "docs/architecture.in.md",
