@@ -195,7 +195,8 @@ class BatchDecoder:
         carry the text piece by piece. The request shares cached blocks and past answers only with requests that have
         the same `salt`. `logit_bias` and `prompt_logprobs` are those of `Decoder.generate`. With `continues`, the text
         continues that of the prompt: tokenizers that leave out a text's first space keep it. With `hides_stop_token`,
-        a stop token has no text, unless the config sets `include_stop_str_in_output`; by default it has, as in GenAI.
+        a stop token has no text, unless the config sets `include_stop_str_in_output`; by default it has one, as in
+        GenAI.
 
         Raises OutOfBlocks if the cache has no blocks for prompt and `max_new_tokens` (see `has_room`), and ValueError
         as `Decoder.stream` does.

@@ -139,9 +139,9 @@ class Decoder:
         StreamerBase receives tokens. Either may return True or a StreamingStatus to stop.
 
         With `seed`, or the config's `rng_seed`, the decoder is reset first. `logit_bias` is added to the logits of
-        token ids, as in OpenAI's API: part of the distribution, main and draft. The config's `logprobs`, and
-        `prompt_logprobs` for the prompt, ask for the log-probability of each token and of so many most probable ones
-        at its place: the log-softmax of the main model's logits. Raises the same errors as `stream`.
+        token ids, as in OpenAI's API, in the main model and the draft. The config's `logprobs`, and `prompt_logprobs`
+        for the prompt, request the log-probability of each token and of that many most probable tokens at its
+        position: the log-softmax of the main model's logits. Raises the same errors as `stream`.
         """
         begin = time.perf_counter()
         takes_text = streamer is not None and not isinstance(streamer, StreamerBase)
@@ -374,10 +374,11 @@ def load(
     Each is a `ModelSpec` (IR folder, device, OpenVINO properties) or a path. A main model given as a path runs on the
     CPU without properties; a draft given as a path takes the main model's device and properties, a draft given as a
     ModelSpec only its own. A draft may be an EAGLE-3 head, and may have another tokenizer: it then proposes the tokens
-    that both have. `max_ngram_size` selects suffix decoding, with matches of at most so many tokens; with a draft, too,
-    each draft token comes from the source that is worth more. `capacity` is the main model's longest sequence in
-    tokens, by default its context length, at most 16,384. The draft length is adaptive; its cost model is measured on
-    the first load and cached (in CACHE_DIR if the main model's properties set one, else in the user's cache folder).
+    that both have. `max_ngram_size` selects suffix decoding, with matches of at most that many tokens; if there is a
+    draft as well, each draft token comes from the source that is worth more. `capacity` is the main model's longest
+    sequence in tokens, by default its context length, at most 16,384. The draft length is adaptive; its cost model is
+    measured on the first load and cached (in CACHE_DIR if the main model's properties set one, else in the user's cache
+    folder).
     `use_huge_pages` (Linux) suits long-running processes: loading takes seconds longer per gigabyte of weights,
     decoding is faster.
     """

@@ -32,6 +32,8 @@ SAME = 1.02  # forward passes whose times differ by less count as equally fast
 
 
 class DraftLengthPolicy(Protocol):
+    """Decides the draft length of one request, token by token, and learns from the outcome of each iteration."""
+
     has_leaves: bool = False  # set by a decoder: whether it can verify leaves
 
     @property
@@ -112,9 +114,9 @@ class ConfidenceDraftLength(DraftLengthPolicy):
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds: of an iteration's first draft step, of a main forward pass over n tokens by n (1 included), of
-    a further draft step, with the draft's weights in the CPU caches (default: the same as the first), and the
-    additional ones of a main forward pass with another number of tokens than the last."""
+    """Measured seconds of the first draft step of an iteration, of a main forward pass by its number of tokens (1
+    included), and of a further draft step, with the draft's weights in the CPU caches (default: as the first); and the
+    additional seconds of a main forward pass that has another number of tokens than the last one."""
 
     draft: float
     main: dict[int, float]
@@ -171,7 +173,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     drafted periodically to probe whether that has changed.
 
     If `has_leaves`, drafts are trees: a forward pass over n tokens has the chain and the leaves that are worth most.
-    They are for models whose passes take `LONG_PASS` or more: to choose leaves takes some 0.3 ms.
+    They are for models whose passes take `LONG_PASS` or more: choosing leaves takes about 0.3 ms.
 
     A `DraftBudget` bounds the loss against plain decoding, however wrong the estimates are.
     """
