@@ -14,7 +14,7 @@ SLOW, FAST = LatencyCurve({1: 0.030, 64: 0.060}), LatencyCurve({1: 0.002, 64: 0.
 
 
 class Untimed(BatchDraftLength):
-    """Decides by the given costs, whatever time this machine takes."""
+    """Decides by the given costs and ignores the measured times."""
 
     def update_draft(self, tokens, seconds, search_seconds=0.0):
         super().update_draft(tokens, float(self.of_round(tokens)))
@@ -30,8 +30,8 @@ def noisy_draft(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def decoder(noisy_draft):
-    """In exact arithmetic, the embedded draft, which is fast, with a noisy copy of it as its draft. As drafting would
-    not pay, the costs are those of a main model that is slower."""
+    """The embedded draft as a fast main model, with a noisy copy of it as its draft, in exact arithmetic. Drafting
+    would gain nothing here, so the costs given are those of a slower main model."""
     decoder = batch_decoder.load(ModelSpec(DRAFT, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), noisy_draft)
     decoder.draft_length = Untimed(SLOW, FAST, FAST)
     return decoder

@@ -1,4 +1,4 @@
-"""What one request may ask for: several texts of a prompt, several prompts, log-probabilities, biases, stop tokens."""
+"""Parameters of one request: several choices, several prompts, log-probabilities, logit biases, stop tokens."""
 
 import asyncio
 import json
@@ -58,11 +58,11 @@ def streamed(api, body):
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-# ---- several texts --------------------------------------------------------------------------------------------------
+# ---- several choices ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
-def test_the_choices_of_a_seeded_request_differ_and_come_again(api, body):
+def test_seeded_choices_are_distinct_and_reproducible(api, body):
     asked = {**body, "temperature": 2, "seed": 7, "max_tokens": 24}
     first, again = (answered(api, {**asked, "n": 4}) for _ in range(2))
     assert texts(first) == texts(again) and len(set(texts(first))) == 4
@@ -71,7 +71,7 @@ def test_the_choices_of_a_seeded_request_differ_and_come_again(api, body):
     assert not set(texts(neighbour)) & set(texts(first))
 
 
-def test_usage_counts_the_tokens_of_all_choices_and_a_prompt_once(api):
+def test_usage_sums_tokens_of_all_choices_and_counts_prompt_once(api):
     one, several = (answered(api, {**LONG, "max_tokens": 9, "n": n})["usage"] for n in (1, 3))
     assert several["prompt_tokens"] == one["prompt_tokens"] and several["completion_tokens"] == 27
     assert several["total_tokens"] == several["prompt_tokens"] + 27
@@ -79,14 +79,14 @@ def test_usage_counts_the_tokens_of_all_choices_and_a_prompt_once(api):
     assert accepted[0] < accepted[1] <= 27
 
 
-def test_usage_counts_the_cached_tokens_of_a_prompt_once(api):
+def test_usage_counts_cached_prompt_tokens_once(api):
     asked = {**ONE, "prompt": "def is_prime(n):\n    for i in range(2, n):\n" * 5, "max_tokens": 1}
     cached = [answered(api, {**asked, "n": n})["usage"]["prompt_tokens_details"]["cached_tokens"] for n in (1, 1, 3)]
     assert 0 == cached[0] < cached[1] == cached[2]
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
-def test_a_stream_interleaves_its_choices(api, body):
+def test_streaming_interleaves_chunks_of_all_choices(api, body):
     asked = {**body, "temperature": 1, "seed": 7, "n": 3, "max_tokens": 60, "ignore_eos": True}
     whole = answered(api, asked)
     *chunks, last = streamed(api, {**asked, "stream_options": {"include_usage": True}})
@@ -102,7 +102,7 @@ def test_a_stream_interleaves_its_choices(api, body):
     assert order != sorted(order)
 
 
-def test_several_prompts_have_choices_each(api):
+def test_list_of_prompts_returns_n_choices_per_prompt(api):
     asked = {**ONE, "temperature": 1, "seed": 7, "n": 2}
     prompts = ["def f(", "class A:", "import "]
     alone = [answered(api, {**asked, "prompt": prompt}) for prompt in prompts]
@@ -128,12 +128,12 @@ def test_several_prompts_have_choices_each(api):
         (["a"] * 9, "9 prompts with n=1 are 9 texts, but at most 8 are allowed"),
     ],
 )
-def test_what_is_no_prompt_is_refused(api, prompt, words):
+def test_invalid_prompt_returns_400(api, prompt, words):
     error = refused(api, {**ONE, "prompt": prompt})
     assert error["param"] == "prompt" and words in error["message"]
 
 
-def test_more_texts_than_may_be_are_refused(api):
+def test_n_above_limit_returns_400(api):
     error = refused(api, {**ONE, "n": 5})
     assert error["param"] == "n" and error["message"] == "n: is 5, but at most 4 are allowed."
     assert refused(api, {**ONE, "n": 0})["param"] == "n"
@@ -151,15 +151,15 @@ async def disconnected(app, body, when):
 
     path = {"path": "/v1/completions", "raw_path": b"", "query_string": b"", "method": "POST"}
     headers = [(b"content-type", b"application/json")]
-    asking = asyncio.create_task(app({"type": "http", "headers": headers, **path}, receive, send))
+    request = asyncio.create_task(app({"type": "http", "headers": headers, **path}, receive, send))
     while not when():
         await asyncio.sleep(0.01)
-    asking.cancel()
-    await asyncio.wait([asking])
+    request.cancel()
+    await asyncio.wait([request])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_text_takes_a_place_which_the_end_of_the_request_frees(decoder, monkeypatch, stream):
+def test_each_choice_occupies_a_slot_until_the_request_ends(decoder, monkeypatch, stream):
     step, going = decoder.step, threading.Event()
     monkeypatch.setattr(decoder, "step", lambda: step() if going.wait(PATIENCE) else [])
     with Api(decoder, max_num_seqs=2, max_queue=3) as api:
@@ -183,12 +183,12 @@ def test_every_text_takes_a_place_which_the_end_of_the_request_frees(decoder, mo
         assert len(answered(api, {**ONE, "n": 2, "prompt": ["a", "b"]})["choices"]) == 4
 
 
-def test_a_text_that_fails_ends_the_request_and_frees_its_slots(decoder, monkeypatch):
+def test_failing_sequence_ends_request_and_frees_its_slots(decoder, monkeypatch):
     with Api(decoder) as api:
         add = decoder.add_request
         added = []
 
-        def add_one_that_fails(*arguments, **options):
+        def add_failing_request(*arguments, **options):
             added.append(add(*arguments, **options))
             if len(added) == 2:
                 monkeypatch.setattr(added[-1].sequence, "verify", failing)
@@ -197,14 +197,14 @@ def test_a_text_that_fails_ends_the_request_and_frees_its_slots(decoder, monkeyp
         def failing(logits):
             raise RuntimeError("a planted fault")
 
-        monkeypatch.setattr(decoder, "add_request", add_one_that_fails)
+        monkeypatch.setattr(decoder, "add_request", add_failing_request)
         answer = post(api, {**LONG, "n": 3})
         assert answer.status_code == 500 and "a planted fault" in answer.json()["error"]["message"]
         wait_until(lambda: api.engine.idle)
         assert len(added) == 3 and max(len(request.result.tokens) for request in added) < 400
 
 
-def test_the_best_texts_have_the_highest_log_probability_per_token(api):
+def test_best_of_returns_texts_with_highest_mean_logprob(api):
     asked = {**ONE, "temperature": 2, "seed": 7, "logprobs": 0}
     every = answered(api, {**asked, "n": 4})
     best = answered(api, {**asked, "n": 2, "best_of": 4})
@@ -241,7 +241,7 @@ def reference():
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, reference, top):
+def test_completion_logprobs_match_main_model(api, decoder, reference, top):
     body = {**ONE, "prompt": "def café(", "logprobs": top, "temperature": 0.7, "seed": 3, "max_tokens": 30}
     (choice,) = answered(api, body)["choices"]
     found = choice["logprobs"]
@@ -261,7 +261,7 @@ def test_log_probabilities_of_a_completion_are_the_main_models(api, decoder, ref
         assert len(best) in (top, top + 1)
 
 
-def test_log_probabilities_of_a_chat_have_bytes(api):
+def test_chat_logprobs_include_token_bytes(api):
     (choice,) = answered(api, {**CHAT, "temperature": 0, "logprobs": True, "top_logprobs": 2})["choices"]
     content = choice["logprobs"]["content"]
     assert bytes(byte for one in content for byte in one["bytes"]).decode() == choice["message"]["content"]
@@ -281,7 +281,7 @@ def test_log_probabilities_of_a_chat_have_bytes(api):
     "more", [{}, {"stop": ["True", "\n\n"]}, {"stop": ["eturn"], "include_stop_str_in_output": True}], ids=str
 )
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
-def test_a_stream_sends_the_log_probabilities_of_its_pieces(api, decoder, body, more):
+def test_stream_chunks_carry_their_logprobs(api, decoder, body, more):
     end = TokenTexts(decoder.tokenizer).text(decoder.tokenizer.get_eos_token_id())
     logprobs = {"logprobs": 1} if body is ONE else {"logprobs": True, "top_logprobs": 1}
     asked = {**body, **more, **logprobs, "n": 2, "seed": 1, "temperature": 1, "max_tokens": 60}
@@ -300,8 +300,8 @@ def test_a_stream_sends_the_log_probabilities_of_its_pieces(api, decoder, body, 
         assert len("".join(tokens[:-1])) < max(len(one["text"]), 1)
 
 
-def test_a_whole_answer_without_text_has_log_probabilities_of_no_tokens(api):
-    """As clients read the object that they asked for."""
+def test_empty_completion_has_empty_logprobs(api):
+    """A client that requested logprobs reads the object, so it is empty rather than null."""
     stopped = {"stop": ["\n"], "logit_bias": {"201": 100}, "temperature": 0}
     (choice,) = answered(api, {**CHAT, **stopped, "logprobs": True})["choices"]
     assert (choice["message"]["content"], choice["logprobs"]) == ("", {"content": [], "refusal": None})
@@ -312,7 +312,7 @@ def test_a_whole_answer_without_text_has_log_probabilities_of_no_tokens(api):
                for choice in one["choices"])  # fmt: skip
 
 
-def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
+def test_partial_character_tokens_are_shown_as_bytes(decoder):
     pieces = TokenTexts(decoder.tokenizer)
     parts = ids_of(decoder, "é🦉").tolist()
     result = GenerationResult(tokens=parts, logprobs=[token_logprobs(np.zeros(4096, np.float32), t, 1) for t in parts])
@@ -325,8 +325,8 @@ def test_tokens_that_are_no_characters_are_shown_as_bytes(decoder):
     assert all(name.startswith("bytes:\\x") or name in "é🦉" for name in names) and any("\\x" in name for name in names)
 
 
-def test_offsets_begin_behind_a_token_without_text(decoder):
-    """Such as the beginning of text: the space that is left out is that of the next one."""
+def test_text_offsets_skip_token_without_text(decoder):
+    """For example the BOS token: the leading space that is stripped is that of the next token."""
     (one,), (two,) = (ids_of(decoder, text).tolist() for text in (" a", " b"))
     tokens = [0, one, two]
     first, *others = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
@@ -340,8 +340,8 @@ def test_offsets_begin_behind_a_token_without_text(decoder):
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_tokens_whose_spaces_a_detokenizer_removes_have_log_probabilities(decoder, is_cut):
-    """Only a stop string that was found leaves tokens out: those behind the text."""
+def test_logprobs_cover_tokens_whose_spaces_the_detokenizer_strips(decoder, is_cut):
+    """Only a stop string leaves tokens out: those after the end of the text."""
     parts = [ids_of(decoder, part).tolist() for part in ("x", " ,", " y", " .", " b", "STOP")]
     tokens = [token for part in parts for token in part]
     entries = [token_logprobs(np.zeros(4096, np.float32), token, 1) for token in tokens]
@@ -353,7 +353,7 @@ def test_tokens_whose_spaces_a_detokenizer_removes_have_log_probabilities(decode
     assert [taken[begin].offset for begin in begins[:5]] == [0, 1, 2, 4, 5]
 
 
-def test_a_prompt_alone_has_its_log_probabilities(api):
+def test_echo_with_zero_max_tokens_returns_prompt_logprobs(api):
     asked = {**ONE, "prompt": "def f(x):", "echo": True, "logprobs": 1}
     alone, more = answered(api, {**asked, "max_tokens": 0}), answered(api, asked)
     (choice,), count = alone["choices"], alone["usage"]["prompt_tokens"]
@@ -366,14 +366,14 @@ def test_a_prompt_alone_has_its_log_probabilities(api):
     assert [one["logprobs"] for one in ends["choices"]] == [choice["logprobs"]] * 2
 
 
-def test_a_prompt_without_text_is_repeated_with_its_log_probabilities(api):
+def test_echo_of_prompt_without_text_has_logprobs(api):
     end = {**ONE, "prompt": [0], "echo": True, "logprobs": 1, "max_tokens": 2, "ignore_eos": True}
     found = answered(api, end)["choices"][0]["logprobs"]
     assert len(found["tokens"]) == 3 and found["token_logprobs"][0] is None and found["text_offset"][:2] == [0, 0]
 
 
 @pytest.mark.parametrize("by_ids", [False, True])
-def test_special_tokens_of_a_repeated_prompt_are_text_where_the_client_wrote_them(api, decoder, by_ids):
+def test_echo_shows_special_tokens_only_for_text_prompts(api, decoder, by_ids):
     prompt = "<|user|>hi<|endoftext|>\n<|assistant|>"
     ids = ids_of(decoder, prompt).tolist()
     (choice,) = answered(api, {**ONE, "prompt": ids if by_ids else prompt, "echo": True, "logprobs": 0})["choices"]
@@ -384,7 +384,7 @@ def test_special_tokens_of_a_repeated_prompt_are_text_where_the_client_wrote_the
     assert choice["logprobs"]["text_offset"] == [len("".join(pieces[:i])) for i in range(len(pieces))]
 
 
-def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference):
+def test_echo_returns_prompt_with_logprobs(api, decoder, reference):
     prompt = "def read_file(path):\n"
     asked = {**ONE, "prompt": prompt, "logprobs": 2, "n": 2, "temperature": 1, "seed": 1}
     for choice in answered(api, {**asked, "echo": True})["choices"]:
@@ -407,7 +407,7 @@ def test_a_prompt_is_repeated_with_its_log_probabilities(api, decoder, reference
 
 
 @pytest.mark.parametrize("body", [ONE, CHAT], ids=["completions", "chat"])
-def test_prompt_logprobs_are_those_of_vllm(api, body):
+def test_prompt_logprobs_follow_vllm_format(api, body):
     answer = answered(api, {**body, "prompt_logprobs": 2, "max_tokens": 1})
     place = answer if body is CHAT else answer["choices"][0]
     first, *others = place["prompt_logprobs"]
@@ -419,7 +419,7 @@ def test_prompt_logprobs_are_those_of_vllm(api, body):
     assert all(len(one) == 1 for one in (none if body is CHAT else none["choices"][0])["prompt_logprobs"][1:])
 
 
-def test_a_token_that_cannot_come_has_a_log_probability_that_json_can_write(decoder):
+def test_logprob_of_impossible_token_is_json_serializable(decoder):
     logits = np.array([0, -np.inf], np.float32)
     found = of_prompt(TokenTexts(decoder.tokenizer), [0, 1], [token_logprobs(logits, 1, 1)], 1)
     assert found[1]["1"]["logprob"] == -9999
@@ -429,7 +429,7 @@ def test_a_token_that_cannot_come_has_a_log_probability_that_json_can_write(deco
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bias_forces_and_bans_tokens(api, decoder):
+def test_logit_bias_forces_and_bans_tokens(api, decoder):
     (token,) = ids_of(decoder, "a").tolist()
     (plain,) = texts(answered(api, ONE))
     assert texts(answered(api, {**ONE, "logit_bias": {str(token): 100}})) == ["a" * 12]
@@ -438,18 +438,18 @@ def test_a_bias_forces_and_bans_tokens(api, decoder):
     assert other != plain
 
 
-def test_prompt_and_answer_may_fill_the_context(api):
-    """Of 1,024 tokens."""
+def test_prompt_plus_output_may_fill_the_context(api):
+    """The context length is 1,024 tokens."""
     asked = {**ONE, "prompt": [5] * 1000, "ignore_eos": True}
     assert answered(api, {**asked, "max_tokens": 24})["usage"]["total_tokens"] == 1024
     assert refused(api, {**asked, "max_tokens": 25})["code"] == "context_length_exceeded"
 
 
-def test_a_min_p_just_below_1_leaves_the_most_probable_token(api):
+def test_min_p_just_below_1_keeps_only_most_probable_token(api):
     assert texts(answered(api, {**ONE, "temperature": 1, "min_p": 1 - 1e-12})) == texts(answered(api, ONE))
 
 
-def test_stop_tokens_of_a_request_end_its_text(api, decoder):
+def test_stop_token_ids_end_the_text(api, decoder):
     tokens = ids_of(decoder, "def f(" + texts(answered(api, ONE))[0])[len(ids_of(decoder, "def f(")) :].tolist()
     asked = {**ONE, "stop_token_ids": [tokens[3]], "ignore_eos": True}
     (choice,) = answered(api, asked)["choices"]
@@ -460,7 +460,7 @@ def test_stop_tokens_of_a_request_end_its_text(api, decoder):
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": ["()"]}, {"stream": True}, {"logprobs": 0}], ids=str)
-def test_a_stop_token_has_no_text_unless_it_is_asked_for(api, more):
+def test_stop_token_text_is_included_only_on_request(api, more):
     asked = {**ONE, "logit_bias": {"5": 100}, "stop_token_ids": [5], **more}  # a "#"
     for include in (False, True):
         asked["include_stop_str_in_output"] = include
@@ -470,7 +470,7 @@ def test_a_stop_token_has_no_text_unless_it_is_asked_for(api, more):
         assert answered(api, asked)["choices"][0]["logprobs"]["tokens"] == ["#"]  # as the end-of-text token
 
 
-def test_a_stop_string_can_stay_in_the_text(api):
+def test_stop_string_is_included_in_text_on_request(api):
     (plain,) = texts(answered(api, ONE))
     stop = plain[5:9]
     kept = texts(answered(api, {**ONE, "stop": stop, "include_stop_str_in_output": True}))
@@ -511,6 +511,6 @@ def test_a_stop_string_can_stay_in_the_text(api):
     ],
     ids=lambda value: None,
 )
-def test_what_cannot_be_is_refused_by_its_name(api, body, param, words):
+def test_invalid_parameter_returns_400_with_param_name(api, body, param, words):
     error = refused(api, body)
     assert error["param"] == param and words in error["message"]

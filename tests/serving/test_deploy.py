@@ -39,13 +39,13 @@ def containers(template):
     return template["template"]["spec"]["containers"]
 
 
-def test_the_dockerfile_has_no_findings_of_hadolint():
+def test_dockerfile_passes_hadolint():
     hadolint = Path(sys.executable).parent / "hadolint"
     process = subprocess.run([hadolint, "--format", "json", DEPLOY / "Dockerfile"], capture_output=True, text=True)
     assert json.loads(process.stdout) == []
 
 
-def test_the_image_has_a_pinned_base_and_all_that_is_copied_and_runs_without_root(monkeypatch):
+def test_image_pins_base_copies_all_files_and_runs_without_root(monkeypatch):
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^FROM python:3\.\d+-slim-\w+$", text, flags=re.MULTILINE)
     assert re.findall(r"^USER (.*)", text, flags=re.MULTILINE) == ["1000"] and "\nHEALTHCHECK" in text
@@ -60,7 +60,7 @@ def test_the_image_has_a_pinned_base_and_all_that_is_copied_and_runs_without_roo
     assert settings.host == "0.0.0.0" and settings.keys
 
 
-def test_the_compose_file_is_of_the_compose_specification():
+def test_compose_file_matches_compose_specification():
     compose = compose_spec.PyCompose.from_yaml((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     compose.validate()
     services = read("compose.yaml")["services"]
@@ -74,7 +74,7 @@ def test_the_compose_file_is_of_the_compose_specification():
     ]
 
 
-def test_the_ray_service_has_a_serve_config_and_the_required_ray():
+def test_rayservice_has_valid_serve_config_and_pinned_ray():
     service = read("rayservice.yaml")
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     cluster = service["spec"]["rayClusterConfig"]
@@ -86,7 +86,7 @@ def test_the_ray_service_has_a_serve_config_and_the_required_ray():
     assert app.import_path == f"{application.build.__module__}:build"
 
 
-def test_the_builder_takes_the_options_of_serve_pair(monkeypatch):
+def test_builder_accepts_serve_pair_options(monkeypatch):
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
     monkeypatch.chdir(ROOT)
     [app] = serve_config()["applications"]
@@ -95,8 +95,8 @@ def test_the_builder_takes_the_options_of_serve_pair(monkeypatch):
     assert deployment._deployment_config.request_router_config.get_request_router_class() is application.PrefixRouter
 
 
-def test_the_builder_parses_its_own_options_again_with_a_recommendation(monkeypatch, tmp_path):
-    """Not the arguments of the process, which is one of Ray's workers."""
+def test_builder_applies_recommendation_to_its_own_options(monkeypatch, tmp_path):
+    """The builder does not read sys.argv, which belongs to a Ray worker process."""
     main = shutil.copytree(DRAFT, tmp_path / "main")
     settings = {"device": "CPU", "properties": {"INFERENCE_NUM_THREADS": 1}}
     role = {"fingerprint": recommendation.fingerprint(main)}
@@ -117,15 +117,15 @@ def test_the_builder_parses_its_own_options_again_with_a_recommendation(monkeypa
         ([DRAFT, "--max-num-seqs=0"], "argument --max-num-seqs"),
     ],
 )
-def test_a_builder_with_wrong_options_says_so(options, problem, monkeypatch):
+def test_builder_rejects_invalid_options(options, problem, monkeypatch):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=re.escape(problem)):
         application.build({"options": options})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's clusters are for Linux")
-def test_serving_the_config_of_the_ray_service(tmp_path, monkeypatch):
-    """By `serve run`, which does with it what KubeRay's operator does; with a small model and one replica."""
+def test_serving_rayservice_config_with_serve_run(tmp_path, monkeypatch):
+    """`serve run` deploys the config as KubeRay's operator does. The model is small and there is one replica."""
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
     config, port = serve_config(), free_port()
     config["applications"][0]["args"]["options"] = [str(DRAFT), "--num-cpus", "1", "--routing", "prefix"]

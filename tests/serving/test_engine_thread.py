@@ -52,7 +52,7 @@ def outcomes(decoder, act, max_num_seqs=4):
         ends = [asyncio.wait_for(job.end(), PATIENCE) for job in act(engine)]
         found = await asyncio.gather(*ends, return_exceptions=True)
         alive = engine.error
-        if alive is None:  # whatever there was, it goes on
+        if alive is None:  # the engine still works
             after = submit(engine)
             assert len((await asyncio.wait_for(after.end(), PATIENCE)).tokens) == 5 and engine.idle
         else:
@@ -64,7 +64,7 @@ def outcomes(decoder, act, max_num_seqs=4):
     return asyncio.run(ask())
 
 
-def test_what_breaks_the_engine_is_no_jobs_own_error(decoder, monkeypatch):
+def test_engine_failure_is_not_reported_as_a_job_error(decoder, monkeypatch):
     """Neither running nor waiting jobs get a ValueError, which would blame the client."""
 
     def broken():
@@ -79,7 +79,7 @@ def test_what_breaks_the_engine_is_no_jobs_own_error(decoder, monkeypatch):
         )
 
 
-def test_a_job_that_is_refused_hears_so_even_if_the_step_then_breaks(decoder, monkeypatch):
+def test_rejected_job_gets_its_own_error_if_the_step_then_fails(decoder, monkeypatch):
     def broken():
         raise ZeroDivisionError
 
@@ -89,15 +89,15 @@ def test_a_job_that_is_refused_hears_so_even_if_the_step_then_breaks(decoder, mo
     assert isinstance(other, EngineFailed) and isinstance(error, EngineFailed)
 
 
-def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, monkeypatch):
+def test_jobs_that_cannot_start_fail_alone(decoder, monkeypatch):
     add_request = decoder.add_request
 
-    def choosy(prompt, *arguments, **options):
+    def add_or_raise(prompt, *arguments, **options):
         if 7 in prompt:
             raise OverflowError("seven")
         return add_request(prompt, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "add_request", choosy)
+    monkeypatch.setattr(decoder, "add_request", add_or_raise)
     prompts = [(1, 2), (), (7, 7), (9999,), (3, 4)]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None
@@ -105,7 +105,7 @@ def test_jobs_that_cannot_start_get_their_own_errors_and_others_go_on(decoder, m
     assert len(found[0].tokens) == len(found[4].tokens) == 5
 
 
-def test_a_job_that_never_has_room_is_refused(main):
+def test_job_larger_than_the_cache_is_rejected(main):
     small = BatchModel(main, 128)
     small.pool.reserve(200)
     decoder = BatchDecoder(small, None, BatchDraftLength(*(LatencyCurve({1: 1.0}),) * 3), Tokenizer(str(MAIN)))
@@ -113,14 +113,14 @@ def test_a_job_that_never_has_room_is_refused(main):
     assert isinstance(found[0], OutOfBlocks) and len(found[1].tokens) == 5 and error is None
 
 
-def test_jobs_wait_for_room_in_the_cache(decoder):
-    """It has room for two of them."""
+def test_jobs_wait_for_free_cache_blocks(decoder):
+    """The cache has room for two of them."""
     found, error = outcomes(decoder, lambda engine: [submit(engine, 120) for _ in range(5)])
     assert [len(one.tokens) for one in found] == [120] * 5 and error is None
 
 
-def test_a_job_on_its_way_into_the_batch_still_takes_a_place(decoder, monkeypatch):
-    """It has left the queue and is not in the batch yet."""
+def test_job_moving_into_the_batch_still_occupies_a_slot(decoder, monkeypatch):
+    """The job has left the queue and is not in the batch yet."""
     add_request, entering, entered = decoder.add_request, threading.Event(), threading.Event()
 
     def slow(*arguments, **options):
@@ -145,29 +145,29 @@ def test_a_job_on_its_way_into_the_batch_still_takes_a_place(decoder, monkeypatc
 
 @pytest.mark.parametrize("place", ["verify", "take", "end"], ids=["verifying", "decoding text", "finishing"])
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_job_that_fails_in_the_batch_ends_with_its_error(place, others, decoder, monkeypatch):
+def test_failing_job_in_batch_ends_with_its_error(place, others, decoder, monkeypatch):
     """A failure at any point, even in the last action for a job, ends it at once, not at its time limit."""
     add_request, broken = decoder.add_request, []
 
     def fail(*arguments):
         raise OverflowError(place)
 
-    def add_one_that_fails(prompt, *arguments, **options):
+    def add_failing_request(prompt, *arguments, **options):
         request = add_request(prompt, *arguments, **options)
         if 7 in prompt:
             monkeypatch.setattr(request.sequence if place == "verify" else request.output, place, fail)
             broken.append(request)
         return request
 
-    monkeypatch.setattr(decoder, "add_request", add_one_that_fails)
+    monkeypatch.setattr(decoder, "add_request", add_failing_request)
     prompts = [(7, 1), *[(i, 2) for i in range(others)]]
     found, error = outcomes(decoder, lambda engine: [submit(engine, prompt=prompt) for prompt in prompts])
     assert error is None and isinstance(found[0], OverflowError) and broken[0].error is found[0]
     assert [len(one.tokens) for one in found[1:]] == [5] * others
 
 
-def test_drafts_are_the_iterations_with_draft_tokens():
-    """As in vLLM: the adaptive length often drafts nothing. A prompt's forward pass is no iteration."""
+def test_num_drafts_counts_only_iterations_with_draft_tokens():
+    """As in vLLM. The adaptive draft length often drafts nothing, and prefill is not an iteration."""
     names = ("prompt_tokens", "cached_tokens", "generated", "decoded", "iterations", "drafts", "proposed", "accepted")
     counts = SimpleNamespace(**dict.fromkeys(names, 0))
     steps = [([5], 0, 0), ([6], 0, 0), ([7, 8, 9], 2, 4), ([10], 0, 3), ([], 0, 2)]
@@ -178,13 +178,13 @@ def test_drafts_are_the_iterations_with_draft_tokens():
     assert tuple(vars(counts).values()) == (8, 3, 6, 5, 3, 2, 7, 2)
 
 
-def test_the_thread_ends_with_the_engine(decoder):
+def test_decoding_thread_ends_when_engine_closes(decoder):
     before = threading.active_count()
     outcomes(decoder, lambda engine: [submit(engine)])
     assert threading.active_count() == before
 
 
-def test_the_first_text_is_sent_at_once_and_later_text_in_larger_pieces():
+def test_first_chunk_is_sent_at_once_and_later_text_is_grouped():
     async def ask():
         loop, job = asyncio.get_running_loop(), GenerationHandle(np.array([1]), config(), None)
         assert job.take() == ""  # as readers do before there is any text

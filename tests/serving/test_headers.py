@@ -46,7 +46,7 @@ REQUESTS = {  # by the status of the response
 
 
 @pytest.mark.parametrize("status", REQUESTS)
-def test_every_response_has_the_requests_id_or_a_new_one(api, decoder, monkeypatch, status):
+def test_every_response_has_a_request_id(api, decoder, monkeypatch, status):
     if status == "500":
         monkeypatch.setattr(decoder, "tokenizer", None)
     sent = "a1_B.2:c/d+e=f@g-h"
@@ -56,14 +56,14 @@ def test_every_response_has_the_requests_id_or_a_new_one(api, decoder, monkeypat
     assert known == [sent] and len(made) == 1 and re.fullmatch("[0-9a-f]{32}", made[0])
 
 
-@pytest.mark.parametrize("unfit", ["", "a b", "x" * 129, "caf\u00e9".encode(), '"', "<b>", "a,b"])
-def test_an_unfit_id_is_replaced(api, unfit):
-    found = ask(api, body=ONE, **{"x-request-id": unfit}).headers.get_list("x-request-id")
+@pytest.mark.parametrize("invalid", ["", "a b", "x" * 129, "caf\u00e9".encode(), '"', "<b>", "a,b"])
+def test_invalid_request_id_is_replaced(api, invalid):
+    found = ask(api, body=ONE, **{"x-request-id": invalid}).headers.get_list("x-request-id")
     assert len(found) == 1 and re.fullmatch("[0-9a-f]{32}", found[0])
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/jsonl"])
-def test_a_body_that_is_not_called_json_is_refused_with_the_header_to_send(api, kind):
+def test_missing_json_content_type_returns_400(api, kind):
     """curl -d sends application/x-www-form-urlencoded."""
     headers = {"authorization": "Bearer one"} | ({"content-type": kind} if kind else {})
     answer = httpx.post(f"{api.url}/completions", content=json.dumps(ONE), headers=headers, **PLAIN)
@@ -74,35 +74,35 @@ def test_a_body_that_is_not_called_json_is_refused_with_the_header_to_send(api, 
     )
 
 
-ASKS = {"origin": PAGE, "access-control-request-method": "POST",
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type"}  # fmt: skip
 
 
-def test_a_page_of_a_given_origin_may_ask_before_it_has_a_key(api):
-    asked = httpx.options(f"{api.url}/completions", headers=ASKS, **PLAIN)
+def test_allowed_origin_passes_cors_preflight_without_key(api):
+    asked = httpx.options(f"{api.url}/completions", headers=PREFLIGHT, **PLAIN)
     assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
-    assert asked.headers["access-control-allow-headers"].replace(" ", "") == ASKS["access-control-request-headers"]
+    assert asked.headers["access-control-allow-headers"].replace(" ", "") == PREFLIGHT["access-control-request-headers"]
     for status in ("200", "200 as a stream", "400", "401"):
         answer = ask(api, **REQUESTS[status], origin=PAGE)
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-def test_a_page_may_read_an_unexpected_error(api, decoder, monkeypatch):
+def test_allowed_origin_can_read_internal_errors(api, decoder, monkeypatch):
     monkeypatch.setattr(decoder, "tokenizer", None)
     assert ask(api, **REQUESTS["500"], origin=PAGE).headers["access-control-allow-origin"] == PAGE
 
 
-def test_a_page_of_another_origin_may_not(api, decoder):
-    asked = httpx.options(f"{api.url}/completions", headers={**ASKS, "origin": "https://example.com"}, **PLAIN)
+def test_other_origins_are_not_allowed(api, decoder):
+    asked = httpx.options(f"{api.url}/completions", headers={**PREFLIGHT, "origin": "https://example.com"}, **PLAIN)
     assert asked.status_code == 400 and "access-control-allow-origin" not in asked.headers
     assert "access-control-allow-origin" not in ask(api, body=ONE, origin="https://example.com").headers
     with Api(decoder) as closed:  # by default there is no such origin
-        assert httpx.options(f"{closed.url}/completions", headers=ASKS, **PLAIN).status_code == 405
+        assert httpx.options(f"{closed.url}/completions", headers=PREFLIGHT, **PLAIN).status_code == 405
         assert "access-control-allow-origin" not in ask(closed, body=ONE, origin=PAGE).headers
 
 
-def test_the_command_takes_origins(monkeypatch, capsys):
+def test_cors_origin_option_is_parsed_and_validated(monkeypatch, capsys):
     def parsed(*given):
         monkeypatch.setattr("sys.argv", ["serve_pair.py", str(MAIN), *given])
         return arguments.parse("").cors_origins

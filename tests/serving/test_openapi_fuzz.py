@@ -104,7 +104,7 @@ def check_events(text, data, document):
 @pytest.mark.parametrize("method_path", ["GET /health", "GET /v1/models", "GET /v1/models/{name}",
                                          "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses",
                                          "POST /tokenize", "POST /detokenize"])  # fmt: skip
-def test_the_answers_are_as_the_document_says(api, document, described, method_path):
+def test_responses_conform_to_openapi_document(api, document, described, method_path):
     method, path = method_path.split()
     kinds = Counter()
 
@@ -129,10 +129,10 @@ def test_the_answers_are_as_the_document_says(api, document, described, method_p
         wanted |= {"200 text/event-stream"}
     if path == "/v1/models/{name}":
         wanted = {"404 application/json"}
-    assert wanted <= set(kinds), kinds  # all of them were tried
+    assert wanted <= set(kinds), kinds  # all of them occurred
 
 
-def test_no_operation_is_left_out(document):
+def test_every_operation_is_fuzzed(document):
     tested = {(path, method) for path, operations in document["paths"].items() for method in operations}
     assert tested == {("/health", "get"), ("/v1/models", "get"), ("/v1/models/{name}", "get"),
                       *((path, "post") for path in POSTS)}  # fmt: skip
@@ -150,7 +150,7 @@ values = st.recursive(
 
 @st.composite
 def bodies(draw, path, fields, most):
-    """A body as bytes: one that is answered, and a field of it that is drawn, deep, or long, up to and beyond the
+    """A body as bytes: a valid one with one more field that is random, deeply nested or long, up to and beyond the
     limit."""
     body = {"model": "embedded", **FEW.get(path, {}), **POSTS[path]}
     value = json.dumps(draw(values)).encode()
@@ -168,7 +168,7 @@ def bodies(draw, path, fields, most):
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_bodies_of_any_size_and_depth_are_answered_as_the_document_says(api, document, described, path):
+def test_bodies_of_any_size_and_depth_conform_to_openapi_document(api, document, described, path):
     kinds = Counter()
     model = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     fields = [*document["components"]["schemas"][model.rpartition("/")[2]]["properties"], "user", "tools", "logit_bias"]
@@ -186,7 +186,7 @@ def test_bodies_of_any_size_and_depth_are_answered_as_the_document_says(api, doc
 # ---- the document ---------------------------------------------------------------------------------------------------
 
 
-def test_the_document_names_the_errors_that_come(api, document):
+def test_document_declares_error_responses(api, document):
     for path, operations in document["paths"].items():
         for operation in operations.values():
             responses = operation["responses"]
@@ -199,7 +199,7 @@ def test_the_document_names_the_errors_that_come(api, document):
     assert {"Error", "ChatCompletionChunk", "CompletionChunk"} <= names and "HTTPValidationError" not in names
 
 
-def test_where_there_are_keys_the_document_has_the_answer_without_one(api):
+def test_document_declares_401_only_with_api_keys(api):
     application = api.endpoint.application(frozenset([digest("key")])).openapi()
     found = {path: "401" in operation["responses"] for path, operations in application["paths"].items()
              for operation in operations.values()}  # fmt: skip

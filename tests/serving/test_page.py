@@ -67,7 +67,7 @@ def ask(page, text=ASKED, **settings):
     page.locator(".figures").last.wait_for()
 
 
-def test_an_answer_streams_with_the_draft_tokens_marked(api, show, monkeypatch):
+def test_answer_streams_with_draft_tokens_marked(api, show, monkeypatch):
     step = api.engine.decoder.step
 
     def slow_step():
@@ -94,12 +94,12 @@ def test_an_answer_streams_with_the_draft_tokens_marked(api, show, monkeypatch):
     assert page.inner_text(".figures").startswith(f"{tokens} tokens · ")
 
 
-def test_a_chat_goes_on_until_it_is_cleared(api, show, monkeypatch):
+def test_chat_keeps_history_until_cleared(api, show, monkeypatch):
     seen = []
     encode = api.engine.decoder.encode
 
     def listening(prompt, config=None):
-        if isinstance(prompt, ChatHistory):  # not the tokens that follow from it
+        if isinstance(prompt, ChatHistory):  # not the token ids that it is encoded to
             seen.append(prompt.get_messages())
         return encode(prompt, config)
 
@@ -127,7 +127,7 @@ def slow(decoder, monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["Escape", "button"])
-def test_an_answer_can_be_stopped(api, show, slow, by):
+def test_generation_can_be_stopped(api, show, slow, by):
     page = show(api)
     page.locator("#max-tokens").fill("400")
     page.locator("#message").fill(ASKED)
@@ -141,11 +141,11 @@ def test_an_answer_can_be_stopped(api, show, slow, by):
     page.get_by_text("Stopped.").wait_for()
     assert page.locator("#stop").is_disabled() and page.locator("#send").is_enabled()
     assert page.evaluate("document.activeElement.id") == "message"
-    wait_until(lambda: api.engine.idle, "its place in the batch is free")
+    wait_until(lambda: api.engine.idle, "its slot in the batch is free")
 
 
-def test_the_enter_of_an_input_method_sends_nothing(api, show):
-    """In Safari, the composition is over before the key that confirms it, which has the code 229."""
+def test_ime_confirmation_key_does_not_send(api, show):
+    """In Safari, the composition ends before the key that confirms it, whose keyCode is 229."""
     page = show(api)
     page.locator("#message").fill(ASKED)
     key = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true, cancelable: true})"
@@ -153,7 +153,7 @@ def test_the_enter_of_an_input_method_sends_nothing(api, show):
     assert page.locator(".turn").count() == 0 and page.locator("#message").input_value() == ASKED
 
 
-def test_who_reads_above_stays_there_when_the_answer_ends(api, show, slow):
+def test_scroll_position_is_kept_when_an_answer_ends(api, show, slow):
     page = show(api)
     log, settings = page.locator("#log"), {"max-tokens": "200"}
     ask(page, **settings)
@@ -167,7 +167,7 @@ def test_who_reads_above_stays_there_when_the_answer_ends(api, show, slow):
     assert log.evaluate("log => log.scrollTop") == 0
 
 
-def test_what_is_typed_before_the_answer_begins_stays(api, show, monkeypatch):
+def test_text_typed_before_the_answer_starts_is_kept(api, show, monkeypatch):
     typed, encode = threading.Event(), api.engine.decoder.encode
 
     def waiting(*arguments):
@@ -184,7 +184,7 @@ def test_what_is_typed_before_the_answer_begins_stays(api, show, monkeypatch):
     assert page.locator("#message").input_value() == "And a queue."
 
 
-def test_a_refusal_is_shown_in_words_and_the_message_stays(api, show):
+def test_error_is_shown_and_the_message_is_kept(api, show):
     page = show(api, expect=["400 (Bad Request)"])
     page.locator("#max-tokens").fill("401")
     page.locator("#message").fill(ASKED)
@@ -198,7 +198,7 @@ def test_a_refusal_is_shown_in_words_and_the_message_stays(api, show):
     ask(page)
 
 
-def test_a_key_is_asked_for_only_where_one_is_needed(api, decoder, show):
+def test_api_key_field_is_shown_only_if_required(api, decoder, show):
     assert not show(api).locator("#key").is_visible()
     with Api(decoder, keys=frozenset([digest("one")])) as guarded:
         page = show(guarded, expect=["401 (Unauthorized)"])
@@ -217,7 +217,7 @@ def test_a_key_is_asked_for_only_where_one_is_needed(api, decoder, show):
         assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
-def test_a_model_without_a_chat_template_continues_the_text_until_the_server_is_gone(decoder, show, monkeypatch):
+def test_without_chat_template_text_is_continued_and_lost_server_shown(decoder, show, monkeypatch):
     monkeypatch.setattr(decoder, "tokenizer", Untemplated(decoder.tokenizer))
     with Api(decoder) as plain:
         page = show(plain, expect=["ERR_CONNECTION_REFUSED"])
@@ -239,7 +239,7 @@ class Untemplated:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [PHONE, DESK])
-def test_nothing_overflows_and_all_can_be_read(api, show, width, scheme):
+def test_layout_does_not_overflow_and_contrast_is_sufficient(api, show, width, scheme):
     page = show(api, width, scheme)
     hostile = "<img src=x onerror='window.hacked = 1'>" + "word " * 20 + "x" * 200
     ask(page, hostile, **{"max-tokens": 30})
@@ -253,7 +253,7 @@ def test_nothing_overflows_and_all_can_be_read(api, show, width, scheme):
     assert (sum(map(int, re.findall(r"\d+", ground))) > 600) == (scheme == "light")
 
 
-def test_all_can_be_reached_and_named_by_keyboard(api, show):
+def test_all_controls_are_keyboard_accessible_and_labelled(api, show):
     page = show(api)
     assert page.evaluate("document.activeElement.id") == "message"
     page.locator("summary").focus()
@@ -267,7 +267,7 @@ def test_all_can_be_reached_and_named_by_keyboard(api, show):
     assert reached == ["temperature", "top-p", "max-tokens", "seed", "system", "log", "message", "send", "clear"]
 
 
-def test_the_page_may_load_and_send_nothing_elsewhere(api):
+def test_page_loads_and_sends_nothing_to_other_hosts(api):
     answer = httpx.get(api.url.removesuffix("v1"), **PLAIN)
     policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"

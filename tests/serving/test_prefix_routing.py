@@ -1,4 +1,4 @@
-"""Prefix-aware routing: chats that return, an overloaded replica, and how the router learns of a body."""
+"""Prefix-aware routing: returning chats, an overloaded replica, and the hashes by which the router knows a body."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def cached_tokens(server, prompt):
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_chats_that_return_go_to_the_replica_that_has_them(server):
+def test_returning_chats_are_routed_to_the_replica_with_their_prefix(server):
     chats = [f"# chat {i}\n" + f"value_{i} = {i}\n" * 30 for i in range(CHATS)]
     for turn in range(TURNS):
         for i in range(CHATS):
@@ -54,7 +54,7 @@ def test_chats_that_return_go_to_the_replica_that_has_them(server):
             chats[i] += f"other_{turn} = {turn}\n" * 20
 
 
-def test_the_benchmark_counts_hits_of_turns_after_the_first(server):
+def test_routing_benchmark_counts_cache_hits_after_first_turn(server):
     arguments = SimpleNamespace(chats=2, turns=3, added=12, clients=2)
     answers = benchmark_routing.play(Target(server.url, server.model), arguments, first=100)
     found = benchmark_routing.row("prefix", answers)
@@ -62,8 +62,8 @@ def test_the_benchmark_counts_hits_of_turns_after_the_first(server):
     assert "| prefix |" in benchmark_routing.table([found])
 
 
-def test_an_overloaded_replica_is_passed_over(server):
-    """Requests whose bodies do not end load it: two are more than a quarter of its batch beyond the other's none."""
+def test_overloaded_replica_is_skipped(server):
+    """Two requests with unfinished bodies load it: more than a quarter of its batch above the idle replica."""
     prompt = "name = 'overloaded'\n" * 30
     assert not cached_tokens(server, prompt) and cached_tokens(server, prompt)
     beginning = json.dumps({"model": server.model, "prompt": prompt})[:-2].encode()
@@ -74,7 +74,7 @@ def test_an_overloaded_replica_is_passed_over(server):
         assert cached_tokens(server, prompt)  # which has it from now on
 
 
-def test_hashes_are_equal_as_long_as_bodies_and_keys_are():
+def test_body_hashes_match_up_to_first_difference_in_body_or_key():
     body = bytes(range(256)) * 5
     other = body[: 3 * CHUNK] + b"other" + body[3 * CHUNK :]
     assert len(hashes(body, b"")) == 5 and len(set(hashes(body, b""))) == 5
@@ -82,7 +82,7 @@ def test_hashes_are_equal_as_long_as_bodies_and_keys_are():
     assert not set(hashes(body, b"")) & set(hashes(body, b"a key"))
 
 
-def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
+def test_hash_table_finds_replica_with_longest_prefix(monkeypatch):
     monkeypatch.setattr("speculative.serving.ray_serve.prefix_routing.MOST_HASHES", 3)
     table = prefix_routing.HashTable()
     table.add(["a", "b"], "first")
@@ -96,7 +96,7 @@ def test_the_replica_with_most_of_the_beginning_is_found(monkeypatch):
 
 
 def read(parts, more_after=False, method="POST"):
-    """The header and body that the application behind Ray's proxy gets of a request with these parts."""
+    """The header and body that the application behind Ray's proxy receives of a request with these parts."""
     got = {}
 
     async def application(scope, receive, send):
@@ -121,7 +121,7 @@ def read(parts, more_after=False, method="POST"):
     return got["header"], got["body"]
 
 
-def test_the_application_gets_the_body_and_the_hashes_of_its_beginning(monkeypatch):
+def test_application_receives_body_and_prefix_hashes(monkeypatch):
     monkeypatch.setattr(body_hashes, "SECONDS", 0.1)
     parts = [b"x" * CHUNK, b"y" * READ, b"z"]
     wanted = ",".join(hashes(b"".join(parts)[:READ], b"key")).encode()

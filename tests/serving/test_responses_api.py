@@ -28,7 +28,7 @@ def chat(client, messages, tokens=40):
     return client.chat.completions.create(messages=messages, **asked)
 
 
-def test_a_response_is_the_chat_completion_of_the_same_messages(client):
+def test_response_equals_chat_completion_of_same_messages(client):
     response = client.responses.create(input=QUESTION, instructions="Be brief.", **ASKED)
     same = chat(client, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}])
     assert response.output_text == same.choices[0].message.content != ""
@@ -42,7 +42,7 @@ def test_a_response_is_the_chat_completion_of_the_same_messages(client):
     assert response.object == "response" and response.store is False and response.instructions == "Be brief."
 
 
-def test_a_response_that_is_cut_says_so(client):
+def test_truncated_response_is_marked_incomplete(client):
     cut = client.responses.create(input=QUESTION, **{**ASKED, "max_output_tokens": 3})
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 3
@@ -50,7 +50,7 @@ def test_a_response_that_is_cut_says_so(client):
     assert (whole.status, whole.incomplete_details, whole.output[0].status) == ("completed", None, "completed")
 
 
-def test_the_output_can_be_sent_back(client):
+def test_output_can_be_sent_back_as_input(client):
     first = client.responses.create(input=QUESTION, **ASKED)
     parts = [{"type": "input_text", "text": "And a "}, {"type": "input_text", "text": "queue."}]
     history = [{"role": "user", "content": QUESTION}, *first.output, {"role": "user", "content": parts}]
@@ -63,7 +63,7 @@ def test_the_output_can_be_sent_back(client):
     assert second.output_text == chat(client, messages).choices[0].message.content
 
 
-def test_a_stream_has_the_events_of_the_api_in_order(client):
+def test_stream_events_follow_the_api_order(client):
     whole = client.responses.create(input=QUESTION, **ASKED)
     events = list(client.responses.create(input=QUESTION, stream=True, **ASKED))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -81,7 +81,7 @@ def test_a_stream_has_the_events_of_the_api_in_order(client):
     assert (last.output_text, last.usage.output_tokens) == (whole.output_text, whole.usage.output_tokens)
 
 
-def test_the_clients_stream_helper_gives_the_response(client):
+def test_openai_stream_helper_returns_the_response(client):
     with client.responses.stream(input=QUESTION, **{**ASKED, "max_output_tokens": 400}) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert stream.get_final_response().output_text == text != ""
@@ -92,7 +92,7 @@ class Verdict(BaseModel):
     is_class: bool
 
 
-def test_a_text_is_parsed_into_an_object(client):
+def test_response_is_parsed_into_pydantic_object(client):
     asked = {"input": QUESTION, "text_format": Verdict, **ASKED, "max_output_tokens": 400}
     parsed = client.responses.parse(**asked)
     assert isinstance(parsed.output_parsed, Verdict) and parsed.text.format.name == "Verdict"
@@ -102,7 +102,7 @@ def test_a_text_is_parsed_into_an_object(client):
 
 @pytest.mark.parametrize("more", [{"reasoning": None}, {"reasoning": {"effort": None, "summary": None}, "top_k": 0},
                                   {"reasoning": {}, "top_k": -1}])  # fmt: skip
-def test_what_changes_no_text_passes(api, more):
+def test_parameters_without_effect_are_accepted(api, more):
     labels = {"metadata": {"a": "b"}, "user": "u", "store": False, "include": [], "tools": [], "truncation": "disabled",
               "background": False, "previous_response_id": None, "text": {}, "service_tier": "auto",
               "parallel_tool_calls": True, "tool_choice": "auto", "top_logprobs": 0}  # fmt: skip
@@ -139,13 +139,13 @@ def test_what_changes_no_text_passes(api, more):
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "what"}}}}, "text.format", ""),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_name(api, body, param, words):
+def test_unsupported_parameter_returns_400_with_param_name(api, body, param, words):
     answer = post(api, {"input": QUESTION, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and words in error["message"]
 
 
-def test_cached_tokens_are_those_of_the_same_prompt_cache_key(api):
+def test_cached_tokens_require_the_same_prompt_cache_key(api):
     def cached(key):
         answer = post(api, {"input": QUESTION * 9, "max_output_tokens": 1, "prompt_cache_key": key})
         return answer.json()["usage"]["input_tokens_details"]["cached_tokens"]
@@ -154,12 +154,12 @@ def test_cached_tokens_are_those_of_the_same_prompt_cache_key(api):
     assert cached("yours") == 0
 
 
-def test_a_prompt_that_is_too_long_is_refused_as_input(api):
+def test_prompt_beyond_context_returns_400_for_input(api):
     error = post(api, {"input": "word " * 2_000}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
 
 
-def test_a_stream_that_fails_ends_with_an_error_event(client, monkeypatch):
+def test_failing_stream_ends_with_error_event(client, monkeypatch):
     take, steps = OutputProcessor.take, []
 
     def failing_take(output, step):
@@ -173,7 +173,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(client, monkeypatch):
     assert events[-1].type == "error" and "planted" in events[-1].message
 
 
-def test_the_key_and_the_model_are_checked_here_too(api, decoder):
+def test_responses_endpoint_checks_api_key_and_model(api, decoder):
     assert post(api, {"input": QUESTION, "model": "another"}).status_code == 404
     with Api(decoder, keys=frozenset([digest("one")])) as guarded:
         assert post(guarded, {"input": QUESTION}).status_code == 401

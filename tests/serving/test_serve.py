@@ -83,13 +83,13 @@ def load(server):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:2])
-def test_a_greedy_completion_is_the_main_models_text(client, main_alone, prompt):
+def test_greedy_completion_equals_main_model_text(client, main_alone, prompt):
     answer = complete(client, prompt)
     assert answer.choices[0].text == main_alone(prompt, 60)
     assert answer.object == "text_completion" and answer.model == "embedded"
 
 
-def test_a_chat_is_the_completion_of_its_template(client):
+def test_chat_equals_completion_of_rendered_template(client):
     question = "Write code to count the words of a text."
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     turns = [("user", question), ("assistant", "def f():"), ("user", "Now a class.")]
@@ -104,7 +104,7 @@ def test_a_chat_is_the_completion_of_its_template(client):
     assert answer.usage.prompt_tokens == len(ids)
 
 
-def test_usage_tells_the_draft_tokens_and_adds_up(client):
+def test_usage_reports_accepted_and_rejected_draft_tokens(client):
     usage = complete(client).usage
     details = usage.completion_tokens_details
     assert 0 < details.accepted_prediction_tokens < usage.completion_tokens
@@ -112,19 +112,19 @@ def test_usage_tells_the_draft_tokens_and_adds_up(client):
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_an_answer_that_is_cut_says_so(client):
+def test_finish_reason_distinguishes_truncation_from_end_of_text(client):
     cut, whole = complete(client, max_tokens=5), complete(client, max_tokens=300)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 5)
     assert whole.choices[0].finish_reason == "stop"
 
 
-def test_a_completion_without_max_tokens_has_16_and_a_chat_as_many_as_the_limits_allow(client):
+def test_default_max_tokens_is_16_for_completions_and_limit_for_chat(client):
     extra = {"extra_body": {"ignore_eos": True}}
     assert complete(client, max_tokens=None, **extra).usage.completion_tokens == 16
     assert chat(client, ("user", "Write a class."), **extra).usage.completion_tokens == 300
 
 
-def test_a_stream_is_the_same_text_in_pieces_with_the_usage_last(client):
+def test_streamed_text_equals_whole_text_with_usage_last(client):
     whole = complete(client, max_tokens=300)
     events = list(complete(client, max_tokens=300, stream=True, stream_options={"include_usage": True}))
     texts = [event for event in events if event.choices]
@@ -135,7 +135,7 @@ def test_a_stream_is_the_same_text_in_pieces_with_the_usage_last(client):
     assert len({event.id for event in events}) == 1
 
 
-def test_a_streamed_chat_begins_with_the_role(client):
+def test_streamed_chat_starts_with_the_role(client):
     events = list(chat(client, ("user", "Write a class."), max_tokens=50, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     text = "".join(event.choices[0].delta.content or "" for event in events)
@@ -143,7 +143,7 @@ def test_a_streamed_chat_begins_with_the_role(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_ends_before_the_first_stop_string(client, stream):
+def test_text_ends_before_first_stop_string(client, stream):
     text = complete(client).choices[0].text
     assert "return" in text and "for" in text
     answer = complete(client, stop=["return", "for"], stream=stream)
@@ -151,7 +151,7 @@ def test_a_text_ends_before_the_first_stop_string(client, stream):
     assert found == text[: min(text.index("return"), text.index("for"))]
 
 
-def test_the_same_seed_gives_the_same_text_in_any_crowd(client):
+def test_same_seed_gives_same_text_in_any_batch(client):
     def drawn(seed):
         asked = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 30, "seed": seed}
         return complete(client, PROMPTS[3], **asked).choices[0].text
@@ -162,12 +162,12 @@ def test_the_same_seed_gives_the_same_text_in_any_crowd(client):
         assert list(pool.map(drawn, (1, 2, -3, 1, 2, -3))) == 2 * alone
 
 
-def test_without_a_temperature_texts_are_drawn(client):
+def test_default_temperature_samples(client):
     texts = {complete(client, PROMPTS[3], temperature=None).choices[0].text for _ in range(4)}
-    assert len(texts) > 1  # 60 tokens at temperature 1: four times the same has no chance
+    assert len(texts) > 1  # 60 tokens at temperature 1: four equal texts are practically impossible
 
 
-def test_several_conversations_at_once_are_what_each_is_alone(client, main_alone):
+def test_concurrent_streams_equal_their_texts_alone(client, main_alone):
     def talk(prompt):
         return "".join(event.choices[0].text for event in complete(client, prompt, max_tokens=30, stream=True))
 
@@ -176,7 +176,7 @@ def test_several_conversations_at_once_are_what_each_is_alone(client, main_alone
     assert texts == 2 * [main_alone(prompt, 30) for prompt in PROMPTS]
 
 
-def test_the_model_is_listed(client):
+def test_models_endpoint_lists_the_model(client):
     assert [model.id for model in client.models.list()] == ["embedded"]
     assert client.models.retrieve("embedded").object == "model"
 
@@ -206,7 +206,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asked", "status", "code", "words"), REFUSED)
-def test_what_cannot_be_served_is_refused_in_the_apis_words(client, asked, status, code, words):
+def test_invalid_request_returns_api_error(client, asked, status, code, words):
     with pytest.raises(openai.APIStatusError) as refused:
         complete(client, **asked)
     error = refused.value.body
@@ -224,7 +224,7 @@ def test_what_cannot_be_served_is_refused_in_the_apis_words(client, asked, statu
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     ],
 )
-def test_a_chat_with_what_the_engine_cannot_do_is_refused(client, asked):
+def test_unsupported_chat_parameter_returns_400(client, asked):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             **{"model": "embedded", "messages": [{"role": "user", "content": "Hi"}], **asked}
@@ -233,7 +233,7 @@ def test_a_chat_with_what_the_engine_cannot_do_is_refused(client, asked):
 
 
 @pytest.mark.parametrize("key", ["wrong", KEY + "x", KEY[:-1], "ключ"])
-def test_without_the_key_nothing_but_the_health_is_told(guarded, key):
+def test_wrong_key_gives_access_to_health_only(guarded, key):
     for path in ("/v1/models", "/v1/nothing", "/openapi.json"):
         url = guarded.url.replace("/v1", path)
         answer = httpx.get(url, headers={"Authorization": f"Bearer {key}".encode()}, **PLAIN)
@@ -256,20 +256,20 @@ HALF = b'{"model": "embedded", "prompt": "\\ud800"}'  # of a character
         b'{"seed": 1' + b"0" * 5000,
     ],
 )
-def test_a_malformed_body_is_answered_with_an_error_object(server, body):
+def test_malformed_body_returns_400_with_error_object(server, body):
     headers = {"Content-Type": "application/json"}
     answer = httpx.post(f"{server.url}/completions", content=body, headers=headers, **PLAIN)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_other_paths_and_methods_are_answered_with_an_error_object(server):
+def test_unknown_path_or_method_returns_error_object(server):
     for method, path, status in (("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
         answer = httpx.request(method, f"http://127.0.0.1:{server.port}{path}")
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_a_response_has_one_request_id(server):
-    """Ray's proxy would add any id of the request a second time."""
+def test_response_has_exactly_one_request_id(server):
+    """Ray's proxy would add the request's id a second time."""
     for sent, kept in (("mine", True), ("x" * 5_000, False)):
         answer = httpx.get(f"{server.url}/models", headers={"x-request-id": sent}, **PLAIN)
         (found,) = answer.headers.get_list("x-request-id")
@@ -284,8 +284,8 @@ json_values = st.recursive(
 FIELDS = ["messages", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "n", "stream_options"]
 
 
-def test_whatever_is_sent_is_answered_or_refused_cleanly(server, request):
-    """Never a 500: always a valid response or the API's error object."""
+def test_fuzzed_bodies_never_cause_a_500(server, request):
+    """The response is always valid or the API's error object."""
 
     @settings(max_examples=150 if request.config.getoption("--long") else 50, deadline=None)
     @given(
@@ -312,14 +312,14 @@ def test_whatever_is_sent_is_answered_or_refused_cleanly(server, request):
     check()
 
 
-# ---- places and limits ----------------------------------------------------------------------------------------------
+# ---- slots and limits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_gives_its_place_back(server, client, stream):
+def test_disconnected_client_frees_its_slot(server, client, stream):
     if stream:
         running = 0
-        while not running:  # on a busy machine it may be over before it is looked at
+        while not running:  # on a busy machine the request may end before the check
             answer = long_answer(client, stream=True)
             next(iter(answer))
             running = load(server)["running"]
@@ -331,11 +331,11 @@ def test_a_client_that_leaves_gives_its_place_back(server, client, stream):
     assert complete(client).choices[0].finish_reason == "stop"
 
 
-def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(server, client):
+def test_full_queue_returns_429_with_retry_after_and_retries_succeed(server, client):
     """Eight clients keep all slots and the whole queue in use, so a ninth is rejected on any machine."""
     over = threading.Event()
 
-    def ask_again_and_again():
+    def send_long_requests():
         while not over.is_set():
             with contextlib.suppress(openai.RateLimitError), long_answer(client, stream=True) as answer:
                 next((True for _ in answer if over.is_set()), None)
@@ -349,7 +349,7 @@ def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(s
             return refused
 
     with ThreadPoolExecutor(12) as pool:
-        crowd = [pool.submit(ask_again_and_again) for _ in range(8)]
+        load_clients = [pool.submit(send_long_requests) for _ in range(8)]
         try:
             refused = wait_until(refusal)
             patient = [pool.submit(complete, client.with_options(max_retries=20)) for _ in range(4)]
@@ -359,10 +359,10 @@ def test_a_full_queue_says_when_to_try_again_and_a_patient_client_gets_through(s
         assert refused.body["code"] == "queue_full" and "(4 requests)" in refused.body["message"]
         assert int(refused.response.headers["retry-after"]) >= 1
         assert {future.result().choices[0].text for future in patient} == {complete(client).choices[0].text}
-        assert not any(future.exception() for future in crowd)
+        assert not any(future.exception() for future in load_clients)
 
 
-def test_a_frequency_penalty_decides_how_much_is_repeated(client):
+def test_frequency_penalty_controls_repetition(client):
     def different_characters(penalty):
         asked = {"max_tokens": 60, "frequency_penalty": penalty, "extra_body": {"ignore_eos": True}}
         return len(set(complete(client, "x = [0, 0, 0,", **asked).choices[0].text))
@@ -370,7 +370,7 @@ def test_a_frequency_penalty_decides_how_much_is_repeated(client):
     assert different_characters(-2) < different_characters(2)
 
 
-def test_metrics_count_what_was_served(server, client):
+def test_metrics_match_the_usage_of_a_request(server, client):
     complete(client)
     wait_until(lambda: server.metrics()["vllm_time_to_first_token_seconds_count"])
     before, completion = server.settled_metrics(), complete(client)
@@ -399,7 +399,7 @@ def test_metrics_count_what_was_served(server, client):
     assert drafts <= min(tokens, new["speculative_iterations_total"]) and bool(drafts) == bool(tokens)
 
 
-def test_the_server_exports_every_metric_of_the_dashboard(server, client):
+def test_server_exports_every_dashboard_metric(server, client):
     for _ in range(2):  # the second finds the first one's prompt in the prefix cache
         complete(client, "def is_prime(n):\n    " * 10)
     with pytest.raises(openai.NotFoundError):
@@ -417,13 +417,13 @@ def test_the_server_exports_every_metric_of_the_dashboard(server, client):
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_at_an_ipv6_address_it_says_and_asks_a_url_with_brackets(guarded):
+def test_ipv6_address_has_brackets_in_the_url(guarded):
     assert guarded.lines[-1] == f"ready: http://[::1]:{guarded.port}/v1"
     assert complete(guarded.client(api_key=KEY), max_tokens=5).usage.completion_tokens == 5
 
 
-def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing(guarded):
-    """Last of those that need this server."""
+def test_timeout_returns_504_and_ctrl_c_shuts_down_cleanly(guarded):
+    """Runs last of the tests that need this server."""
     children = descendants(guarded.process.pid)
     client = guarded.client(api_key=KEY)
 
@@ -447,7 +447,7 @@ def test_the_time_limit_and_ctrl_c_which_lets_answers_end_and_leaves_nothing(gua
 
 
 @pytest.mark.posix("Windows has no process groups")
-def test_ctrl_c_while_ray_starts_leaves_nothing():
+def test_ctrl_c_during_ray_startup_leaves_no_processes():
     server = small_server()
     wait_until(lambda: len(descendants(server.process.pid)) > 2, "Ray's processes start", every=0.05)
     children = descendants(server.process.pid)
@@ -469,7 +469,7 @@ def alive(process):
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_rays_proxy_has_as_many_connections_as_it_may(server):
+def test_ray_proxy_limits_connections(server):
     def is_refused():
         try:
             return not load(server)
@@ -501,19 +501,19 @@ def test_rays_proxy_has_as_many_connections_as_it_may(server):
         ((MAIN, DRAFT, "--recommended"), "recommended.json"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_status_2(run_here, arguments, words):
+def test_wrong_usage_prints_one_sentence_and_exits_with_2(run_here, arguments, words):
     done = run_here(PROGRAM, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run, server):
+def test_port_in_use_is_reported_before_loading(run, server):
     done = run(PROGRAM, MAIN, DRAFT, "--port", server.port)
     assert done.returncode == 1 and "starting Ray" not in done.stderr
     assert f"--port {server.port} at 127.0.0.1 is not available (Address already in use): choose" in done.stderr
 
 
-def test_without_ray_it_says_what_to_install():
+def test_missing_ray_names_the_install_command():
     program = f"""import runpy, sys
 sys.modules["ray"] = None  # as if it were not there
 sys.argv[1:] = [{str(MAIN)!r}]

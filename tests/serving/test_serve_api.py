@@ -65,7 +65,7 @@ def chat(client, messages, **asked):
 # ---- what clients send ----------------------------------------------------------------------------------------------
 
 
-def test_the_message_of_an_answer_can_be_sent_back(client):
+def test_assistant_message_can_be_sent_back(client):
     messages = [HI]
     for question in ("Go on.", "And now a class."):
         answer = chat(client, messages)
@@ -81,13 +81,13 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "again", "cache_c
 @pytest.mark.parametrize(
     ("sent", "same"),
     [
-        (  # as litellm 1.106.2 sent them, captured at a server that wrote them down
+        (  # as litellm 1.106.2 sends them, captured at a server that logs requests
             {"messages": [HI, LITELLM, CACHED], "max_completion_tokens": 5, "n": 1, "seed": 1, "stop": ["a"],
              "top_p": 1},
             {"messages": [HI, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "again"}],
              "stop": "a"},
         ),
-        (  # vLLM's sampling parameters with which nothing is asked for
+        (  # vLLM's sampling parameters with their default values
             {"messages": [HI], "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": [],
              "min_tokens": 0, "skip_special_tokens": True, "use_beam_search": False,
              "include_stop_str_in_output": False, "best_of": 1,
@@ -110,7 +110,7 @@ CACHED = {"role": "user", "content": [{"type": "text", "text": "again", "cache_c
     ],
     ids=["litellm", "vllm", "openai", "an empty answer"],
 )  # fmt: skip
-def test_what_changes_no_text_passes(api, sent, same):
+def test_parameters_without_effect_are_accepted(api, sent, same):
     base = {"model": "embedded", "max_tokens": 5, "temperature": 0}
     answers = [post(api, {**base, **body}, "/chat/completions") for body in (sent, same)]
     assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
@@ -118,7 +118,7 @@ def test_what_changes_no_text_passes(api, sent, same):
     assert one == other
 
 
-def test_langchain_converses_and_streams(api):
+def test_langchain_chats_and_streams(api):
     from langchain_openai import ChatOpenAI, OpenAI
 
     settings = {"base_url": api.url, "api_key": "none", "model": "embedded", "temperature": 0, "max_tokens": 8}
@@ -130,7 +130,7 @@ def test_langchain_converses_and_streams(api):
     assert OpenAI(**settings).invoke("def f(")
 
 
-def test_a_stream_may_leave_its_options_null(api):
+def test_null_stream_options_are_accepted(api):
     answer = post(api, {**ONE, "stream": True, "stream_options": {"include_usage": None}})
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
 
@@ -160,7 +160,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asked", "param", "words"), REFUSED, ids=[param for _, param, _ in REFUSED])
-def test_what_would_change_the_text_is_refused_by_its_name(api, asked, param, words):
+def test_unsupported_parameter_returns_400_with_param_name(api, asked, param, words):
     answer = post(api, {"model": "embedded", **asked}, "/chat/completions")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
@@ -186,15 +186,15 @@ NAME = "x" * 5_000
     ids=["a model", "a model of nulls", "a field", "an option", "a message's field", "a role", "a part's field",
          "a model's path", "a path"],
 )  # fmt: skip
-def test_an_error_repeats_at_most_100_characters_of_a_name(api, path, body):
+def test_error_repeats_at_most_100_characters_of_input(api, path, body):
     answer = post(api, body, path) if body else httpx.get(api.url + path, timeout=60, **PLAIN)
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and len(error["param"] or "") <= 100
     assert error["message"].count("x") <= 110 and len(error["message"]) < 300
 
 
-def test_streams_have_no_line_ends_of_unicode():
-    """Clients that split lines as Unicode does would split one event into several."""
+def test_stream_events_escape_unicode_line_separators():
+    """Clients that split lines at Unicode line separators would split one event into several."""
     ends = "a\u2028b\u2029c\u0085d"
     answer = ResponseBuilder(CompletionRequest.model_validate({**ONE, "stream": True}), "embedded")
     (line,) = filter(None, answer.piece(0, ends).decode().splitlines())
@@ -314,8 +314,8 @@ def errors_of(body, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
-def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
-    """There are one or two errors, however many elements are invalid, so the time is that of parsing, too."""
+def test_parsing_any_body_within_limit_uses_little_memory(tokens):
+    """At most two errors are collected, however many elements are invalid: validation costs no more than parsing."""
     for name, body in [*bodies(request_body.most_bytes(tokens)).items(), *full_bodies(tokens)]:
         tracemalloc.start()
         errors = errors_of(body, tokens)
@@ -325,8 +325,8 @@ def test_a_body_up_to_the_limit_takes_little_memory_whatever_is_in_it(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
-def test_a_body_up_to_the_limit_takes_few_calls_whatever_is_in_it(tokens):
-    """Calls measure the time: a few for each message or part, none for other values or for what is rejected."""
+def test_parsing_any_body_within_limit_makes_few_calls(tokens):
+    """Function calls stand for time: a few per message or part, none for other values or rejected bodies."""
     for name, body in full_bodies(tokens):
         assert request_body.fits(body, request_body.VALUES_BESIDE + tokens), name
         assert (calls := calls_of(errors_of, body, tokens)) < MOST_CALLS, (name, calls)
@@ -348,7 +348,7 @@ ELEMENTS = st.recursive(
                             optional={name: st.sampled_from(off or (1,)) for name, off in Message.off.items()}),
     max_leaves=12,
 )  # fmt: skip
-PLACES = [  # of many elements, where they begin and where they end
+PLACES = [  # where many elements can be: the body before and after them
     (COMPLETION + b'"prompt": [', b"]}"),
     (COMPLETION + b'"prompt": [[', b"]]}"),
     (COMPLETION + b'"prompt": "x", "stop": [', b"]}"),
@@ -357,7 +357,7 @@ PLACES = [  # of many elements, where they begin and where they end
     (CHAT + b'[{"role": "user", "content": "x", "tool_calls": [', b"]}]}"),
     *((CHAT + HELLO + b'"%s": [' % name, b"]}") for name in (b"metadata", b"tools", b"response_format", b"new", b"n")),
 ]
-FIELDS_OF = [  # and of many fields of an object
+FIELDS_OF = [  # and where many fields of an object can be
     (COMPLETION, b"}"),
     (CHAT + HELLO, b"}"),
     (CHAT + b"[{", b"}]}"),
@@ -369,7 +369,7 @@ FIELDS_OF = [  # and of many fields of an object
 
 @st.composite
 def any_bodies(draw, tokens):
-    """A body of one element again and again, which is as long as the bytes or the values allow, or somewhat longer."""
+    """A body that repeats one element up to the limit of bytes or of values, or somewhat beyond it."""
     value = draw(ELEMENTS)
     element = json.dumps(value, ensure_ascii=draw(st.booleans()), separators=draw(SEPARATORS)).encode()
     depth = draw(st.sampled_from([0, 0, 0, 1, 3, 30, 900]))
@@ -397,7 +397,7 @@ SEPARATORS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", ":\t")])
 
 
 @pytest.mark.parametrize("tokens", [1_023, 32_768])
-def test_any_body_up_to_the_limit_takes_few_calls_and_little_memory(tokens, request):
+def test_parsing_random_bodies_within_limit_is_cheap(tokens, request):
     """The limits count objects and values of any kind, anywhere in the body."""
     read, examples = 0, 150 if request.config.getoption("--long") else 50
 
@@ -417,7 +417,7 @@ def test_any_body_up_to_the_limit_takes_few_calls_and_little_memory(tokens, requ
         assert errors <= 10 and peak < 20e6, (errors, peak, body[:200])  # those of one message
 
     check()
-    assert read > examples / 5  # and the others are refused
+    assert read > examples / 5  # the others are rejected
 
 
 marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a string
@@ -435,7 +435,7 @@ marks = st.text('",[{\\a\n', max_size=4)  # what is counted, and what ends a str
         max_size=5,
     )
 )
-def test_brackets_and_commas_are_counted_outside_of_strings(data):
+def test_brackets_and_commas_inside_strings_are_not_counted(data):
     def size(data):
         """The number of its objects and lists, and of the commas between their elements."""
         if not isinstance(data, list | dict):
@@ -447,7 +447,7 @@ def test_brackets_and_commas_are_counted_outside_of_strings(data):
     assert request_body.fits(body, size(data)) and not request_body.fits(body, size(data) - 1)
 
 
-def test_a_body_up_to_the_limit_is_answered_whatever_is_in_it(api):
+def test_any_body_within_limit_gets_a_response(api):
     statuses = {}
     for name, body in bodies(request_body.most_bytes(api.endpoint.longest_prompt)).items():
         path = "/chat/completions" if b"messages" in body else "/completions"
@@ -457,19 +457,19 @@ def test_a_body_up_to_the_limit_is_answered_whatever_is_in_it(api):
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["lists", "objects"])
-def test_nesting_of_every_depth_is_answered(api, opening):
+def test_nesting_of_any_depth_gets_a_response(api, opening):
     """Nesting just below the parser's limit could exceed that of a later stage."""
     closing = {b"[": b"]", b'{"a":': b"}"}[opening]
     for depth in [*range(1, 1100, 50), *range(900, 1010)]:
         nested = opening * depth + b"1" + closing * depth
-        half = b'"\\ud83d\\ude00"'  # so that the whole text is looked at
+        half = b'"\\ud83d\\ude00"'  # so that the whole text is scanned
         body = CHAT + HELLO + b'"user": ' + nested + b', "safety_identifier": ' + half + b"}"
         assert errors_of(body, 1_000) <= 1
         if depth in (1, 951, 958, 960, 962, 1051):
             assert post(api, body, "/chat/completions").status_code in (200, 400), depth
 
 
-def test_as_many_tokens_as_the_longest_prompt_has_are_read_in_any_form(api):
+def test_longest_prompt_is_accepted_in_any_encoding(api):
     """The limits admit every valid request."""
     longest = api.endpoint.longest_prompt
     for prompt in ([5] * longest, "\u0416" * longest, [["a,{["] * 1][0]):
@@ -480,7 +480,7 @@ def test_as_many_tokens_as_the_longest_prompt_has_are_read_in_any_form(api):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-# ---- places and times -----------------------------------------------------------------------------------------------
+# ---- slots and timeouts ---------------------------------------------------------------------------------------------
 
 
 def half_a_request(api):
@@ -495,7 +495,7 @@ def get_health(api):
     return httpx.get(api.url.replace("/v1", "/health"), timeout=PATIENCE, **PLAIN)
 
 
-def test_slow_bodies_have_few_places_and_health_one_of_its_own(decoder):
+def test_slow_bodies_fill_their_slots_but_health_still_responds(decoder):
     with Api(decoder, body_timeout=PATIENCE) as api, contextlib.ExitStack() as slow:
         for _ in range(api.limits.open):
             slow.enter_context(half_a_request(api))
@@ -503,10 +503,10 @@ def test_slow_bodies_have_few_places_and_health_one_of_its_own(decoder):
         assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
         assert get_health(api).json()["status"] == "ok"
         slow.close()
-        wait_until(lambda: post(api, ONE).status_code == 200, "their places are free")
+        wait_until(lambda: post(api, ONE).status_code == 200, "their slots are free")
 
 
-def test_a_body_that_does_not_come_is_given_up(decoder):
+def test_incomplete_body_times_out_with_408(decoder):
     with Api(decoder, body_timeout=0.5) as api, half_a_request(api) as slow:
         answer = ""
         while "body_too_slow" not in answer:
@@ -517,7 +517,7 @@ def test_a_body_that_does_not_come_is_given_up(decoder):
         assert post(api, ONE).status_code == 200
 
 
-def test_connections_are_bounded_in_number_and_idle_time(decoder):
+def test_connections_are_limited_in_number_and_idle_time(decoder):
     def is_closed(connection):
         try:
             return not connection.recv(1)
@@ -533,12 +533,12 @@ def test_connections_are_bounded_in_number_and_idle_time(decoder):
                 connection.sendall(half)
         assert all(is_closed(connection) for connection in idle)
         wait_until(lambda: not api.uvicorn.server_state.connections)
-        with api.client() as client:  # longer than that under way is not idle
+        with api.client() as client:  # a request that runs longer than the limit is not idle
             answer = client.completions.create(**{**ONE, "max_tokens": 400}, extra_body={"ignore_eos": True})
         assert answer.usage.completion_tokens == 400
 
 
-def test_more_connections_than_may_be_are_refused_at_once(decoder):
+def test_connection_above_limit_is_refused_at_once(decoder):
     protocol = connections.bounded(AutoHTTPProtocol, most=2, idle=PATIENCE)
     with Api(decoder, http=protocol) as api, contextlib.ExitStack() as several:
         open_ = [several.enter_context(socket.create_connection(("127.0.0.1", api.port), PATIENCE)) for _ in range(2)]
@@ -568,7 +568,7 @@ class Gate:
         return self
 
     def __exit__(self, *_) -> None:
-        self.open.set()  # what waits here does not keep a test that failed waiting
+        self.open.set()  # a failed test does not wait for the threads that wait here
 
 
 @pytest.fixture
@@ -577,7 +577,7 @@ def pool():
         yield pool
 
 
-def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
+def test_rejected_request_is_not_tokenized(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder, max_num_seqs=1, max_queue=1) as api, encode:
         asked = [pool.submit(post, api, ONE) for _ in range(2)]
@@ -588,7 +588,7 @@ def test_what_finds_no_place_is_not_encoded(decoder, monkeypatch, pool):
     assert len(encode.calls) == 2
 
 
-def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
+def test_prompts_are_tokenized_by_one_thread(decoder, monkeypatch, pool):
     """Chat templates are not known to be thread-safe."""
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
@@ -599,7 +599,7 @@ def test_prompts_are_encoded_by_one_thread(decoder, monkeypatch, pool):
     assert len(encode.calls) == 4 and len(set(encode.calls)) == 1
 
 
-def test_a_server_that_stops_waits_for_prompts_that_are_being_encoded(decoder, monkeypatch, pool):
+def test_shutdown_waits_for_prompts_being_tokenized(decoder, monkeypatch, pool):
     encode = Gate(monkeypatch, decoder, "encode")
     with Api(decoder) as api, encode:
         asked = pool.submit(post, api, ONE)
@@ -613,7 +613,7 @@ def test_a_server_that_stops_waits_for_prompts_that_are_being_encoded(decoder, m
 
 
 @pytest.mark.parametrize("name", ["encode", "step"])
-def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, monkeypatch, pool, name):
+def test_request_unfinished_at_shutdown_returns_503(decoder, monkeypatch, pool, name):
     gate = Gate(monkeypatch, decoder, name)
     with Api(decoder) as api, gate:
         asked = pool.submit(post, api, ONE)
@@ -625,10 +625,10 @@ def test_what_is_not_answered_in_time_when_the_server_stops_is_told(decoder, mon
         assert answer.headers["retry-after"]
 
 
-# ---- what fails -----------------------------------------------------------------------------------------------------
+# ---- engine errors --------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_engine_is_no_clients_fault(decoder, monkeypatch, pool):
+def test_engine_failure_returns_503_to_all_requests(decoder, monkeypatch, pool):
     step = Gate(monkeypatch, decoder, "step")
     with Api(decoder, max_num_seqs=1) as api, step:
         asked = [pool.submit(post, api, {**ONE, "stream": stream}) for stream in (False, False, True)]
@@ -658,14 +658,14 @@ def planted(*_):
         (RuntimeError("x"), 500, "decoding_failed"),
     ],
 )
-def test_an_error_says_whose_it_is(api, error, status, code):
+def test_errors_map_to_status_and_code(api, error, status, code):
     answer = api.endpoint._as_answer(error)
     assert (answer.status_code, answer.body["error"]["code"]) == (status, code)
     assert (status == 503) == ("retry-after" in (answer.headers or {}))
 
 
-def test_a_step_is_as_long_as_its_model_is_large(api, decoder, monkeypatch):
-    """Before it counts as hanging: an hour for a model that takes three minutes for 64 tokens."""
+def test_hang_detection_allows_longer_steps_for_slower_models(api, decoder, monkeypatch):
+    """If the model takes three minutes for 64 tokens, a step counts as hanging only after an hour."""
     wait_until(lambda: not api.engine.stepping_since, "no step runs")
     monkeypatch.setattr(api.engine, "stepping_since", time.monotonic() - 3600)
     hanging = get_health(api)
@@ -684,16 +684,16 @@ def cached(api, prompt, key="none", cache_key=None):
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_cached_tokens_tell_nobody_what_others_asked(api):
+def test_cached_tokens_do_not_reveal_prompts_of_other_clients(api):
     assert cached(api, LONG_PROMPT) == 0
-    assert cached(api, LONG_PROMPT) > 0  # of the same
+    assert cached(api, LONG_PROMPT) > 0  # the same client
     assert cached(api, LONG_PROMPT, key="another") == 0
     assert cached(api, LONG_PROMPT, cache_key="mine") == 0
     assert cached(api, LONG_PROMPT, cache_key="mine") > 0
     assert cached(api, LONG_PROMPT, cache_key="yours") == 0
 
 
-def test_each_of_several_keys_opens(decoder):
+def test_each_configured_key_is_accepted(decoder):
     with Api(decoder, keys=frozenset(map(digest, ("one", "two")))) as api:
         found = [post(api, ONE, Authorization=f"Bearer {key}").status_code for key in ("one", "two", "three")]
         assert [*found, post(api, ONE).status_code] == [200, 200, 401, 401]
@@ -702,9 +702,9 @@ def test_each_of_several_keys_opens(decoder):
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_that_only_the_main_model_has_is_not_drafted_behind(api, decoder, monkeypatch):
+def test_no_draft_after_token_outside_draft_vocabulary(api, decoder, monkeypatch):
     """The draft's embedding table has no row for this token."""
-    monkeypatch.setattr(api.endpoint, "draft_length", 4)  # on a busy machine it may not be worth its time
+    monkeypatch.setattr(api.endpoint, "draft_length", 4)  # the adaptive length may be 0 on a busy machine
     body = {**ONE, "prompt": [5, 100, 5], "max_tokens": 20, "ignore_eos": True}
     usual = post(api, body).json()
     monkeypatch.setattr(decoder.draft, "vocab_size", 100)
@@ -727,7 +727,7 @@ def parsed_arguments(monkeypatch, *given):
     return arguments.parse("")
 
 
-def test_a_network_address_without_a_key_is_meant_or_refused(monkeypatch, capsys, tmp_path):
+def test_network_address_without_key_requires_insecure_option(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("0.0.0.0", "::"):
         with pytest.raises(SystemExit) as end:
@@ -760,7 +760,7 @@ class Stripping:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_begins_with_the_space_that_its_first_token_has(api, monkeypatch, stream):
+def test_completion_keeps_leading_space_of_first_token(api, monkeypatch, stream):
     asked = {
         "model": "embedded",
         "prompt": "def f(x):\n    return",
@@ -782,7 +782,7 @@ def test_a_completion_begins_with_the_space_that_its_first_token_has(api, monkey
     assert text() == before
 
 
-def test_health_and_page_need_no_key_behind_a_prefix():
+def test_health_and_page_need_no_key_behind_route_prefix():
     """Ray Serve keeps the route_prefix in the path."""
     passed, sent = [], []
 
@@ -799,7 +799,7 @@ def test_health_and_page_need_no_key_behind_a_prefix():
     assert passed == ["/llm/health", "/llm/"] and sent[:2] == [401, 401]
 
 
-def test_a_request_that_fails_is_counted_once(api, monkeypatch):
+def test_failed_request_is_counted_once(api, monkeypatch):
     counted = []
     monkeypatch.setattr(api.endpoint.metrics, "refused", lambda status: counted.append(status))
     monkeypatch.setattr(api.endpoint.metrics, "over", lambda job, outcome: counted.append(outcome))
@@ -809,8 +809,8 @@ def test_a_request_that_fails_is_counted_once(api, monkeypatch):
     assert counted == ["timeout"]
 
 
-def test_the_server_is_asked_directly_whether_it_answers(monkeypatch):
-    """Not through the proxy of the environment, which cannot reach this machine."""
+def test_readiness_probe_bypasses_environment_proxy(monkeypatch):
+    """The proxy set in the environment cannot reach this machine."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
@@ -821,12 +821,12 @@ def test_the_server_is_asked_directly_whether_it_answers(monkeypatch):
 @pytest.mark.parametrize(
     ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("localhost", "localhost")]
 )
-def test_the_url_of_the_server_can_be_opened_on_this_machine(host, shown):
+def test_server_url_can_be_opened_locally(host, shown):
     assert arguments.in_url(host) == shown
 
 
 @pytest.mark.parametrize("key", ["schl\u00fcssel", "a\x07b"])
-def test_a_key_that_no_client_can_send_is_refused(monkeypatch, capsys, tmp_path, key):
+def test_key_with_invalid_header_characters_is_rejected(monkeypatch, capsys, tmp_path, key):
     file = tmp_path / "key"
     file.write_text(key, encoding="utf-8")
     for asked, environment in ((("--api-key-file", file), ""), ((), key)):
@@ -836,12 +836,12 @@ def test_a_key_that_no_client_can_send_is_refused(monkeypatch, capsys, tmp_path,
         assert end.value.code == 2 and "ASCII" in capsys.readouterr().err
 
 
-def test_a_draft_with_another_tokenizer_is_served_with_a_warning(monkeypatch, renumbered_draft, capsys):
+def test_draft_with_other_tokenizer_is_served_with_warning(monkeypatch, renumbered_draft, capsys):
     assert parsed_arguments(monkeypatch, renumbered_draft).pair.draft.folder == renumbered_draft.resolve()
     assert f"warning: {renumbered_draft} as a draft of {MAIN}: 4,092 of 4,096 token ids" in capsys.readouterr().err
 
 
-def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monkeypatch):
+def test_removed_replica_may_finish_its_requests(monkeypatch):
     settings = parsed_arguments(monkeypatch, "--max-replicas", 2, "--timeout", 300, "--drain", 5)
     options = application.options(settings)
     assert options["graceful_shutdown_timeout_s"] > settings.limits.timeout == 300
@@ -849,7 +849,7 @@ def test_a_replica_that_is_removed_may_answer_as_long_as_a_request_may_take(monk
     assert application.Replica.options(**options).max_queued_requests == options["max_queued_requests"]
 
 
-def test_replicas_with_cores_of_their_own_are_not_pinned_to_the_same_ones(monkeypatch):
+def test_replicas_with_own_cores_disable_cpu_pinning(monkeypatch):
     spec = parsed_arguments(monkeypatch, "--num-cpus", 1).pair.main
     compiled = ov.Core().compile_model(spec.folder / "openvino_model.xml", spec.device, dict(spec.properties))
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
@@ -869,7 +869,7 @@ def decoder_of_a_replica(pair):
 
 
 @pytest.mark.parametrize(("given", "prefix_cache"), [((), True), (("--no-prefix-cache",), False)])
-def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
+def test_no_prefix_cache_option_disables_prefix_cache(monkeypatch, given, prefix_cache):
     """The option reaches the engine of the replica that Ray creates."""
     with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair)) as api:
         cached(api, LONG_PROMPT)
@@ -879,7 +879,7 @@ def test_the_prefix_cache_can_be_switched_off(monkeypatch, given, prefix_cache):
 EXACT_MODE = ("--property", "EXECUTION_MODE_HINT=ACCURACY")
 
 
-def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeypatch):
+def test_past_answers_are_reused_only_for_same_prompt_cache_key(monkeypatch):
     given = ("--suffix-decoding", "--past-answers", 300, *EXACT_MODE)
     with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *given).pair), draft_length=4) as api:
 
@@ -894,7 +894,7 @@ def test_past_answers_are_copied_from_only_for_the_same_prompt_cache_key(monkeyp
         assert copied > 24 > max(others)
 
 
-def test_a_draft_and_suffix_decoding_draft_together(monkeypatch):
+def test_draft_model_and_suffix_decoding_draft_together(monkeypatch):
     sources = (DRAFT, "--suffix-decoding", "--past-answers", 300)
     with Api(decoder_of_a_replica(parsed_arguments(monkeypatch, *sources, *EXACT_MODE).pair), draft_length=8) as api:
         body = {**ONE, "prompt": "import os\n", "max_tokens": 48, "ignore_eos": True}
@@ -911,7 +911,7 @@ def test_a_draft_and_suffix_decoding_draft_together(monkeypatch):
         (("--suffix-decoding", "--past-answers", 0), "'0' is not a whole number from 1"),
     ],
 )
-def test_suffix_decoding_that_cannot_be_is_refused_in_one_sentence(monkeypatch, capsys, given, word):
+def test_invalid_suffix_decoding_options_are_rejected(monkeypatch, capsys, given, word):
     with pytest.raises(SystemExit) as end:
         parsed_arguments(monkeypatch, *given)
     errors = capsys.readouterr().err

@@ -32,7 +32,7 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "for-this-test-only-" + "0"
 
 @contextlib.contextmanager
 def head_of_a_cluster(address, log):
-    """`ray start --head`, as an administrator has it, with a token; killed with all that it started."""
+    """`ray start --head` with a token, as an administrator runs it; killed with all its child processes."""
     ray, port = Path(sys.executable).with_name("ray"), address.rpartition(":")[2]
     command = [str(ray), "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--include-dashboard=false"]
     command += ["--no-monitor", "--include-log-monitor=false"]
@@ -48,14 +48,14 @@ def head_of_a_cluster(address, log):
             wait_until(lambda: "Ray runtime started" in log.read_text(encoding="utf-8"), "a head starts")
             yield
         finally:
-            there = [*process.children(recursive=True), process]
-            for one in there:
+            processes = [*process.children(recursive=True), process]
+            for child in processes:
                 with contextlib.suppress(psutil.Error):
-                    one.kill()
-            psutil.wait_procs(there, timeout=PATIENCE)
+                    child.kill()
+            psutil.wait_procs(processes, timeout=PATIENCE)
 
 
-def test_when_the_clusters_head_is_started_again_the_server_joins_it_again(tmp_path):
+def test_server_rejoins_a_restarted_cluster_head(tmp_path):
     address, log = f"127.0.0.1:{free_port()}", tmp_path / "head.txt"
     asked = {"model": Server.model, "prompt": "def f(", "max_tokens": 20, "temperature": 0}
     with contextlib.ExitStack() as last:
@@ -91,7 +91,7 @@ def server(cluster):
 
 
 class Load:
-    """Clients that send requests again and again while the block runs; `answers` holds the responses so far."""
+    """Clients that send requests in a loop while the block runs; `answers` holds the responses so far."""
 
     def __init__(self, server):
         self.answers = []
@@ -126,7 +126,7 @@ class Load:
 
 
 def replicas():
-    """The processes of the replicas on both nodes: the nodes are this process's own."""
+    """The processes of the replicas on both nodes, by pid: the pid of the node, which is a child of this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -137,13 +137,13 @@ def replicas():
 
 def wait_for_replicas(number, without=()):
     def enough():
-        there = {pid: node for pid, node in replicas().items() if pid not in without}
-        return there if len(there) >= number else None
+        running = {pid: node for pid, node in replicas().items() if pid not in without}
+        return running if len(running) >= number else None
 
     return wait_until(enough, f"there are {number} replicas", every=0.2)
 
 
-def lost_is_what_was_under_way(load):
+def assert_only_pending_requests_were_lost(load):
     """Each client lost at most the pending response and the next one, sent before the routers were updated."""
     ended = outcomes(load.answers)
     print(ended)
@@ -152,17 +152,17 @@ def lost_is_what_was_under_way(load):
     assert {answer.outcome for answer in load.answers[-2 * CLIENTS :]} == {"answered"}
 
 
-def test_the_cluster_tells_its_address_in_its_own_folder(cluster):
-    """Not in /tmp/ray, which belongs to an earlier Ray, and where programs of other users would look."""
+def test_cluster_address_is_in_its_own_folder(cluster):
+    """Not in /tmp/ray, which may belong to an earlier Ray and is read by programs of other users."""
     assert Path(os.environ["RAY_TMPDIR"], "ray/ray_current_cluster").read_text(encoding="ascii") == cluster.address
 
 
-def test_replicas_are_on_both_nodes(server):
-    there = wait_for_replicas(2)
-    assert len(set(there.values())) == 2  # each the child of another node's raylet
+def test_replicas_run_on_both_nodes(server):
+    nodes = wait_for_replicas(2).values()
+    assert len(set(nodes)) == 2  # each replica is a child of a different node's raylet
 
 
-def test_a_killed_replica_comes_back_and_others_go_on(server):
+def test_killed_replica_restarts_and_others_keep_serving(server):
     before = wait_for_replicas(2)
 
     def end(stream):
@@ -184,19 +184,19 @@ def test_a_killed_replica_comes_back_and_others_go_on(server):
         ends = Counter(map(end, streams))
         print(ends)
         assert ends["error"] and ends["error"] + ends["length"] == len(streams)
-        load.wait_for_answers(2 * CLIENTS)  # from the other one
+        load.wait_for_answers(2 * CLIENTS)  # from the other replica
         wait_for_replicas(2, without=[victim])
         load.wait_for_answers(4 * CLIENTS)
-    lost_is_what_was_under_way(load)
+    assert_only_pending_requests_were_lost(load)
 
 
-def test_a_node_that_is_removed_under_load_takes_only_its_own_answers_along(server, cluster):
+def test_removed_node_loses_only_its_own_requests(server, cluster):
     wait_for_replicas(2)
     with Load(server) as load:
         load.wait_for_answers(2 * CLIENTS)
         cluster.remove_node(cluster.other, allow_graceful=False)
         load.wait_for_answers(6 * CLIENTS)
-    lost_is_what_was_under_way(load)
+    assert_only_pending_requests_were_lost(load)
     assert len(replicas()) == 1
     cluster.other = cluster.add_node(**ROOM)
     with Load(server) as load:

@@ -58,7 +58,7 @@ class Clients:
 
     def wait_until_streaming(self, number):
         for _ in range(number):
-            assert self._first.acquire(timeout=PATIENCE), "no text came"
+            assert self._first.acquire(timeout=PATIENCE), "no text was received"
 
     def are_done(self):
         return all(future.done() for future in self._futures)
@@ -119,7 +119,7 @@ def server(shared_server):
 
 @pytest.fixture(scope="module")
 def before(server):
-    """The requests that it counted before the tests below, by outcome."""
+    """The requests that the server counted before the tests below, by outcome."""
     return counted(server.settled_metrics())
 
 
@@ -134,17 +134,17 @@ def count(sent, **more):
         sent[outcome] = sent.get(outcome, 0) + number
 
 
-def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
-    """Of many requests at once, whatever the speed of this machine."""
-    clients, there = Clients(server, 4 * (RUNNING + WAITING), LONG), [0]
+def test_full_queue_returns_429_and_accepted_requests_complete(server, sent):
+    """Many requests arrive at once. The speed of this machine does not matter."""
+    clients, in_flight = Clients(server, 4 * (RUNNING + WAITING), LONG), [0]
     while not clients.are_done():
         with contextlib.suppress(OSError):
             state = health(server)
-            there.append(state["running"] + state["waiting"])
+            in_flight.append(state["running"] + state["waiting"])
         time.sleep(0.02)
     answers = clients.answers()
     found = outcomes(answers)
-    assert max(there) <= RUNNING + WAITING <= found["answered"] and found["refused"]
+    assert max(in_flight) <= RUNNING + WAITING <= found["answered"] and found["refused"]
     assert found["answered"] + found["refused"] == len(answers), found
     for answer in answers:
         if answer.outcome == "refused":
@@ -152,23 +152,23 @@ def test_a_full_queue_is_said_and_what_it_took_is_answered(server, sent):
         else:
             assert answer.tokens == LONG["max_tokens"] and answer.finish_reason == "length"
     count(sent, length=found["answered"], refused_429=found["refused"])
-    wait_until(lambda: is_idle(server), "every place is free")
+    wait_until(lambda: is_idle(server), "every slot is free")
 
 
-def test_clients_that_vanish_make_room(server, sent):
+def test_disconnected_clients_free_their_slots(server, sent):
     """Some clients disconnect while streaming, some while queued; the next request is served at once."""
-    while not (gone := some_running_some_waiting(server)):
-        count(sent, length=RUNNING + WAITING)  # all were answered before this process looked
-    for connection in gone:
+    while not (connections := some_running_some_waiting(server)):
+        count(sent, length=RUNNING + WAITING)  # all were answered before the check
+    for connection in connections:
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-    wait_until(lambda: is_idle(server), "their places are free")
+    wait_until(lambda: is_idle(server), "their slots are free")
     assert one(server).outcome == "answered"
     count(sent, abort=RUNNING + WAITING, length=1)
 
 
 def some_running_some_waiting(server):
-    """The connections of clients, or None if their texts ended too soon."""
+    """The connections of the clients, or None if their requests ended too soon."""
     clients = []
     for i in range(RUNNING + WAITING):
         path, body = endpoint(server).request(f"def f{i}(x):", LONG)
@@ -182,7 +182,7 @@ def some_running_some_waiting(server):
     return None if is_idle(server) else clients
 
 
-def test_a_slow_reader_holds_up_nobody_and_gets_all(server, sent):
+def test_slow_reader_delays_nobody_and_gets_its_whole_text(server, sent):
     path, body = endpoint(server).request("class Stack:", LONG)
     request = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.socket() as slow:
@@ -220,7 +220,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_malformed_body_is_refused_in_the_apis_words(server, name):
+def test_malformed_body_returns_api_error(server, name):
     status, answer = post(server, BODIES[name])
     assert status in (400, 422), answer
     assert answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
@@ -228,7 +228,7 @@ def test_a_malformed_body_is_refused_in_the_apis_words(server, name):
 
 
 @pytest.mark.parametrize("with_length", [True, False], ids=["with its length", "in chunks"])
-def test_an_oversized_body_is_refused(server, with_length):
+def test_oversized_body_is_rejected(server, with_length):
     body = json.dumps({"model": "embedded", "prompt": "x" * (8 << 20)}).encode()
     pieces = body if with_length else (body[i : i + 65536] for i in range(0, len(body), 65536))
     try:
@@ -270,8 +270,8 @@ fields = st.fixed_dictionaries({}, optional=SENSIBLE) | st.dictionaries(
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
-def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
-    """Bodies from hypothesis: a valid one with some fields replaced by anything."""
+def test_fuzzed_fields_get_valid_response_or_api_error(server, path, request):
+    """Hypothesis generates the bodies: a valid body with some fields replaced by any value."""
     valid = {"model": "embedded", "prompt": "x"} if path == "/completions" else {
         "model": "embedded", "messages": [{"role": "user", "content": "x"}]}  # fmt: skip
     statuses = {}
@@ -294,11 +294,11 @@ def test_whatever_is_asked_the_answer_is_one_of_the_api(server, path, request):
             assert answer["error"]["message"] and answer["error"]["type"]
 
     check()
-    assert {200, 400} <= set(statuses), statuses  # both kinds were tried
-    wait_until(lambda: is_idle(server), "every place is free")
+    assert {200, 400} <= set(statuses), statuses  # both kinds occurred
+    wait_until(lambda: is_idle(server), "every slot is free")
 
 
-def test_the_server_counts_as_its_clients_do(server, before, sent):
+def test_metrics_match_client_side_counts(server, before, sent):
     """After all of the above, the counts match the requests sent: none is missing and none is extra."""
 
     def new():
@@ -310,7 +310,7 @@ def test_the_server_counts_as_its_clients_do(server, before, sent):
     assert not [name for name in found if name.startswith("refused_5") or "failed" in name or "internal" in name], found
 
 
-def test_when_rays_head_is_killed_the_server_begins_anew_and_once_more_if_that_fails(server):
+def test_server_restarts_ray_after_its_head_is_killed_even_twice(server):
     """Running streams are cut off; a retry is answered."""
     before = psutil.Process(server.process.pid).children(recursive=True)
     head = head_of(server)
@@ -318,7 +318,7 @@ def test_when_rays_head_is_killed_the_server_begins_anew_and_once_more_if_that_f
     clients.wait_until_streaming(STREAMS)
     head.kill()
     server.wait_for("lost the Ray head node: restarting")
-    wait_until(lambda: not any(runs(process) for process in before), "none of what was lost is left")
+    wait_until(lambda: not any(runs(process) for process in before), "none of the old processes is left")
     wait_until(lambda: head_of(server), "Ray's head starts").kill()
     server.wait_for("Ray did not start (")
     server.wait_for("ready: ")
@@ -326,7 +326,7 @@ def test_when_rays_head_is_killed_the_server_begins_anew_and_once_more_if_that_f
     assert one(server).outcome == "answered"
 
 
-def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
+def test_port_taken_during_ray_startup_gives_one_sentence_error():
     server = Server()
     try:
         wait_until(lambda: head_of(server), "Ray's head starts")
@@ -339,7 +339,7 @@ def test_a_port_that_is_taken_while_ray_starts_is_one_sentence():
         server.end()
 
 
-def test_when_it_is_stopped_answers_end_and_new_requests_are_refused(server):
+def test_shutdown_finishes_streams_and_rejects_new_requests(server):
     """Last: the server of the tests above is stopped while streaming."""
     before = psutil.Process(server.process.pid).children(recursive=True)
     clients = Clients(server, STREAMS)

@@ -37,7 +37,7 @@ RUNNING, WAITING, CLIENTS = 6, 8, 10
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "words": {"type": "array", "minItems": 1}}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 MANY_STATES = "(a|b)*a(a|b){18}"
-GROWTH = 32_000_000  # bytes that a process may have more at the end than when it was warm
+GROWTH = 32_000_000  # bytes by which a process may grow between warm-up and the end
 EVERY = 5.0  # seconds
 
 
@@ -54,7 +54,7 @@ def memory(server):
 
 
 def features(chance, is_chat):
-    """The parameters beside those of the text: of one feature, or none. Grammars are new ones, or the same again."""
+    """Parameters of one optional feature, or none. A grammar is either new or repeated."""
     word = {"enum": [f"word {chance.randrange(500)}"]}
     kinds = [
         {},
@@ -110,20 +110,20 @@ def health(server):
         return json.load(answer)
 
 
-def test_a_request_that_is_over_is_forgotten():
-    """Long before its time limit."""
+def test_finished_request_is_garbage_collected():
+    """Long before its timeout."""
 
     async def ask_and_forget():
         engine = Engine(batch_decoder.load(DRAFT, cache_tokens=1024), max_num_seqs=1, max_queue=9)
         config = GenerationConfig(max_new_tokens=5, ignore_eos=True)
         jobs = [engine.submit(np.arange(1, 9), config, seed, seconds=600) for seed in range(4)]
-        ended, streamed, gone, waiting = jobs
+        ended, streamed, unread, waiting = jobs
         await ended.end()
         assert [piece async for piece in streamed.pieces()]
         for job in jobs:
             engine.cancel(job)  # as the endpoint does, however a request ends
         left = [weakref.ref(job) for job in jobs]
-        del jobs, ended, streamed, gone, waiting, job
+        del jobs, ended, streamed, unread, waiting, job
         while not engine.idle:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -136,7 +136,7 @@ def test_a_request_that_is_over_is_forgotten():
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
-def test_long_use_leaves_memory_flat_and_every_place_free():
+def test_long_use_leaks_no_memory_slots_or_blocks():
     seconds = 60 * float(os.environ.get("SOAK_MINUTES", "20"))
     options = ("--max-num-seqs", RUNNING, "--max-queue", WAITING, "--cache-tokens", 2 * CONTEXT)
     with Server(*options) as server:
@@ -170,7 +170,7 @@ def test_long_use_leaves_memory_flat_and_every_place_free():
         assert ended["answered"] > len(answers) / 3 and vanished
         assert {"stop", "length", "tool_calls"} <= {answer.finish_reason for answer in answers}
 
-        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every place is free")
+        wait_until(lambda: health(server) == {"status": "ok", "running": 0, "waiting": 0}, "every slot is free")
         endpoint = Target(server.url, server.model)
         whole = {"max_tokens": CONTEXT - 20, "ignore_eos": True, "temperature": 0}  # half of the cache
         last = []

@@ -53,28 +53,28 @@ def of_schema(schema, **more):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
-# ---- texts follow what was asked for --------------------------------------------------------------------------------
+# ---- texts follow the requested structure ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_the_text_follows_a_schema(api, temperature):
+def test_text_follows_json_schema(api, temperature):
     form = of_schema(SCHEMA, strict=True, description="An answer.")
     answer = text(ask(api, response_format=form, temperature=temperature, seed=1))
     jsonschema.validate(json.loads(answer), SCHEMA)
     assert max(map(len, re.findall(r"\s+", answer)), default=0) <= 22
 
 
-def test_a_schema_may_choose_its_whitespace(api):
+def test_schema_can_set_whitespace_options(api):
     for options, expected in (({"whitespace_flexible": False}, r"\{\}"), ({"whitespace_pattern": " +"}, r"\{ *\}")):
         schema = {"type": "object", "additionalProperties": False, "x-guidance": options}
         assert re.fullmatch(expected, text(ask(api, response_format=of_schema(schema))))
 
 
-def test_the_text_is_a_json_object(api):
+def test_json_object_format_returns_json_object(api):
     assert isinstance(json.loads(text(ask(api, response_format={"type": "json_object"}))), dict)
 
 
-def test_plain_text_is_no_structure(api):
+def test_text_format_is_unconstrained(api):
     form = {"type": "text"}
     answers = [ask(api, max_tokens=5, **more).json() for more in ({"response_format": form}, {})]
     assert answers[0]["choices"] == answers[1]["choices"]
@@ -92,11 +92,11 @@ def test_plain_text_is_no_structure(api):
     ],
     ids=["choice", "regex", "grammar", "json", "json as a string", "json_object"],
 )
-def test_the_text_follows_what_vllm_calls_structured_outputs(api, structure, expected):
+def test_text_follows_vllm_structured_outputs(api, structure, expected):
     assert re.fullmatch(expected, text(ask(api, structured_outputs=structure)))
 
 
-def test_a_completion_has_structured_outputs_too(api):
+def test_completions_support_structured_outputs(api):
     answer = ask(api, "/completions", prompt="def f(", structured_outputs={"choice": ["a", "b"]})
     assert text(answer) in ("a", "b")
 
@@ -104,7 +104,7 @@ def test_a_completion_has_structured_outputs_too(api):
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 
-def test_openai_parses_the_answer_with_pydantic(client):
+def test_openai_client_parses_answer_with_pydantic(client):
     asked = {"model": "embedded", "messages": [HI], "response_format": Answer, "temperature": 0, "max_tokens": 100}
     answer = client.chat.completions.parse(**asked)
     assert isinstance(answer.choices[0].message.parsed, Answer)
@@ -133,7 +133,7 @@ def test_pydantic_ai_returns_structured_output(api):
     assert isinstance(agent.run_sync("Yes?").output, Answer)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- invalid structures ---------------------------------------------------------------------------------------------
 
 
 def nested(levels):
@@ -176,7 +176,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
-def test_what_cannot_be_followed_is_refused_by_its_name(api, asked, parameter, words):
+def test_invalid_structure_returns_400_with_param_name(api, asked, parameter, words):
     answer = ask(api, **asked)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, parameter, "invalid_request"), answer.text
@@ -184,7 +184,7 @@ def test_what_cannot_be_followed_is_refused_by_its_name(api, asked, parameter, w
     assert len(error["message"]) < 400 and "\n" not in error["message"]
 
 
-def test_two_structures_exclude_each_other(api):
+def test_response_format_and_structured_outputs_exclude_each_other(api):
     answer = ask(api, response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
     assert answer.status_code == 400 and "exclude each other" in answer.json()["error"]["message"]
 
@@ -199,7 +199,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("schema", BOUNDED.values(), ids=BOUNDED)
-def test_what_never_ends_is_cut_off_by_max_tokens(api, schema):
+def test_unbounded_structure_is_cut_by_max_tokens(api, schema):
     answer = ask(api, response_format=of_schema(schema), max_tokens=12)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 12, answer.text
 
@@ -215,8 +215,8 @@ HOSTILE = {
 }
 
 
-def test_what_grammars_cost_holds_up_nobody(api):
-    """Each is refused or ends by max_tokens, within the patience of `ask`, and a text beside them is complete."""
+def test_hostile_grammars_do_not_delay_other_requests(api):
+    """Each is rejected or ends by max_tokens within the timeout of `ask`; a concurrent request is complete."""
     with ThreadPoolExecutor(4) as threads:
         beside = threads.submit(ask, api, "/completions", prompt="def f(", max_tokens=300, ignore_eos=True)
         asked = {name: threads.submit(ask, api, max_tokens=9, **more) for name, (more, _) in HOSTILE.items()}
@@ -228,8 +228,8 @@ def test_what_grammars_cost_holds_up_nobody(api):
     assert all(len(answer.text) < 3_000 for answer in answers.values())
 
 
-def test_no_grammar_is_compiled_in_the_decoding_thread(api, decoder, monkeypatch):
-    """Also not where more grammars wait than the decoder keeps."""
+def test_grammars_are_not_compiled_in_decoding_thread(api, decoder, monkeypatch):
+    """Even if more grammars wait than the decoder caches."""
     compiling, new = [], Grammars._new
 
     def noted(*arguments):

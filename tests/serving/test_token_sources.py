@@ -36,7 +36,7 @@ def choices_of(chunks):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_each_token_has_its_text_and_its_source(api, path):
+def test_each_streamed_token_has_text_and_source(api, path):
     events = chunks(api, path, {"include_draft_tokens": True})
     choices = choices_of(events)
     blocks = [choice["speculation"] for choice in choices if "speculation" in choice]
@@ -49,11 +49,11 @@ def test_each_token_has_its_text_and_its_source(api, path):
     accepted, rejected = (details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected"))
     assert sum(token["from_draft"] for token in tokens) == accepted > 0
     assert sum(one["draft_tokens"] for one in blocks) == accepted + rejected
-    passes = len(tokens) - 1 - accepted  # one token of each is the main model's own, but for a last one
+    passes = len(tokens) - 1 - accepted  # each adds one token of the main model's own, except perhaps the last
     assert passes <= sum(one["iterations"] for one in blocks) <= passes + 1
 
 
-def test_what_does_not_ask_for_it_gets_the_same_stream_without_it(api):
+def test_token_sources_are_streamed_only_on_request(api):
     def blocks(options):
         return [{**choice, "speculation": None} for choice in choices_of(chunks(api, "/completions", options))]
 
@@ -63,7 +63,7 @@ def test_what_does_not_ask_for_it_gets_the_same_stream_without_it(api):
     assert texts[0] == texts[1] == "".join(choice["text"] for choice in plain)
 
 
-def test_a_character_of_several_tokens_is_told_when_it_is_complete():
+def test_multi_token_character_is_sent_when_complete():
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     ids = tokenizer.encode("a é 😀").input_ids.data[0].tolist()
     job = SimpleNamespace(result=GenerationResult(), context=[])
@@ -78,7 +78,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_complete():
     assert [token["from_draft"] for one in blocks for token in one] == [i % 2 == 1 for i in range(len(ids))]
 
 
-def test_the_last_chunk_has_half_a_character():
+def test_last_chunk_includes_incomplete_character():
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     half = tokenizer.encode("😀").input_ids.data[0].tolist()[:2]
     job = SimpleNamespace(result=GenerationResult(tokens=half, from_draft=[True, False]), context=[])
@@ -87,7 +87,7 @@ def test_the_last_chunk_has_half_a_character():
     assert [token["text"].count("\ufffd") > 0 for token in sources.take(last=True)["tokens"]] == [False, True]
 
 
-def test_the_models_card_names_the_draft(api):
+def test_model_card_names_draft_source(api):
     card = httpx.get(f"{api.url}/models", **PLAIN).json()["data"][0]
     assert card["draft"] == "draft_model" and card["chat_template"]
     both = batch_decoder.load(DRAFT, DRAFT, max_ngram_size=8)

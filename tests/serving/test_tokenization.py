@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: the tokens that a request to the model has, and the text of tokens."""
+"""/tokenize and /detokenize: the prompt tokens of a request, and the text of tokens."""
 
 import httpx
 import pytest
@@ -28,7 +28,7 @@ def post(api, path, body, **headers):
     return httpx.post(api.url.removesuffix("/v1") + path, json=body, headers=headers, timeout=60, **PLAIN)
 
 
-def test_a_text_becomes_tokens_and_again_the_text(api, decoder):
+def test_tokenize_and_detokenize_round_trip(api, decoder):
     answer = post(api, "/tokenize", {"model": "embedded", "prompt": TEXT, "return_token_strs": True}).json()
     assert (
         answer["tokens"]
@@ -48,19 +48,19 @@ def test_a_text_becomes_tokens_and_again_the_text(api, decoder):
         ({"prompt": TEXT}, "/completions"),
     ],
 )
-def test_the_count_is_that_of_a_requests_prompt(api, body, path):
+def test_token_count_equals_prompt_tokens_of_a_request(api, body, path):
     counted = post(api, "/tokenize", body).json()["count"]
     answer = post(api, f"/v1{path}", {"model": "embedded", "max_tokens": 1, **body}).json()
     assert counted == answer["usage"]["prompt_tokens"]
 
 
-def test_special_tokens_of_a_chat_are_in_its_text(api):
+def test_detokenize_keeps_special_tokens(api):
     answer = post(api, "/tokenize", {"messages": MESSAGES}).json()
     text = post(api, "/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
     assert text == "<|user|>Write a stack.<|assistant|>" and answer["token_strs"] is None
 
 
-def test_an_empty_text_has_no_tokens(api):
+def test_empty_text_has_no_tokens(api):
     assert post(api, "/tokenize", {"prompt": ""}).json()["tokens"] == []
     assert post(api, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
@@ -80,12 +80,12 @@ def test_an_empty_text_has_no_tokens(api):
         ("/tokenize", {"prompt": "x" * 200_000}, 413, "send a shorter prompt"),
     ],
 )
-def test_what_cannot_be_is_refused(api, path, body, status, words):
+def test_invalid_request_returns_error(api, path, body, status, words):
     answer = post(api, path, body)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
 
 
-def test_messages_need_a_chat_template(api, decoder, monkeypatch):
+def test_messages_require_chat_template(api, decoder, monkeypatch):
     monkeypatch.setattr(decoder, "tokenizer", WithoutTemplate(decoder.tokenizer))
     assert "send a prompt" in post(api, "/tokenize", {"messages": MESSAGES}).json()["error"]["message"]
 
@@ -100,7 +100,7 @@ def test_messages_need_a_chat_template(api, decoder, monkeypatch):
         ("/v1/responses", {"input": TEXT * 20}),
     ],
 )
-def test_a_text_that_the_tokenizer_would_cut_is_refused(api, decoder, monkeypatch, tmp_path, path, asked):
+def test_text_truncated_by_tokenizer_is_rejected(api, decoder, monkeypatch, tmp_path, path, asked):
     monkeypatch.setattr(decoder, "tokenizer", cutting_tokenizer(DRAFT, tmp_path / "cutting", 64))
     (param,) = asked
     answer = post(api, path, {"model": "embedded", **asked})
@@ -116,7 +116,7 @@ class WithoutTemplate:
         self.encode = tokenizer.encode
 
 
-def test_the_key_is_required_here_too(decoder):
+def test_tokenization_endpoints_require_key(decoder):
     with Api(decoder, keys=frozenset([digest("one")])) as api:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
             assert post(api, path, body).status_code == 401

@@ -1,4 +1,4 @@
-"""Tool calls in texts of each family of models: found alike however the text is cut into pieces, and never lost."""
+"""Parsing of tool calls in each model family's format: the result does not depend on the chunks of the text."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ PARIS, ADD = ("weather", {"city": "Paris", "days": [1, {"a": "}"}]}), ("add", {"
 RULES = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
-def found(form, *pieces):
+def parse(form, *pieces):
     """The text outside of calls, and the calls with their arguments as text."""
     parser = ToolParser(form, NAMES)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.end()
@@ -42,8 +42,8 @@ def found(form, *pieces):
     return text, list(zip([call.name for call in calls], arguments, strict=True))
 
 
-def parsed(form, *pieces):
-    text, calls = found(form, *pieces)
+def parse_json(form, *pieces):
+    text, calls = parse(form, *pieces)
     return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -85,7 +85,7 @@ CALLS = [  # the format, a text, its content, its calls
     ),
     (MISTRAL, f"[TOOL_CALLS] {LIST}", "", [PARIS, ADD]),
     (MISTRAL, f"[TOOL_CALLS]{LIST}", "", [PARIS, ADD]),
-    (MISTRAL, f" {LIST}", "", [PARIS, ADD]),  # as the marker is a special token, which a text leaves out
+    (MISTRAL, f" {LIST}", "", [PARIS, ADD]),  # the marker is a special token, which the text omits
     (MISTRAL, f"Yes.[TOOL_CALLS] {LIST}", "Yes.", [PARIS, ADD]),
     (GENERIC, f'{{\n  "tool_calls": {LIST}\n}}', "", [PARIS, ADD]),
     (GENERIC, '{"tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "call_1___"}]}', "", [ADD]),
@@ -123,36 +123,36 @@ TEXTS = [  # with no call
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CALLS)
-def test_calls_are_found(form, text, content, calls):
-    assert parsed(form, text) == (content, calls)
-    assert parsed(form, *text) == (content, calls)
+def test_calls_are_parsed(form, text, content, calls):
+    assert parse_json(form, text) == (content, calls)
+    assert parse_json(form, *text) == (content, calls)
 
 
 @pytest.mark.parametrize(
     "arguments", ['{"a":"\\ud83d"}', '{ "a" : 1e999 }', '{"a": "two\nlines"}', '{"\\u00e9": [{}, null]}']
 )
-def test_arguments_are_passed_on_as_the_model_wrote_them(arguments):
-    """Also where another key comes before the name: half a character, say, cannot be encoded again."""
+def test_arguments_are_passed_through_verbatim(arguments):
+    """Even if another key precedes the name. Half a surrogate pair, for example, cannot be encoded again."""
     first = f'{{"type": "function", "name": "add", "parameters": {arguments}}}'
     last = f'{{"parameters" : {arguments} , "name":"add"}}'
     for text in (first, last):
-        assert found(LLAMA, text) == found(LLAMA, *text) == ("", [("add", arguments)])
+        assert parse(LLAMA, text) == parse(LLAMA, *text) == ("", [("add", arguments)])
 
 
 @pytest.mark.parametrize(("form", "text"), TEXTS)
-def test_what_is_no_call_is_text(form, text):
-    assert found(form, text) == found(form, *text) == (text, [])
+def test_text_without_tool_call_stays_text(form, text):
+    assert parse(form, text) == parse(form, *text) == (text, [])
 
 
 @RULES
 @given(st.sampled_from([one[:2] for one in CALLS] + TEXTS), st.data())
-def test_the_pieces_of_a_text_make_no_difference(case, data):
-    """Nor does an end at any place."""
+def test_parsing_does_not_depend_on_chunk_boundaries(case, data):
+    """Even if the text is truncated anywhere."""
     form, text = case
     text = text[: data.draw(st.integers(0, len(text)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert found(form, *pieces) == found(form, text)
+    assert parse(form, *pieces) == parse(form, text)
 
 
 PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"tool_calls": [', '{"name": "add", ',
@@ -162,16 +162,16 @@ PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"too
 
 @RULES
 @given(st.sampled_from([HERMES, LLAMA, MISTRAL, GENERIC]), st.lists(st.sampled_from(PARTS), max_size=14), st.data())
-def test_any_text_is_read(form, parts, data):
+def test_random_text_is_parsed_without_loss(form, parts, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
-    content, calls = found(form, *(text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])))
-    assert (content, calls) == found(form, text)
+    content, calls = parse(form, *(text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])))
+    assert (content, calls) == parse(form, text)
     if not calls:
         assert content == text
 
 
-def test_a_call_is_passed_on_as_it_comes():
+def test_call_is_streamed_incrementally():
     parser = ToolParser(HERMES, NAMES)
     assert parser.feed("Yes <tool") == [Text("Yes ")]
     assert parser.feed('_call>{"name": "add", "arguments": ') == []
@@ -181,8 +181,8 @@ def test_a_call_is_passed_on_as_it_comes():
     assert parser.feed("box>") == [Text("<toolbox>")]
 
 
-def test_a_call_that_is_cut_off_keeps_what_came():
-    assert found(HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b') == ("", [("add", '{"a": 1, "b')])
+def test_truncated_call_keeps_partial_arguments():
+    assert parse(HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b') == ("", [("add", '{"a": 1, "b')])
 
 
 QWEN = (
@@ -202,9 +202,9 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize(("template", "form"), TEMPLATES)
-def test_the_template_tells_the_format(template, form):
+def test_call_format_is_detected_from_chat_template(template, form):
     assert format_of(template) == form
 
 
-def test_the_ids_of_mistral_have_nine_letters_and_digits():
+def test_mistral_call_ids_have_nine_alphanumerics():
     assert all(len(name) == 9 and name.isalnum() for name in (tool_calls.new_id(MISTRAL) for _ in range(20)))

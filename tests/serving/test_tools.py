@@ -1,5 +1,5 @@
-"""Tools in the server, as real clients use them: forced calls validate whatever the model wants, results go back to it
-by its chat template, and streams carry the same calls as whole responses."""
+"""Tools in the server, as real clients use them: forced calls always match the schema, the chat template renders
+results for the model, and streams carry the same calls as whole responses."""
 
 import json
 import re
@@ -57,7 +57,7 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
-    """A model with a chat template that knows tools. OpenVINO's tokenizer holds the template, too."""
+    """A model whose chat template supports tools. OpenVINO's tokenizer also contains the template."""
     folder = tmp_path_factory.mktemp("tools") / "main"
     shutil.copytree(DRAFT, folder)
     tokenizer = folder / "openvino_tokenizer.xml"
@@ -88,7 +88,7 @@ def checked(calls):
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
-def test_responses_run_a_loop_of_tools(client):
+def test_responses_api_runs_a_tool_loop(client):
     """The model calls, the client answers, the model goes on, as in chat completions."""
     asked = {"model": "embedded", "tools": FLAT, "temperature": 0, "max_output_tokens": 120}
     history = [{"role": "user", "content": HI["content"]}]
@@ -105,7 +105,7 @@ def test_responses_run_a_loop_of_tools(client):
     assert second.usage.input_tokens == same.usage.prompt_tokens
 
 
-def test_responses_stream_calls(client):
+def test_responses_api_streams_tool_calls(client):
     asked = {"model": "embedded", "input": "Hi", "tools": FLAT, "temperature": 0, "max_output_tokens": 60}
     events = list(client.responses.create(stream=True, tool_choice="required", parallel_tool_calls=False, **asked))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -124,8 +124,8 @@ def test_responses_stream_calls(client):
         assert stream.get_final_response().output[0].arguments == item.arguments
 
 
-def test_a_text_and_a_call_are_items_of_their_own():
-    """Also where the call is cut off. What is cut of a call that `parallel_tool_calls` excludes leaves nothing open."""
+def test_text_and_calls_are_separate_output_items():
+    """Even if the last call is truncated. If `parallel_tool_calls` excludes that call, the response is complete."""
     calls = ["function_call"] * 2
     first, second = '{"name": "time", "arguments": {}}', '{"name": "weather", "arguments": {"ci'
     text = f"Well. <tool_call>{first}</tool_call> <tool_call>{second}"
@@ -147,7 +147,7 @@ def test_a_text_and_a_call_are_items_of_their_own():
 # ---- forced calls ---------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_string_does_not_cut_a_forced_call(client):
+def test_stop_string_does_not_cut_forced_call(client):
     asked = asked_for(tool_choice="required", parallel_tool_calls=False, temperature=1, seed=1)
     (answer,) = client.chat.completions.create(stop=["\n", '"'], **asked).choices
     assert answer.finish_reason == "tool_calls" and len(checked(answer.message.tool_calls)) == 1
@@ -178,7 +178,7 @@ OTHERS = {"type": "object", "properties": {"days": {"const": 1}}, "required": ["
         {**OTHERS, "required": ["days", "city"]},
     ],
 )
-def test_a_schema_may_name_properties_elsewhere(client, schema):
+def test_required_properties_can_be_declared_outside_properties(client, schema):
     asked = asked_for(tools=function(name="weather", parameters=schema), tool_choice="required", temperature=1, seed=1)
     (call,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
     if call.function.arguments.endswith("}"):
@@ -186,8 +186,8 @@ def test_a_schema_may_name_properties_elsewhere(client, schema):
     assert "city" in call.function.arguments
 
 
-def test_several_calls_may_be_forced(client):
-    """The last one may be cut off."""
+def test_several_calls_can_be_forced(client):
+    """The last one may be truncated."""
     found = client.chat.completions.create(**asked_for(tool_choice="required", temperature=2, seed=3, n=3)).choices
     calls = [choice.message.tool_calls for choice in found]
     assert all(checked(each[:-1]) for each in calls)
@@ -195,12 +195,12 @@ def test_several_calls_may_be_forced(client):
     assert len(set(ids)) == len(ids)
 
 
-def test_a_call_that_is_cut_off_ends_with_length(client):
+def test_truncated_call_has_finish_reason_length(client):
     (answer,) = client.chat.completions.create(**asked_for(tool_choice=NAMED, max_tokens=20)).choices
     assert answer.finish_reason == "length"
 
 
-def test_an_answer_follows_its_format_or_calls_a_tool(client):
+def test_answer_follows_response_format_or_calls_a_tool(client):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["Rain.", "Sun."]}}}
     for seed in range(3):
         answer = client.chat.completions.create(**asked_for(response_format=form, temperature=2, seed=seed))
@@ -208,7 +208,7 @@ def test_an_answer_follows_its_format_or_calls_a_tool(client):
         assert checked(message.tool_calls or []) or json.loads(message.content) in ("Rain.", "Sun.")
 
 
-def test_a_model_that_may_not_call_is_not_told_of_tools(api):
+def test_tool_choice_none_leaves_tools_out_of_prompt(api):
     answers = [ask(api, max_tokens=5, **more).json() for more in ({"tool_choice": "none"}, {"tools": []})]
     assert answers[0]["choices"] == answers[1]["choices"]
     assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
@@ -225,7 +225,7 @@ class Generation:
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_a_stream_carries_the_calls_of_the_whole_answer(several):
+def test_streamed_calls_equal_those_of_whole_response(several):
     whole = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several)).whole(Generation())
     builder = ChatChoiceBuilder(0, ToolParser(HERMES, {"weather"}, several))
     chunks = [chunk for piece in TEXT for chunk in builder.piece(piece)] + builder.end("stop")
@@ -240,7 +240,7 @@ def test_a_stream_carries_the_calls_of_the_whole_answer(several):
     assert whole["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_choice_is_complete_if_only_a_dropped_call_is_cut():
+def test_choice_is_complete_if_only_a_dropped_call_is_truncated():
     class Cut(Generation):
         text, finish_reason = TEXT[:-30], "length"
 
@@ -252,7 +252,7 @@ def test_a_choice_is_complete_if_only_a_dropped_call_is_cut():
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
-TOLD = """<|system|>
+RENDERED = """<|system|>
 <tools>
 {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": %s}}
 {"type": "function", "function": {"name": "time"}}
@@ -269,21 +269,21 @@ Answer with <tool_call>
 <|assistant|>"""
 
 
-def test_the_chat_template_tells_the_model_of_tools_calls_and_results(decoder):
+def test_chat_template_renders_tools_calls_and_results(decoder):
     asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
     text = decoder.tokenizer.apply_chat_template(asked.history(HERMES), add_generation_prompt=True)
-    assert text == TOLD % json.dumps(WEATHER)
+    assert text == RENDERED % json.dumps(WEATHER)
 
 
-def test_a_template_that_calls_tools_otherwise_has_them_so(decoder):
-    """As SmolLM3's."""
+def test_template_with_xml_tools_gets_xml_tools(decoder):
+    """SmolLM3's template reads `xml_tools`."""
     asked = ChatCompletionRequest.model_validate(asked_for())
     template = "{% for tool in xml_tools %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
     rendered = decoder.tokenizer.apply_chat_template(asked.history(SMOLLM3), False, template)
     assert rendered == "weather time What is the weather?"
 
 
-def test_a_template_without_tools_gets_those_of_minja(decoder):
+def test_template_without_tools_uses_minja_polyfill(decoder):
     asked = ChatCompletionRequest.model_validate(asked_for(messages=CALLED))
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     rendered = decoder.tokenizer.apply_chat_template(asked.history(GENERIC), True, template)
@@ -293,7 +293,7 @@ def test_a_template_without_tools_gets_those_of_minja(decoder):
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 
-def test_openai_runs_a_loop_of_tools(client):
+def test_openai_client_runs_a_tool_loop(client):
     messages = [HI]
     first = client.chat.completions.create(**asked_for(messages=messages, tool_choice=NAMED)).choices[0].message
     messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain."}]
@@ -301,7 +301,7 @@ def test_openai_runs_a_loop_of_tools(client):
     assert second.message.content and second.finish_reason in ("stop", "length")
 
 
-def test_openai_streams_and_parses_calls(client):
+def test_openai_client_streams_and_parses_calls(client):
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
     asked = asked_for(tools=tools, tool_choice="required", parallel_tool_calls=False)
     with client.chat.completions.stream(**asked) as stream:
@@ -337,7 +337,7 @@ def test_langchain_binds_tools(api):
     assert isinstance(model.with_structured_output(Weather, method="function_calling").invoke("Hi"), Weather)
 
 
-def test_pydantic_ai_returns_the_arguments_of_a_call(api):
+def test_pydantic_ai_returns_call_arguments(api):
     pytest.importorskip("pydantic_ai")  # from Python 3.11 on
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -348,7 +348,7 @@ def test_pydantic_ai_returns_the_arguments_of_a_call(api):
     assert isinstance(Agent(model, output_type=Weather, model_settings=settings).run_sync("Hi").output, Weather)
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- invalid tools --------------------------------------------------------------------------------------------------
 
 
 def function(**more):
@@ -386,7 +386,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("asked", "parameter", "words"), REFUSED)
-def test_what_is_no_tool_is_refused_by_its_name(api, asked, parameter, words):
+def test_invalid_tools_return_400_with_param_name(api, asked, parameter, words):
     answer = ask(api, **asked)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_request")
@@ -401,7 +401,7 @@ def test_what_is_no_tool_is_refused_by_its_name(api, asked, parameter, words):
         *((other, other) for other in ("{a: 1}", "[1]", "[" * 9_000, '{"a": "\\ud83d"}', '{"a": 1e999}', '{"a": NaN}')),
     ],
 )
-def test_a_call_that_a_model_wrote_is_accepted_whatever_its_arguments_are(api, arguments, in_template):
+def test_call_with_invalid_arguments_can_be_sent_back(api, arguments, in_template):
     """The server returns such calls, and the loop that runs tools sends them back with an error as the result."""
     function = {"name": "f", "arguments": arguments}
     assert tools.ToolCall(id="1", function=function).plain()["function"]["arguments"] == in_template
@@ -410,7 +410,7 @@ def test_a_call_that_a_model_wrote_is_accepted_whatever_its_arguments_are(api, a
         assert ask(api, messages=[*calling(function=function), result], max_tokens=2).status_code == 200
 
 
-def test_tools_are_refused_where_the_format_of_calls_is_unknown(api, monkeypatch):
+def test_tools_are_rejected_if_call_format_is_unknown(api, monkeypatch):
     monkeypatch.setattr(api.endpoint, "_tool_format", None)
     error = ask(api).json()["error"]
     assert error["param"] == "tools" and "chat template" in error["message"]

@@ -70,7 +70,7 @@ def plain(value):
     return [plain(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
 
 
-def test_each_request_is_a_span_of_its_callers_trace(collector):
+def test_each_request_is_a_span_in_the_callers_trace(collector):
     traces = Traces("embedded")
     with Api(batch_decoder.load(MAIN, DRAFT), traces=traces, max_output_tokens=30) as api:
         body = {"model": "embedded", "prompt": PROMPT, "temperature": 0.5, "seed": 3, "max_tokens": 20}
@@ -112,7 +112,7 @@ def test_each_request_is_a_span_of_its_callers_trace(collector):
     assert all(b"Rumpelstiltskin" not in body for _, body in collector.got)
 
 
-def test_a_request_that_fails_has_its_error_in_its_span(collector):
+def test_failed_request_records_error_in_its_span(collector):
     traces = Traces("embedded")
     body = {"model": "embedded", "prompt": "x", "max_tokens": 400, "ignore_eos": True}
     with Api(batch_decoder.load(DRAFT), traces=traces, timeout=0.05) as api:
@@ -133,12 +133,12 @@ def test_a_request_that_fails_has_its_error_in_its_span(collector):
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318"}, False),
     ],
 )
-def test_the_environment_decides(variables, wanted, environment):
+def test_environment_variables_enable_tracing(variables, wanted, environment):
     environment(**variables)
     assert tracing.is_wanted() == wanted and tracing.problem() is None
 
 
-def test_what_cannot_be_sent_is_one_sentence(environment, monkeypatch):
+def test_unsupported_exporter_gives_one_sentence_error(environment, monkeypatch):
     environment(OTEL_TRACES_EXPORTER="zipkin")
     assert "'zipkin'" in tracing.problem()
     environment(OTEL_TRACES_EXPORTER="otlp", OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
@@ -148,8 +148,8 @@ def test_what_cannot_be_sent_is_one_sentence(environment, monkeypatch):
     assert f"`pip install {tracing.PACKAGE}`" in tracing.problem()
 
 
-def test_the_exporter_is_imported_only_for_traces():
-    """FastAPI imports OpenTelemetry's API if it is there."""
+def test_exporter_is_imported_only_for_tracing():
+    """FastAPI imports OpenTelemetry's API if it is installed."""
     program = "import speculative.serving.http.tracing, sys; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert tracing.__name__ in found
