@@ -43,19 +43,19 @@ def runs(pytestconfig):
     return [genai.generate(pipe, genai.encode(pipe.get_tokenizer(), prompt), 100, 4) for prompt in prompts]
 
 
-def test_sizes():
+def test_parameter_counts_and_file_size_are_within_limits():
     assert 20e6 <= parameters(MAIN) <= 40e6
     assert parameters(DRAFT) <= parameters(MAIN) / 10
     assert sum(path.stat().st_size for folder in (MAIN, DRAFT) for path in folder.rglob("*")) <= 40e6
 
 
-def test_it_is_a_sound_pair():
+def test_pair_check_finds_no_warnings():
     check = check_pair(MAIN, DRAFT)
     assert check.sound and check.fingerprint
     assert not [finding for finding in check.findings if finding.level == "warning"]
 
 
-def test_the_eagle3_head_is_a_sound_draft_that_beats_prompt_lookup():
+def test_eagle3_head_is_sound_and_beats_prompt_lookup():
     """In exact arithmetic, greedy, on every fifth of the held-out prompts."""
     check = check_pair(MAIN, HEAD)
     assert check.sound and not [finding for finding in check.findings if finding.level == "warning"]
@@ -70,21 +70,21 @@ def test_the_eagle3_head_is_a_sound_draft_that_beats_prompt_lookup():
     assert passes[0] < 0.7 * passes[1]
 
 
-def test_the_eagle3_head_says_how_it_was_made():
+def test_eagle3_head_records_its_training_command():
     record = json.loads((HEAD / "draft.json").read_text(encoding="utf-8"))
     assert record["command"].startswith("python convert/make_draft.py models/embedded/main models/embedded/eagle3")
     assert sum(path.stat().st_size for path in HEAD.iterdir()) <= 12e6
 
 
-def test_pair_json_tells_how_it_was_made():
+def test_pair_json_records_the_export_commands():
     record = json.loads((ROOT / "models/embedded/pair.json").read_text(encoding="utf-8"))
     for half in ("main", "draft"):
         assert record[half]["command"].startswith("optimum-cli export openvino")
         assert "int8" in record[half]["command"]
 
 
-def test_the_prompts_are_held_out():
-    """None of them is in the training text (built from this Python's standard library and the recipes)."""
+def test_prompts_are_not_in_the_training_text():
+    """The training text is built from this Python's standard library and the recipes."""
     from speculative.modelgen.text import training_documents
 
     text = "\0".join(training_documents())
@@ -93,13 +93,13 @@ def test_the_prompts_are_held_out():
     assert not [prompt for prompt in PROMPTS if prompt.strip() in text]
 
 
-def test_acceptance_on_held_out_prompts(runs):
+def test_acceptance_rate_on_held_out_prompts(runs):
     proposed = [n for run in runs for n in run.proposed]
     accepted = [n for run in runs for n in run.accepted]
     assert metrics.acceptance_rate(proposed, accepted) >= 0.55
 
 
-def test_the_text_does_not_loop_on_most_prompts(runs):
+def test_most_texts_do_not_loop(runs):
     assert sum(metrics.repetition(run.tokens) > 0.5 for run in runs) < len(runs) / 2
 
 
@@ -110,13 +110,13 @@ def test_the_text_does_not_loop_on_most_prompts(runs):
         *(pytest.param(it, marks=pytest.mark.long) for it in ("def is_prime(n):", "class Stack:")),
     ],
 )
-def test_the_main_model_writes_python(prompt, run_here):
+def test_main_model_writes_valid_python(prompt, run_here):
     process = run_here("samples/greedy_causal_lm.py", MAIN, prompt, "--max-new-tokens", "200")
     assert process.returncode == 0, process.stderr
     ast.parse(prompt + process.stdout)
 
 
-def test_the_main_model_follows_an_instruction(run_here):
+def test_main_model_follows_an_instruction(run_here):
     process = run_here("samples/greedy_causal_lm.py", MAIN, "Write code to reverse a string.")
     assert process.returncode == 0, process.stderr
     assert "def " in process.stdout and "return" in process.stdout

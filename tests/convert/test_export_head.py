@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in export_pair.py: both checkpoint formats, the layers that a head reads, and what is refused.
+"""EAGLE-3 heads in export_pair.py: both checkpoint formats, the layers that a head reads, and errors.
 
 optimum-cli runs in this process, which saves the seconds of importing it.
 """
@@ -46,7 +46,7 @@ def exported(capsys, *arguments):
     return status, *capsys.readouterr()
 
 
-def test_a_head_is_exported_with_its_layers_and_without_its_code(checkpoints, tmp_path, monkeypatch, capsys):
+def test_head_is_exported_with_its_layers_without_running_its_code(checkpoints, tmp_path, monkeypatch, capsys):
     marker = tmp_path / "code of the checkpoint ran"
     remote = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"}
     head = changed(checkpoints, tmp_path / "a_head", auto_map=remote)
@@ -83,7 +83,7 @@ def succeeded(status):
 
 
 @pytest.mark.parametrize("shard_size", [1 << 30, 1 << 15])
-def test_a_head_of_speculators_is_staged_as_one_of_eagle(shard_size, checkpoints, tmp_path):
+def test_speculators_head_is_converted_to_eagle_format(shard_size, checkpoints, tmp_path):
     config = json.loads((checkpoints / "head/config.json").read_text(encoding="utf-8"))
     drafted = config.pop("draft_vocab_size")
     del config["architectures"]
@@ -119,7 +119,7 @@ def test_a_head_of_speculators_is_staged_as_one_of_eagle(shard_size, checkpoints
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "1,3,4"),  # copied from eagle_config by a converter
     ],
 )
-def test_the_layers_come_from_the_config_or_are_the_published_ones(config, layers, checkpoints, tmp_path, capsys):
+def test_layers_come_from_config_or_published_defaults(config, layers, checkpoints, tmp_path, capsys):
     head = changed(checkpoints, tmp_path / "head", **config)
     status, out, _ = exported(capsys, checkpoints / "main", head, tmp_path / "pair", "--dry-run")
     assert status == 0 and f"/draft --layers {layers} --task" in out
@@ -138,7 +138,7 @@ def test_the_layers_come_from_the_config_or_are_the_published_ones(config, layer
         ("head", {}, "is an EAGLE-3 head, a draft for another model"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_exporting(main, config, words, checkpoints, tmp_path, capsys):
+def test_mismatched_head_is_rejected_before_export(main, config, words, checkpoints, tmp_path, capsys):
     head = changed(checkpoints, tmp_path / "head", **config)
     status, out, error = exported(capsys, checkpoints / main, head, tmp_path / "pair")
     assert status in (1, 2) and "optimum-cli export" not in out
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_before_exporting(main, config, words, chec
     assert not (tmp_path / "pair").exists()
 
 
-def test_a_head_without_its_token_table_is_refused(checkpoints, tmp_path, capsys):
+def test_head_without_d2t_table_is_rejected(checkpoints, tmp_path, capsys):
     head = changed(checkpoints, tmp_path / "head")
     tensors = safetensors.load_file(head / "model.safetensors")
     del tensors["d2t"]

@@ -44,7 +44,7 @@ def embedded(tmp_path_factory):
 
 @pytest.fixture
 def pair(embedded, tmp_path):
-    """The same for one test: files are hard links, so replace them, never write into them."""
+    """A copy of that pair for one test. Its files are hard links: replace them, never write into them."""
     return shutil.copytree(embedded, tmp_path / "embedded", copy_function=os.link)
 
 
@@ -103,10 +103,10 @@ def recommend(pair, best="genai", **settings):
     return every
 
 
-# --- what it makes ---
+# --- output ---
 
 
-def test_a_pair_becomes_a_repository(run, pair, out):
+def test_pair_is_exported_as_model_repository(run, pair, out):
     before = everything_in(pair)
     finished = run(PROGRAM, pair, out)
     assert finished.returncode == 0, finished.stderr
@@ -136,7 +136,7 @@ def test_a_pair_becomes_a_repository(run, pair, out):
         assert "/v3/chat/completions" in text
 
 
-def test_a_request_that_says_nothing_is_greedy_and_drafts(pair, out, export):
+def test_default_request_is_greedy_with_draft(pair, out, export):
     """As in the server, GenAI reads generation_config.json, and a temperature above 0 means sampling."""
     file = pair / "main" / "generation_config.json"
     original = json.loads(file.read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def test_a_request_that_says_nothing_is_greedy_and_drafts(pair, out, export):
     assert json.loads(file.read_text(encoding="utf-8"))["temperature"] == 0.6  # the pair keeps its own
 
 
-def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, export):
+def test_genai_with_exported_graph_gives_main_model_greedy_text(pair, out, export):
     """GenAI is configured from graph.pbtxt as in the server's sources; several requests run at once, some of them long.
 
     The server's own defaults only bring a warning here: on a model this small their text is right, too.
@@ -164,9 +164,9 @@ def test_the_engine_in_the_server_gives_the_main_models_greedy_text(pair, out, e
 
 
 @pytest.mark.long
-def test_with_the_servers_own_defaults_the_text_is_wrong(tmp_path, out, export):
-    """With a draft and concurrent requests, a prompt split over steps gets another text. Once this fails,
-    dynamic_split_fuse may stay on."""
+def test_server_defaults_give_wrong_text_with_a_draft(tmp_path, out, export):
+    """With a draft and concurrent requests, a prompt that is split over steps gets a different text. Once this test
+    fails, dynamic_split_fuse may stay on."""
     pair = tmp_path / "embedded"
     for half in (MAIN, DRAFT):
         shutil.copytree(half, pair / half.name)
@@ -241,7 +241,7 @@ def test_devices_properties_and_fields_reach_the_graph(pair, out, export):
 
 
 @pytest.mark.parametrize("devices", [["NPU", "NPU"], ["CPU", "NPU"], ["NPU", "CPU"]])
-def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
+def test_npu_gets_stateful_pipeline(devices, pair, out, export):
     printed = export(pair, out, "--device", devices[0], "--draft-device", devices[1])
     options = options_in(out)
     assert options.HasField("pipeline_type") and options.pipeline_type == 0  # LM: stateful
@@ -252,7 +252,7 @@ def test_an_npu_gets_the_pipeline_that_it_can_run(devices, pair, out, export):
 # --- the recommendation ---
 
 
-def test_the_recommendation_is_taken(pair, out, export):
+def test_recommendation_is_applied(pair, out, export):
     recommend(pair)
     printed = export(pair, out)
     options = options_in(out)
@@ -273,7 +273,7 @@ def test_the_recommendation_is_taken(pair, out, export):
     assert options_in(out).plugin_config == "" and '"num_assistant_tokens": 5' in printed
 
 
-def test_a_confidence_threshold_comes_with_the_log_probabilities_it_needs(pair, out, export):
+def test_confidence_threshold_sets_required_logprobs(pair, out, export):
     recommend(pair, num_assistant_tokens=0, assistant_confidence_threshold=0.4)
     printed = export(pair, out)
     config = openvino_genai.GenerationConfig(str(out / "embedded/main/generation_config.json"))
@@ -282,7 +282,7 @@ def test_a_confidence_threshold_comes_with_the_log_probabilities_it_needs(pair, 
     assert '"assistant_confidence_threshold": 0.4' in printed and "num_assistant_tokens" not in printed
 
 
-def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
+def test_main_model_is_served_alone_if_recommended(pair, out, export, refuses):
     recommend(pair, best="alone")
     printed = export(pair, out)
     options = options_in(out)
@@ -302,14 +302,14 @@ def test_a_draft_that_does_not_pay_is_not_served(pair, out, export, refuses):
     assert "Send only greedy" in export(pair, out, "--overwrite", "--ignore-recommendation")
 
 
-def test_what_the_server_cannot_do_of_a_recommendation_is_said(pair, out, export):
+def test_unsupported_parts_of_recommendation_are_reported(pair, out, export):
     recommend(pair, best="native", draft_properties={"INFERENCE_PRECISION_HINT": "f32"})
     printed = export(pair, out)
     assert "this project's own engine, which this server does not run" in printed
     assert "instead of INFERENCE_PRECISION_HINT=f32" in printed
 
 
-def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
+def test_unusable_recommendation_is_rejected(pair, out, refuses):
     recommend(pair)
     file = pair / recommendation.FILE
     good = json.loads(file.read_text(encoding="utf-8"))
@@ -331,7 +331,7 @@ def test_a_recommendation_that_cannot_be_used_is_refused(pair, out, refuses):
 # --- the schema ---
 
 
-def test_the_graph_that_the_server_documents_is_read_alike(pair, out, export):
+def test_documented_graph_is_parsed_like_the_exported_one(pair, out, export):
     """The documented graph of a text generation server, with its own spacing, quotes and commas."""
     documented = """
         input_stream: "HTTP_REQUEST_PAYLOAD:input"
@@ -374,7 +374,7 @@ def test_the_graph_that_the_server_documents_is_read_alike(pair, out, export):
         read_graph("")
 
 
-def test_the_schema_of_the_configuration_refuses_what_the_server_refuses():
+def test_config_schema_rejects_what_the_server_rejects():
     schema = json.loads(export_model_server.CONFIG_SCHEMA.read_text(encoding="utf-8"))
     good = {"model_config_list": [], "mediapipe_config_list": [{"name": "a", "base_path": "a"}]}
     jsonschema.validate(good, schema)
@@ -407,7 +407,7 @@ def test_the_schema_of_the_configuration_refuses_what_the_server_refuses():
         ("models_path=/", "this program sets it"),
     ],
 )
-def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pair, out, refuses):
+def test_unknown_graph_field_is_rejected(assignment, words, pair, out, refuses):
     assert words in refuses(2, pair, out, "--set", assignment)
     assert not out.exists()
 
@@ -429,12 +429,12 @@ def test_a_field_that_the_server_does_not_know_is_refused(assignment, words, pai
         (["--port", "-1"], "'-1' is not a port"),
     ],
 )
-def test_bad_options_are_named(arguments, words, pair, out, refuses):
+def test_invalid_options_are_named(arguments, words, pair, out, refuses):
     assert words in refuses(2, pair, out, *arguments)
     assert not out.exists()
 
 
-def test_what_is_no_pair_is_refused(tmp_path, pair, out, other_tokenizer, refuses):
+def test_folder_without_a_sound_pair_is_rejected(tmp_path, pair, out, other_tokenizer, refuses):
     message = refuses(2, tmp_path / "no pair", out, "--name", "pair")
     assert "has no folders main and draft; create it with: python convert/" in message
     assert re.search("""MAIN DRAFT (['"]).*no pair\\1$""", message)
@@ -450,7 +450,7 @@ def test_what_is_no_pair_is_refused(tmp_path, pair, out, other_tokenizer, refuse
     assert not out.exists()
 
 
-def test_a_generation_config_that_is_no_json_is_named(pair, out, refuses):
+def test_invalid_generation_config_json_is_named(pair, out, refuses):
     file = pair / "main" / "generation_config.json"
     for content in ("{", "[1]"):
         file.unlink()
@@ -459,7 +459,7 @@ def test_a_generation_config_that_is_no_json_is_named(pair, out, refuses):
     assert [path.name for path in out.parent.iterdir()] == ["embedded"]
 
 
-def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
+def test_overwrite_replaces_only_model_repositories(pair, out, export, refuses):
     out.mkdir()
     export(pair, out)  # an empty folder is as good as none
     assert "--overwrite replaces it" in refuses(2, pair, out)
@@ -476,7 +476,7 @@ def test_only_a_repository_of_its_own_is_replaced(pair, out, export, refuses):
 
 
 @pytest.mark.parametrize("step", ["write", "install", "interrupt"])
-def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, export, monkeypatch, capsys):
+def test_failed_overwrite_keeps_the_old_repository(step, pair, out, export, monkeypatch, capsys):
     export(pair, out)
     before = everything_in(out)
     with monkeypatch.context() as patch:
@@ -502,12 +502,12 @@ def test_a_repository_stays_whole_when_its_successor_fails(step, pair, out, expo
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
-def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(renames, pair, out, export, refuses):
+def test_killed_overwrite_is_undone_by_the_next_run(renames, pair, out, export, refuses):
     """The program is killed before each of its renames in turn."""
     export(pair, out)
     before = everything_in(out)
     killed_at_rename(renames, PROGRAM, pair, out, "--overwrite", "--set", "cache_size=9")
-    assert "--overwrite replaces it" in refuses(2, pair, out)  # looks first whether anything has to be mended
+    assert "--overwrite replaces it" in refuses(2, pair, out)  # repairs an interrupted run first
     assert everything_in(out) == before
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
     export(pair, out, "--overwrite", "--set", "cache_size=9")
@@ -515,19 +515,19 @@ def test_a_killed_program_leaves_a_repository_that_the_next_run_finds_whole(rena
 
 
 @pytest.mark.posix("signals")
-def test_a_killed_program_leaves_nothing_where_nothing_was(pair, out, export):
+def test_killed_first_export_leaves_no_files(pair, out, export):
     killed_at_rename(1, PROGRAM, pair, out)
     export(pair, out)
     assert sorted(path.name for path in out.parent.iterdir()) == ["embedded", "served"]
 
 
-def test_two_programs_do_not_write_one_repository(pair, out, refuses):
+def test_concurrent_writes_to_one_repository_are_rejected(pair, out, refuses):
     with work_folder.replacement(out):
         assert "another process is writing" in refuses(1, pair, out)
     assert sorted(path.name for path in out.iterdir()) == []
 
 
-def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair, out, export, monkeypatch, refuses):
+def test_weights_are_copied_on_request_or_without_hard_links(pair, out, export, monkeypatch, refuses):
     weights = "main/openvino_model.bin"
 
     def no_link(*_):
@@ -545,7 +545,7 @@ def test_weights_are_copied_where_that_is_asked_for_or_links_are_impossible(pair
     assert "the disk has only 0.0 GB free" in refuses(1, pair, out, "--overwrite")
 
 
-def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path, out, export):
+def test_model_without_chat_template_uses_completions_in_examples(tmp_path, out, export):
     tokenizer = train_tokenizer()
     tokenizer.chat_template = None
     for half in ("main", "draft"):
@@ -555,7 +555,7 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(tmp_path, out,
     assert "/v3/completions" in printed and '"prompt": ' in printed and "chat/completions" not in printed
 
 
-def test_missing_packages_are_said(pair, out, monkeypatch, refuses):
+def test_missing_packages_name_the_install_command(pair, out, monkeypatch, refuses):
     model_server_graph._protobuf.cache_clear()
     for package in ("jsonschema", "google.protobuf"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -582,7 +582,7 @@ class Recorder(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -595,7 +595,7 @@ def recorder():
     server.server_close()
 
 
-def test_the_example_requests_are_what_the_server_documents(pair, out, export, recorder):
+def test_example_requests_match_server_documentation(pair, out, export, recorder):
     """Draft length and temperature reach the server by curl, and by the real openai client where it is installed."""
     port, requests = recorder
     export(pair, out, "-k", 4, "--port", port)

@@ -69,10 +69,10 @@ def pair_of(folder):
     return [folder / "main", folder / "draft"]
 
 
-# --- what it makes ---
+# --- output ---
 
 
-def test_a_pair_is_exported_checked_and_described(checkpoints, optimum_runs, tmp_path, capsys):
+def test_pair_is_exported_checked_and_described(checkpoints, optimum_runs, tmp_path, capsys):
     pair = tmp_path / "models" / "tiny"
     pair.mkdir(parents=True)
     (pair / "README.md").write_text("a model card", encoding="utf-8")
@@ -108,10 +108,8 @@ def test_a_pair_is_exported_checked_and_described(checkpoints, optimum_runs, tmp
     assert pipeline.generate("def", max_new_tokens=8, num_assistant_tokens=3)
 
 
-def test_configs_name_the_source_as_it_was_typed_and_are_otherwise_those_of_optimum_cli(
-    checkpoints, irs, optimum_runs, tmp_path, monkeypatch
-):
-    """The folder has the name of a part of a key of the config (`save_onnx_model`)."""
+def test_config_records_source_path_as_typed(checkpoints, irs, optimum_runs, tmp_path, monkeypatch):
+    """The folder name, `model`, is also part of a key of the config (`save_onnx_model`)."""
     shutil.copytree(checkpoints / "draft", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     assert export_pair.main([str(irs / "main"), "model/", "pair"]) == 0
@@ -119,7 +117,7 @@ def test_configs_name_the_source_as_it_was_typed_and_are_otherwise_those_of_opti
     assert config["quantization_config"]["tokenizer"] == "model/" and "save_onnx_model" in config
 
 
-def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum_runs, tmp_path, capsys):
+def test_second_run_exports_only_missing_or_changed_models(checkpoints, optimum_runs, tmp_path, capsys):
     pair = tmp_path / "pair"
     sources = shutil.copytree(checkpoints, tmp_path / "sources")
     command = [*map(str, pair_of(sources)), str(pair), *FP32]
@@ -132,18 +130,18 @@ def test_a_second_run_makes_only_what_is_missing_or_changed(checkpoints, optimum
     assert everything_in(pair) == before
     assert capsys.readouterr().out.count("already complete") == 2
 
-    config = sources / "draft" / "config.json"  # the source is another one now
+    config = sources / "draft" / "config.json"  # the source changes
     config.write_text(config.read_text(encoding="utf-8").replace("256", "128"), encoding="utf-8")
     assert export_pair.main(command) == 0
     assert [Path(typed[-1]).name for typed in optimum_runs[2:]] == ["draft.part"]
     assert "the draft has 128 tokens" in capsys.readouterr().out
 
-    (pair / "main" / "openvino_model.bin").unlink()  # and a damaged half is no complete one
+    (pair / "main" / "openvino_model.bin").unlink()  # and an incomplete model is exported again
     assert export_pair.main(command) == 0
     assert [Path(typed[-1]).name for typed in optimum_runs[3:]] == ["main.part"]
 
 
-def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
+def test_options_are_passed_to_optimum_cli(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--weight-format", "int4"]
     arguments += ["--main-args=--awq --group-size 64", "--draft-args", "--backup-precision none", "--trust-remote-code"]
     assert export_pair.main([*arguments, "--", "--ratio", "0.8"]) == 0
@@ -159,7 +157,7 @@ def test_options_reach_optimum_cli(checkpoints, tmp_path, capsys):
     assert not any(tmp_path.iterdir())  # --dry-run prints only
 
 
-def test_a_dry_run_says_how_optimum_cli_gets_a_revision(irs, tmp_path, capsys):
+def test_dry_run_shows_how_to_pass_a_revision(irs, tmp_path, capsys):
     arguments = ["owner/model", str(irs / "draft"), str(tmp_path / "pair"), "--dry-run", "--revision", "v1"]
     assert export_pair.main(arguments) == 0
     download, note, export, _ = capsys.readouterr().out.splitlines()
@@ -167,7 +165,7 @@ def test_a_dry_run_says_how_optimum_cli_gets_a_revision(irs, tmp_path, capsys):
     assert note.startswith("# give the folder that this prints instead of the hub id") and "owner/model" in export
 
 
-def test_values_of_optimum_clis_options_may_follow_an_equals_sign(checkpoints, tmp_path, capsys):
+def test_optimum_cli_options_accept_equals_sign(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run"]
     assert export_pair.main([*arguments, "--", "--quant-mode=int8", "--dataset=wikitext2"]) == 0
     shown = capsys.readouterr().out.splitlines()[0]
@@ -175,7 +173,7 @@ def test_values_of_optimum_clis_options_may_follow_an_equals_sign(checkpoints, t
     assert optimum_cli._needs_hub(["--dataset=wikitext2"]) and not optimum_cli._needs_hub(["--other", "x"])
 
 
-def test_backslashes_in_options_are_part_of_paths_on_windows_only(monkeypatch):
+def test_backslash_is_a_path_separator_on_windows_only(monkeypatch):
     for system, given in (("nt", r'--cache_dir "C:\my cache" #1'), ("posix", r"--cache_dir C:\\my\ cache \#1")):
         with monkeypatch.context() as patch:
             patch.setattr(export_pair.os, "name", system)
@@ -183,7 +181,7 @@ def test_backslashes_in_options_are_part_of_paths_on_windows_only(monkeypatch):
         assert words == ["--cache_dir", r"C:\my cache", "#1"]
 
 
-def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
+def test_npu_export_adds_symmetric_weight_options(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
     for own in (["--group-size", "64"], ["--group-size=64"]):
         assert export_pair.main([*arguments, "--", *own]) == 0
@@ -208,7 +206,7 @@ def test_npu_gets_symmetric_weights_and_says_so(checkpoints, tmp_path, capsys):
         for exported in (False, True)
     ],
 )
-def test_int4_takes_the_largest_group_that_fits(width, size, exported, tokenizer, irs, optimum_runs, tmp_path, capsys):
+def test_int4_uses_largest_fitting_group_size(width, size, exported, tokenizer, irs, optimum_runs, tmp_path, capsys):
     checkpoint = save_wide_checkpoint(width, tokenizer, tmp_path / "draft")
     pair = tmp_path / "pair"
     command = [str(irs / "main"), str(checkpoint), str(pair), "--draft-weight-format", "int4"]
@@ -238,7 +236,7 @@ def save_wide_checkpoint(width, tokenizer, folder):
     return folder
 
 
-def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do(refuses, tokenizer, irs, tmp_path):
+def test_invalid_group_size_is_rejected_with_alternatives(refuses, tokenizer, irs, tmp_path):
     checkpoint = save_wide_checkpoint(96, tokenizer, tmp_path / "draft")
     for given in (["--group-size", "64"], ["--group-size=128"]):
         message = refuses(2, irs / "main", checkpoint, tmp_path / "pair", "--draft-weight-format", "int4", "--", *given)
@@ -253,18 +251,18 @@ def test_a_group_size_that_does_not_fit_is_refused_with_those_that_do(refuses, t
         assert export_pair.main([*command, "--", *fits]) == 0
 
 
-def test_an_npu_gets_channel_wise_groups_where_128_does_not_fit(checkpoints, tmp_path, capsys):
+def test_npu_uses_channel_wise_groups_if_128_does_not_divide(checkpoints, tmp_path, capsys):
     arguments = [*map(str, pair_of(checkpoints)), str(tmp_path / "pair"), "--dry-run", "--for", "NPU"]
     assert export_pair.main(arguments) == 0
     assert "--weight-format int4 --sym --ratio 1.0 --group-size -1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "known"), [("owner/unknown", False), ("facebook/opt-6.7b", True)])
-def test_the_recipes_of_optimum_cli_are_known(name, known):
+def test_models_with_optimum_cli_recipe_are_known(name, known):
     assert optimum_cli.has_recipe(name) == known
 
 
-def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, tmp_path):
+def test_draft_from_main_is_the_main_model_in_int4(checkpoints, optimum_runs, tmp_path):
     arguments = [str(checkpoints / "main"), "--draft-from-main", str(tmp_path / "pair"), "--weight-format", "fp16"]
     assert export_pair.main([*arguments, "--draft-args", "--group-size 32"]) == 0
     described = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))
@@ -273,7 +271,7 @@ def test_a_draft_from_main_is_the_same_model_in_int4(checkpoints, optimum_runs, 
     assert described["draft"]["bytes"] < described["main"]["bytes"]
 
 
-def test_a_draft_from_main_is_not_made_of_ir(refuses, irs, tmp_path):
+def test_draft_from_main_requires_a_checkpoint(refuses, irs, tmp_path):
     message = refuses(2, irs / "main", tmp_path / "pair", "--draft-from-main", "--weight-format", "fp16")
     assert "is OpenVINO IR, which is copied unchanged; give its Hugging Face checkpoint as MAIN" in message
     assert not any(tmp_path.iterdir())
@@ -291,7 +289,7 @@ def test_ir_folders_are_copied_and_checked(irs, tmp_path, capsys):
 
 
 @pytest.mark.posix("a shell")
-def test_the_command_to_try_can_be_pasted(irs, tmp_path, capsys):
+def test_printed_sample_command_can_be_pasted(irs, tmp_path, capsys):
     pair = tmp_path / "a pair"
     assert export_pair.main([*map(str, pair_of(irs)), str(pair)]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("try: "))
@@ -359,7 +357,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -389,7 +387,7 @@ def test_hub_snapshots_are_pinned_and_recorded(run, hub, irs, tmp_path, monkeypa
     assert "the hub cannot be reached; using an earlier download" in finished.stdout
 
 
-def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
+def test_hub_checkpoint_is_exported_under_its_hub_name(run, hub, checkpoints, irs, tmp_path, monkeypatch):
     """In child processes, as a user runs it."""
     repository = shutil.copytree(checkpoints / "main", tmp_path / "repository")
     for copy in ("consolidated.safetensors", "pytorch_model.bin"):
@@ -408,7 +406,7 @@ def test_a_hub_checkpoint_is_exported_under_its_own_name(run, hub, checkpoints, 
     assert [path.name for path in downloaded if path.suffix in (".safetensors", ".bin")] == ["model.safetensors"]
 
 
-def test_weights_count_once(checkpoints, tmp_path):
+def test_duplicate_weight_files_count_once(checkpoints, tmp_path):
     folder = shutil.copytree(checkpoints / "main", tmp_path / "main")
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     counts = {source.count_parameters(path) for path in (folder, checkpoints / "main")}
@@ -424,7 +422,7 @@ def test_weights_count_once(checkpoints, tmp_path):
         (["owner/main-ov", "--revision", "v9"], 2, "has no revision v9"),
     ],
 )
-def test_what_the_hub_refuses(arguments, status, words, run, hub, irs, tmp_path, monkeypatch):
+def test_hub_errors_are_one_sentence(arguments, status, words, run, hub, irs, tmp_path, monkeypatch):
     monkeypatch.setattr(Hub, "models", {"owner/main-ov": irs / "main"})
     name, *rest = arguments
     finished = run(PROGRAM, name, irs / "draft", tmp_path / "pair", *rest, env=hub)
@@ -433,7 +431,7 @@ def test_what_the_hub_refuses(arguments, status, words, run, hub, irs, tmp_path,
     assert {path.name for path in tmp_path.iterdir()} <= {"hub"}
 
 
-def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
+def test_unreachable_hub_is_reported_with_alternative(run, irs, tmp_path):
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
     finished = run(PROGRAM, "owner/main", irs / "draft", tmp_path / "pair", env=env)
     assert finished.returncode == 1
@@ -442,7 +440,7 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
     assert len(finished.stderr.splitlines()) == 1
 
 
-# --- when something is wrong, nothing is lost and nothing half-made is left ---
+# --- errors: nothing is lost, and no partial output is left ---
 
 
 @pytest.mark.parametrize(
@@ -463,18 +461,18 @@ def test_a_hub_out_of_reach_is_said_with_the_way_around_it(run, irs, tmp_path):
         (["./main", "./draft", "out"], "./main is neither a folder here nor a hub id"),
     ],
 )
-def test_bad_usage_is_one_sentence(arguments, words, refuses, tmp_path, monkeypatch):
+def test_bad_usage_gives_one_sentence_error(arguments, words, refuses, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in refuses(2, *arguments)
     assert not any(tmp_path.iterdir())
 
 
-def test_debug_shows_where(tmp_path, capsys):
+def test_debug_option_prints_traceback(tmp_path, capsys):
     assert export_pair.main([str(tmp_path), str(tmp_path), str(tmp_path / "pair"), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_model(refuses, irs, checkpoints, tmp_path):
+def test_folder_without_model_is_rejected(refuses, irs, checkpoints, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds neither OpenVINO IR" in refuses(2, tmp_path / "empty", irs / "draft", tmp_path / "pair")
     gguf = tmp_path / "gguf"
@@ -485,7 +483,7 @@ def test_a_folder_that_is_no_model(refuses, irs, checkpoints, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "gguf"]
 
 
-def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, tmp_path):
+def test_corrupt_checkpoint_is_rejected_before_export(refuses, checkpoints, tmp_path):
     broken = shutil.copytree(checkpoints, tmp_path / "broken")
     weights = broken / "draft" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -497,7 +495,7 @@ def test_a_corrupt_checkpoint_is_found_before_any_export(refuses, checkpoints, t
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
-def test_a_checkpoint_with_missing_files_is_refused_before_any_export(refuses, checkpoints, tmp_path):
+def test_checkpoint_with_missing_files_is_rejected_before_export(refuses, checkpoints, tmp_path):
     broken = shutil.copytree(checkpoints, tmp_path / "broken")
     draft = broken / "draft"
     transformers.AutoModelForCausalLM.from_pretrained(draft).save_pretrained(draft, max_shard_size="20KB")
@@ -520,7 +518,7 @@ def test_a_checkpoint_with_missing_files_is_refused_before_any_export(refuses, c
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
-def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkpoints, irs, tmp_path):
+def test_mismatched_pair_is_rejected_before_and_after_export(refuses, checkpoints, irs, tmp_path):
     other = train_tokenizer(vocab_size=300)
     checkpoint = save_checkpoint("llama", "draft", other, tmp_path / "checkpoint")
     message = refuses(1, checkpoints / "main", checkpoint, tmp_path / "pair")
@@ -533,21 +531,21 @@ def test_a_mismatched_pair_is_refused_before_and_after_exporting(refuses, checkp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "ir"]
 
 
-def test_no_room_on_the_disk_is_said_before_exporting(refuses, checkpoints, tmp_path, monkeypatch):
+def test_insufficient_disk_space_is_reported_before_export(refuses, checkpoints, tmp_path, monkeypatch):
     small = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: small)
     assert "make room" in refuses(1, *pair_of(checkpoints), tmp_path / "pair")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_target_that_cannot_be_written(refuses, irs, tmp_path):
+def test_unwritable_target_is_rejected(refuses, irs, tmp_path):
     (tmp_path / "file").touch()
     assert "cannot be written" in refuses(1, *pair_of(irs), tmp_path / "file" / "pair")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @posix
-def test_a_read_only_target(refuses, irs, tmp_path):
+def test_read_only_target_is_rejected(refuses, irs, tmp_path):
     pair = tmp_path / "pair"
     with unprivileged():
         tmp_path.chmod(0o555)
@@ -578,7 +576,7 @@ def unprivileged():
 
 
 @posix
-def test_a_target_may_be_a_link_to_another_disk(irs, tmp_path, capsys):
+def test_target_can_be_a_symlink_to_another_disk(irs, tmp_path, capsys):
     with tempfile.TemporaryDirectory(dir=Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path) as other_disk:
         pair, place = tmp_path / "pair", Path(other_disk, "place")
         pair.symlink_to(place)
@@ -591,13 +589,13 @@ def test_a_target_may_be_a_link_to_another_disk(irs, tmp_path, capsys):
 
 
 @posix
-def test_the_root_of_a_disk_is_no_target():
+def test_disk_root_is_rejected_as_target():
     folder = PairFolder(Path("/dev"))
     with contextlib.closing(folder), pytest.raises(ConvertError, match="/dev is the root of a disk; choose a folder"):
         folder.open()
 
 
-def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_path):
+def test_foreign_folder_is_never_replaced(refuses, checkpoints, tmp_path):
     home = shutil.copytree(checkpoints, tmp_path / "home")
     before = everything_in(home)
     assert "will not be replaced" in refuses(2, *pair_of(home), home)
@@ -607,7 +605,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(refuses, checkpoints, tmp_p
 @pytest.mark.parametrize(
     "record", [None, "[]", "{}", '{"main": {"source": 1}}', '{"kind": "benchmark pair", "main": {}}']
 )
-def test_models_made_by_hand_are_replaced_only_with_overwrite(record, refuses, irs, tmp_path):
+def test_hand_made_models_are_replaced_only_with_overwrite(record, refuses, irs, tmp_path):
     pair = shutil.copytree(irs, tmp_path / "pair")
     if record:
         (pair / "pair.json").write_text(record, encoding="utf-8")
@@ -619,7 +617,7 @@ def test_models_made_by_hand_are_replaced_only_with_overwrite(record, refuses, i
     assert json.loads((pair / "pair.json").read_text(encoding="utf-8"))["main"]["source"] == str(irs / "main")
 
 
-def test_a_pair_json_of_another_kind_is_kept(refuses, irs, tmp_path):
+def test_foreign_pair_json_is_kept(refuses, irs, tmp_path):
     pair = tmp_path / "pair"
     pair.mkdir()
     (pair / "pair.json").write_text('["mine"]', encoding="utf-8")
@@ -627,8 +625,8 @@ def test_a_pair_json_of_another_kind_is_kept(refuses, irs, tmp_path):
     assert [path.name for path in pair.iterdir()] == ["pair.json"]
 
 
-def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tmp_path, monkeypatch):
-    """The embedded pair is such a one: its pair.json names the checkpoints it was trained to."""
+def test_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tmp_path, monkeypatch):
+    """The embedded pair, for example: its pair.json names the checkpoints that its training wrote."""
     pair = shutil.copytree(ROOT / "models/embedded", tmp_path / "embedded")
     before = everything_in(pair)
     message = refuses(2, *pair_of(irs), pair)
@@ -645,7 +643,7 @@ def test_a_pair_of_other_models_is_replaced_only_with_overwrite(refuses, irs, tm
     assert mine.read_text(encoding="utf-8") == "mine"
 
 
-def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
+def test_missing_optimum_cli_names_the_install_command(run, checkpoints, irs, tmp_path):
     shadow = tmp_path / "shadow" / "optimum"  # a package of that name without the export
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").touch()
@@ -657,8 +655,8 @@ def test_optimum_cli_not_installed(run, checkpoints, irs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["shadow"]
 
 
-def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, optimum_runs, checkpoints, irs, tmp_path, capsys):
-    """main is IR and complete at once; the draft fails in optimum-cli, which does not know an option."""
+def test_failed_export_shows_log_and_next_run_resumes(run, optimum_runs, checkpoints, irs, tmp_path, capsys):
+    """The main model is IR and complete at once. The draft fails in optimum-cli because of an unknown option."""
     draft = checkpoints / "draft"
     pair = shutil.copytree(irs, tmp_path / "pair")  # an older pair, which has to stay
     before = everything_in(pair)
@@ -684,8 +682,8 @@ def test_a_failed_export_shows_the_log_and_the_next_run_goes_on(run, optimum_run
 
 @posix
 @pytest.mark.parametrize("kind", [pytest.param("exported", marks=pytest.mark.long), "copied"])
-def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
-    """The real programs under a real limit on what a file may hold."""
+def test_full_disk_during_export_leaves_no_partial_pair(kind, checkpoints, irs, tmp_path):
+    """The real programs under a real limit on file size."""
     import resource
 
     def limit():
@@ -704,7 +702,7 @@ def test_a_disk_that_becomes_full(kind, checkpoints, irs, tmp_path):
 
 
 @posix
-def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
+def test_ctrl_c_during_startup_prints_nothing(tmp_path):
     command = [sys.executable, str(ROOT / PROGRAM), "main", "draft", str(tmp_path / "pair")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
     wait_until_loaded("_multiarray_umath", process)  # numpy, which openvino needs
@@ -715,7 +713,7 @@ def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
 
 @posix
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGHUP", 129)])
-def test_ctrl_c_and_a_closed_terminal_end_the_export_and_its_child(name, status, checkpoints, irs, tmp_path):
+def test_ctrl_c_and_hangup_end_the_export_and_its_child(name, status, checkpoints, irs, tmp_path):
     pair = shutil.copytree(irs, tmp_path / "pair")
     before = everything_in(pair)
     command = [sys.executable, str(ROOT / PROGRAM), *map(str, pair_of(checkpoints)), str(pair), "--overwrite"]
@@ -734,7 +732,7 @@ def test_ctrl_c_and_a_closed_terminal_end_the_export_and_its_child(name, status,
 
 
 @posix
-def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tmp_path, monkeypatch):
+def test_lock_on_a_deleted_lock_file_does_not_count(irs, tmp_path, monkeypatch):
     """One export ends, and another begins, between the moments when a third opens the lock file and locks it."""
     import fcntl
 
@@ -757,7 +755,7 @@ def test_a_lock_file_that_was_removed_before_it_was_locked_locks_nothing(irs, tm
     third.close()
 
 
-def test_without_draft_installs_no_draft_that_an_earlier_run_left(irs, tmp_path):
+def test_without_draft_ignores_unfinished_draft_of_an_earlier_run(irs, tmp_path):
     pair, unfinished = tmp_path / "pair", PairFolder(tmp_path / "pair")
     shutil.copytree(irs / "main", pair / "draft")  # made by hand: no pair.json
     before = everything_in(pair / "draft")
@@ -774,7 +772,7 @@ def test_without_draft_installs_no_draft_that_an_earlier_run_left(irs, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
 
 
-def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
+def test_concurrent_exports_to_one_target_are_rejected(refuses, irs, tmp_path):
     first = PairFolder(tmp_path / "pair")
     first.open()
     assert "another process is writing" in refuses(1, *pair_of(irs), tmp_path / "pair")
@@ -784,9 +782,9 @@ def test_two_exports_to_one_target_do_not_meet(refuses, irs, tmp_path):
 
 @pytest.mark.parametrize("old_pair", [True, False])
 @pytest.mark.parametrize("renames", range(7))
-def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, monkeypatch):
-    """Broken off after each of its renames in turn: by an error, which is undone at once, and by a kill, which the next
-    run undoes. Before the last rename the old pair counts, after it the new one; never a mixture.
+def test_interrupted_install_is_undone(renames, old_pair, irs, tmp_path, monkeypatch):
+    """Interrupted after each of its renames in turn: by an error, which is undone at once, and by a kill, which the
+    next run undoes. Before the last rename the old pair is in place, after it the new one; never a mixture.
     """
     pair = tmp_path / "pair"
     pair.mkdir()
@@ -807,7 +805,7 @@ def test_an_install_that_breaks_off_is_undone(renames, old_pair, irs, tmp_path, 
             (part / "openvino_model.xml").write_text("new", encoding="utf-8")
             folder.complete(half, {"source": half})
         with monkeypatch.context() as patch:
-            break_off_after(renames, error, patch)
+            fail_renames_from(renames, error, patch)
             try:
                 folder.install_pair({"new": True})
             except (OSError, KilledError):
@@ -829,8 +827,8 @@ class KilledError(BaseException):
     """Stands for the kill of a process, which ends without any cleanup."""
 
 
-def break_off_after(renames, error, patch):
-    """Let Path.rename fail from this call on; with KilledError, let no undoing happen either."""
+def fail_renames_from(renames, error, patch):
+    """Let Path.rename fail from this call on; with KilledError, nothing is undone either."""
     calls = iter(range(100))
     original = Path.rename
 

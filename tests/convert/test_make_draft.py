@@ -112,10 +112,10 @@ def texts_of(out):
     return [Text(*json.loads(line)) for line in (out / "work/texts.jsonl").read_text().splitlines()]
 
 
-# --- what it makes ---
+# --- output ---
 
 
-def test_the_folder_has_ir_checkpoint_record_and_card(made, main):
+def test_output_folder_has_ir_checkpoint_record_and_card(made, main):
     names = {"openvino_model.xml", "openvino_model.bin", "config.json", "checkpoint", "README.md", "draft.json", "work"}
     assert {path.name for path in made.iterdir()} == names
     assert {path.name for path in (made / "checkpoint").iterdir()} == {"config.json", "model.safetensors"}
@@ -135,7 +135,7 @@ def test_the_folder_has_ir_checkpoint_record_and_card(made, main):
     assert f"acceptance by position {record['verdict']['greedy']['acceptance_by_position'][0]:.2f}" in card
 
 
-def test_greedy_text_is_that_of_the_main_model_alone(main, engine):
+def test_greedy_text_equals_main_model_alone(main, engine):
     alone = decoder.load(ModelSpec(main, "CPU", EXACT))
     accepted = 0
     for prompt in ("read_file(path)", "open the file", "fox", "import json"):
@@ -147,8 +147,8 @@ def test_greedy_text_is_that_of_the_main_model_alone(main, engine):
     assert accepted > 20
 
 
-def test_the_engine_drafts_as_the_head_was_trained(main, made, engine):
-    """A wrong tap, features or positions shifted by one, or a wrong d2t: all make these logits differ."""
+def test_engine_logits_match_the_trained_head(main, made, engine):
+    """A wrong layer, features or positions shifted by one, or a wrong d2t would make these logits differ."""
     model = MainModel(ModelSpec(main, "CPU", EXACT))
     kind = Eagle3(model)
     state = made / "work/training.pt"
@@ -184,8 +184,8 @@ def exported(made, tmp_path_factory):
     return folder / "head"
 
 
-def test_the_checkpoint_loads_in_the_exporter(main, made, exported):
-    """Exported by optimum-cli it computes the same as the IR that was written directly, but for int8 rounding."""
+def test_checkpoint_exported_by_optimum_cli_matches_the_ir(main, made, exported):
+    """The IR exported by optimum-cli equals the IR that was written directly, except for int8 rounding."""
     graphs = [ov.Core().read_model(folder / "openvino_model.xml") for folder in (made, exported)]
     embedding = eagle3_graph.find_embedding(graphs[0].clone())
     eagle3_graph.find_embedding(graphs[1]).input(0).replace_source_output(embedding.input_value(0))
@@ -202,7 +202,7 @@ def test_the_checkpoint_loads_in_the_exporter(main, made, exported):
 
 
 def test_genai_decodes_with_the_draft(main, made):
-    """Its own way to decode with EAGLE-3 heads; it finds three layers by default only from 10 on, and reads ours."""
+    """GenAI has its own EAGLE-3 decoding. It has default layers only from 10 layers on, and reads ours from the IR."""
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     alone = openvino_genai.LLMPipeline(str(main), "CPU", **EXACT).generate("fox", config)
     draft = openvino_genai.draft_model(str(made), "CPU", **EXACT)
@@ -210,11 +210,11 @@ def test_genai_decodes_with_the_draft(main, made):
     assert openvino_genai.LLMPipeline(str(main), "CPU", draft_model=draft, **EXACT).generate("fox", config) == alone
 
 
-# --- a head that is trained further ---
+# --- training that starts from an existing head ---
 
 
-def test_weights_are_read_from_the_ir_of_a_head(main, made, exported):
-    """From the one written directly, and from one that optimum-cli exported from the same checkpoint."""
+def test_head_weights_are_read_back_from_ir(main, made, exported):
+    """From the IR written directly, and from the one that optimum-cli exported from the same checkpoint."""
     from safetensors.numpy import load_file
 
     expected = load_file(made / "checkpoint/model.safetensors")
@@ -229,7 +229,7 @@ def test_weights_are_read_from_the_ir_of_a_head(main, made, exported):
     assert TrainedHead(made, model).layers == [0, 2, 3]
 
 
-def test_training_goes_on_with_a_head(main, made, tmp_path, monkeypatch):
+def test_init_from_continues_training_of_a_head(main, made, tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
     monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 0)
     shutil.copytree(made / "work", tmp_path / "out/work")  # its texts, to compare with what it reached on them
@@ -245,8 +245,8 @@ def test_training_goes_on_with_a_head(main, made, tmp_path, monkeypatch):
     assert f"| start | the head in {made} |" in (tmp_path / "out/README.md").read_text()
 
 
-def test_a_head_that_is_trained_further_can_get_another_vocabulary(main, made, tmp_path):
-    """With its own rows of the LM head for the tokens that it drafts already, and the main model's for the others."""
+def test_init_from_supports_another_draft_vocabulary(main, made, tmp_path):
+    """Rows of the LM head come from the old head for tokens in its vocabulary, and from the main model for others."""
     model = MainModel(ModelSpec(main, "CPU", EXACT))
     kind = Eagle3(model, draft_vocabulary=350, init_from=made)
     texts = StateFile(made / "work/states", kind.states, TOP).texts()
@@ -296,7 +296,7 @@ def logits_of(graph, tokens):
 
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 3], [2]])
-def test_a_pruned_model_is_the_main_model_without_the_other_layers(main, layers):
+def test_pruned_model_equals_main_model_without_other_layers(main, layers):
     tokens = np.arange(0, 384, 16)
     kind = kind_of(main)
     whole = tiny_main(kind.main.vocabulary)
@@ -311,7 +311,7 @@ def test_a_pruned_model_is_the_main_model_without_the_other_layers(main, layers)
     assert np.abs(again - expected).max() < 0.1 * expected.std()
 
 
-def test_a_pruned_model_keeps_the_scale_of_its_rotary_positions(tmp_path):
+def test_pruned_model_keeps_yarn_attention_scaling(tmp_path):
     """YaRN scales the angles' cosine and sine, too, so both sides of each product of queries and keys."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -327,7 +327,7 @@ def test_a_pruned_model_keeps_the_scale_of_its_rotary_positions(tmp_path):
 
 
 @pytest.mark.parametrize("idle", [[0, 1], [1, 2], [2, 3]])
-def test_the_layers_that_change_least_go(main, tmp_path, idle):
+def test_layers_that_change_hidden_states_least_are_pruned(main, tmp_path, idle):
     whole = tiny_main(kind_of(main).main.vocabulary)
     for i in idle:
         o, down = ((layer.scales / 100).astype(np.float16) for layer in (whole.layers[i].o, whole.layers[i].down))
@@ -345,7 +345,7 @@ def changed(main, folder, model):
     return folder
 
 
-def test_only_what_computes_as_a_llama_is_pruned(main, tmp_path):
+def test_only_llama_like_models_are_pruned(main, tmp_path):
     kind = kind_of(main)
     kind.check()
     whole = tiny_main(kind.main.vocabulary)
@@ -358,8 +358,8 @@ def test_only_what_computes_as_a_llama_is_pruned(main, tmp_path):
             kind_of(changed(main, tmp_path / name, model)).check()
 
 
-def test_training_raises_the_acceptance_of_a_pruned_draft(tmp_path, monkeypatch):
-    """On text that it was not trained on."""
+def test_training_raises_acceptance_of_a_pruned_draft(tmp_path, monkeypatch):
+    """Measured on held-out text."""
     monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 10)
     monkeypatch.setattr(f"{TRAINING}.BATCH", 384)
     kind = kind_of(MAIN)
@@ -376,7 +376,7 @@ def test_training_raises_the_acceptance_of_a_pruned_draft(tmp_path, monkeypatch)
     assert draft.steps == 10 and after > before + 0.02
 
 
-def test_a_pruned_draft_in_training_is_continued(main, pruned):
+def test_interrupted_training_of_pruned_draft_resumes(main, pruned):
     record, work = json.loads((pruned / "draft.json").read_text()), pruned / "work"
     states = StateFile(work / "held_out_states", 0, 64)
     states.close()
@@ -385,8 +385,8 @@ def test_a_pruned_draft_in_training_is_continued(main, pruned):
     assert record["training"]["held_out_overlap"] == [round(again.evaluate(states.texts()).overlap[0], 3)]
 
 
-def test_a_pruned_draft_is_an_ordinary_model(main, pruned):
-    """The IR for both engines, the checkpoint for transformers: one model, but for int8 rounding."""
+def test_pruned_draft_is_an_ordinary_model(main, pruned):
+    """The IR for both engines and the checkpoint for transformers are the same model, except for int8 rounding."""
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True)
     alone = openvino_genai.LLMPipeline(str(main), "CPU", **EXACT).generate("fox", config)
     config.num_assistant_tokens = 3
@@ -402,7 +402,7 @@ def test_a_pruned_draft_is_an_ordinary_model(main, pruned):
     assert np.abs(found - expected).max() < 0.1 * expected.std()
 
 
-def test_the_verdict_is_by_category_and_beside_other_drafts(pruned, made):
+def test_verdict_has_categories_and_compares_other_drafts(pruned, made):
     record = json.loads((pruned / "draft.json").read_text())
     judged, card = record["verdict"], (pruned / "README.md").read_text()
     assert record["kind"] == "pruned" and len(record["draft"]["kept_layers"]) == 2
@@ -421,7 +421,7 @@ def test_the_verdict_is_by_category_and_beside_other_drafts(pruned, made):
 # --- texts ---
 
 
-def test_prompts_are_user_turns_and_no_held_out_one_is_trained_on(made, main):
+def test_prompts_are_user_turns_and_held_out_ones_are_not_trained_on(made, main):
     texts = texts_of(made)
     tokenizer = openvino_genai.Tokenizer(str(main))
     assert all(tokenizer.decode(text.prompt).startswith("def ") for text in texts)
@@ -432,7 +432,7 @@ def test_prompts_are_user_turns_and_no_held_out_one_is_trained_on(made, main):
     assert max(len(text.tokens) for text in texts) <= 64
 
 
-def test_given_prompts_are_answered_and_some_of_each_category_held_out(main, pruned):
+def test_given_prompts_are_split_by_category(main, pruned):
     tokenizer = openvino_genai.Tokenizer(str(main))
     texts = texts_of(pruned)
     held_out, trained_on = ({(tuple(t.prompt), t.category) for t in texts if t.held_out is p} for p in (True, False))
@@ -442,8 +442,8 @@ def test_given_prompts_are_answered_and_some_of_each_category_held_out(main, pru
     assert not held_out & trained_on and {category for _, category in held_out} == {*CATEGORY.values()}
 
 
-def test_a_prompt_that_is_held_out_is_so_in_every_set_of_prompts():
-    """So that a head that is trained further, with more prompts, is not judged on those that it was trained on."""
+def test_held_out_split_is_stable_across_prompt_sets():
+    """Otherwise a head that is trained further, with more prompts, would be judged on prompts it was trained on."""
     random = np.random.default_rng(0)
     prompts = [(random.integers(0, 999, 9).tolist(), "ab"[i % 2]) for i in range(400)]
 
@@ -460,8 +460,8 @@ def test_a_prompt_that_is_held_out_is_so_in_every_set_of_prompts():
     assert {named[place][1] for place in held_out(named)} == {*"0123456"}
 
 
-def test_equal_prompts_count_once(main, tmp_path):
-    """Also those that the chat template makes equal."""
+def test_duplicate_prompts_count_once(main, tmp_path):
+    """Including prompts that become equal in the chat template."""
     prompts = [Prompt(f"read {i}{space}", "") for i in range(12) for space in ("", " ")]
     writer = Writer(ModelSpec(main), 64, 384, prompts, TextFile(tmp_path / "texts.jsonl"))
     tokens = [tuple(ids) for ids, _ in writer._prompts]
@@ -472,7 +472,7 @@ def test_equal_prompts_count_once(main, tmp_path):
     )
 
 
-def test_openings(main, tmp_path):
+def test_chat_template_parts_are_detected(main, tmp_path):
     random = np.random.default_rng(0)
     turn = opening(openvino_genai.Tokenizer(str(MAIN)), 4096, random)
     assert (turn.lead, turn.prefix, turn.stop_ids, turn.suffix) == ([0], [1], {2}, [2])  # <|user|>, <|assistant|>
@@ -480,8 +480,8 @@ def test_openings(main, tmp_path):
     assert (plain.prefix, plain.suffix) == ([0], [])  # BOS
 
 
-def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
-    """As torch computes them, for more rows than are computed at once."""
+def test_loss_and_gradient_equal_torch_cross_entropy():
+    """The number of rows exceeds those computed at once."""
     from speculative.convert.draft_training.training import ROWS, CrossEntropy
 
     torch.manual_seed(0)
@@ -499,8 +499,8 @@ def test_the_loss_is_the_cross_entropy_and_so_is_its_gradient():
         assert torch.allclose(CrossEntropy.apply(logits, ids, targets, weights), (entropy * weights).sum())
 
 
-def test_padding_is_not_learned(tmp_path):
-    """The loss of two texts in one batch is that of their tokens."""
+def test_padding_does_not_affect_the_loss(tmp_path):
+    """The loss of two texts in one batch is the mean over their own tokens."""
     from speculative.convert.draft_training.training import Training
 
     class OfTokens(Training):
@@ -526,7 +526,7 @@ def test_padding_is_not_learned(tmp_path):
 # --- resumption ---
 
 
-def test_what_was_trained_further_is_installed_whenever_it_was_interrupted(main, made, tmp_path, monkeypatch):
+def test_further_training_is_installed_after_an_interruption(main, made, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{TRAINING}.SAVE_EVERY", 0.1)
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
     shutil.copytree(made, tmp_path / "out")
@@ -540,7 +540,7 @@ def test_what_was_trained_further_is_installed_whenever_it_was_interrupted(main,
     assert after["training"]["steps"] == steps > before["training"]["steps"]
 
 
-def test_a_draft_in_the_folder_of_its_main_model_can_be_resumed(main, tmp_path, monkeypatch):
+def test_draft_inside_main_model_folder_can_be_resumed(main, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
     shutil.copytree(main, tmp_path / "main")
@@ -549,7 +549,7 @@ def test_a_draft_in_the_folder_of_its_main_model_can_be_resumed(main, tmp_path, 
         assert run(tmp_path / "main", tmp_path / "main/draft", "--minutes", minutes, *options) == 0
 
 
-def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_at_any_stage_loses_no_progress(main, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(f"{TRAINING}.SAVE_EVERY", 0.1)
     monkeypatch.setattr(f"{TRAINING}.LEAST_STEPS", 1)
     out = tmp_path / "out"
@@ -594,11 +594,11 @@ def test_ctrl_c_at_every_stage_loses_nothing(main, tmp_path, monkeypatch, capsys
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_ends_the_program_with_what_it_wrote(main, tmp_path, name, status):
+def test_signal_ends_the_program_and_keeps_written_texts(main, tmp_path, name, status):
     texts = tmp_path / "out/work/texts.jsonl"
     command = [sys.executable, str(ROOT / "convert/make_draft.py"), str(main), str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", cwd=ROOT)
-    wait_until(lambda: texts.exists() and texts.stat().st_size, "texts come")
+    wait_until(lambda: texts.exists() and texts.stat().st_size, "texts are written")
     process.send_signal(getattr(signal, name))
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == status and "Traceback" not in error, error
@@ -606,7 +606,7 @@ def test_a_signal_ends_the_program_with_what_it_wrote(main, tmp_path, name, stat
     assert texts_of(tmp_path / "out") and json.loads((tmp_path / "out/work/clock.json").read_text())["texts"] > 0
 
 
-def test_a_larger_time_trains_on(main, made, monkeypatch):
+def test_larger_minutes_continues_training(main, made, monkeypatch):
     monkeypatch.setattr(Clock, "verdict_seconds", 0.0)
     before = json.loads((made / "draft.json").read_text())["training"]["steps"]
     spent = sum(json.loads((made / "work/clock.json").read_text()).values())
@@ -614,7 +614,7 @@ def test_a_larger_time_trains_on(main, made, monkeypatch):
     assert json.loads((made / "draft.json").read_text())["training"]["steps"] > before
 
 
-def test_half_written_files_are_cut(tmp_path):
+def test_partially_written_files_are_truncated(tmp_path):
     file = TextFile(tmp_path / "texts.jsonl")
     file.add(Text([1, 2], [3, 4], 0.7, False))
     file.add(Text([1, 2], [3, 4], 1.0, False))  # the same tokens
@@ -632,7 +632,7 @@ def test_half_written_files_are_cut(tmp_path):
     states = StateFile(tmp_path / "states", 6, 2)
     states.add(np.arange(3), reading(3, 1))
     states.close()
-    for name in ("states", "tokens", "lengths"):  # as a run leaves them that was killed while it added a text
+    for name in ("states", "tokens", "lengths"):  # as after a kill while a text was added
         with (tmp_path / "states" / name).open("ab") as end:
             end.write(b"abc")
     states = StateFile(tmp_path / "states", 6, 2)
@@ -646,14 +646,14 @@ def test_half_written_files_are_cut(tmp_path):
 # --- parts ---
 
 
-def test_the_draft_vocabulary_covers_the_texts():
+def test_draft_vocabulary_covers_the_texts():
     counts = np.array([5, 0, 100, 1, 50, 2] + [0] * 200)
     assert eagle3.choose_vocabulary(counts, 3, 0.9, 100).tolist() == [0, 2, 4]
     assert len(eagle3.choose_vocabulary(counts, None, 0.9, 100)) == 64
     assert len(eagle3.choose_vocabulary(np.ones(1000), None, 0.99, 128)) == 128
 
 
-def test_layers_are_those_of_published_heads():
+def test_default_layers_match_published_heads():
     assert published_layers(28, MAIN) == [1, 13, 24]
     assert published_layers(10, MAIN) == [1, 4, 6]
     assert published_layers(3, MAIN) == [0, 1, 2]
@@ -662,7 +662,7 @@ def test_layers_are_those_of_published_heads():
 # --- errors ---
 
 
-def test_a_wrong_main_model_is_one_sentence(refuses, main, tmp_path):
+def test_unsuitable_main_model_gives_one_sentence_error(refuses, main, tmp_path):
     out = tmp_path / "out"
     assert "holds no OpenVINO model" in refuses(2, tmp_path / "nowhere", out)
     shallow = save_tiny_main(tmp_path / "shallow", layers=2)
@@ -674,20 +674,20 @@ def test_a_wrong_main_model_is_one_sentence(refuses, main, tmp_path):
     assert not out.exists()
 
 
-def test_prompts_may_have_a_byte_order_mark_and_unicode_line_separators(tmp_path):
+def test_prompts_file_may_have_bom_and_unicode_line_separators(tmp_path):
     texts = [f"Write\u2028{i}" for i in range(12)]
     lines = [json.dumps({"prompt": text, "category": "x"}, ensure_ascii=False) for text in texts]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8-sig", newline="\r\n")
     assert beginnings.read_prompts(tmp_path / "prompts.jsonl") == [(text, "x") for text in texts]
 
 
-def test_a_category_may_be_null(tmp_path):
+def test_category_may_be_null(tmp_path):
     lines = [json.dumps({"prompt": f"Write {i}", "category": None}) for i in range(12)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     assert {prompt.category for prompt in beginnings.read_prompts(tmp_path / "prompts.jsonl")} == {""}
 
 
-def test_a_head_that_cannot_be_trained_further_is_refused(refuses, main, made, tmp_path):
+def test_untrainable_head_is_rejected(refuses, main, made, tmp_path):
     shutil.copytree(made, tmp_path / "head", ignore=shutil.ignore_patterns("work"))
     config = json.loads((made / "config.json").read_text())
     for more in ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"attention_bias": True}):
@@ -696,20 +696,20 @@ def test_a_head_that_cannot_be_trained_further_is_refused(refuses, main, made, t
         assert "scaled rotary positions or biases" in found and "leave it out" in found
 
 
-def test_the_disk_must_have_room_for_the_head_itself(main):
-    """Training state twice, checkpoint and IR, which are most of what a large head takes."""
+def test_disk_space_check_includes_the_head(main):
+    """Twice the training state, the checkpoint and the IR are most of the space of a large head."""
     kind = Eagle3(MainModel(ModelSpec(main, "CPU", EXACT)), draft_vocabulary=100_000_000)
     assert kind.space > 29 * kind.main.hidden * 100_000_000
 
 
-def test_texts_that_leave_no_room_for_an_answer_need_a_greater_length(refuses, main, tmp_path, monkeypatch):
+def test_length_too_short_for_answers_is_reported(refuses, main, tmp_path, monkeypatch):
     monkeypatch.setattr("speculative.convert.draft_training.writer.FRUITLESS", 40)
     monkeypatch.setattr(beginnings, "TURN", 60)
     found = refuses(1, main, tmp_path / "out", *SHORT[:2], "--length", 32, "--threads", 1)
     assert "give a greater --length" in found
 
 
-def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
+def test_invalid_options_give_one_sentence_error(refuses, main, tmp_path):
     out, prompts = tmp_path / "out", tmp_path / "prompts.jsonl"
     assert "--minutes is 0.0, but must be greater than 0" in refuses(2, main, out, "--minutes", 0)
     assert "--length is 4, but must be at least 32" in refuses(2, main, out, "--length", 4)
@@ -736,7 +736,7 @@ def test_wrong_options_are_one_sentence(refuses, main, tmp_path):
     assert not out.exists() or not (out / "draft.json").exists()
 
 
-def test_another_folder_or_other_settings_are_refused(refuses, main, made, tmp_path):
+def test_foreign_folder_or_changed_settings_are_rejected(refuses, main, made, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").touch()
@@ -754,13 +754,13 @@ def test_another_folder_or_other_settings_are_refused(refuses, main, made, tmp_p
     assert "holds a finished draft without the folder work" in refuses(2, main, other)
 
 
-def test_missing_torch_is_one_sentence(refuses, main, tmp_path, monkeypatch):
+def test_missing_torch_gives_one_sentence_error(refuses, main, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     assert "torch is not installed; install it with: pip install" in refuses(1, main, tmp_path / "out")
 
 
-def test_a_full_disk_is_one_sentence(tmp_path, capsys):
+def test_full_disk_gives_one_sentence_error(tmp_path, capsys):
     def job():
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""The hidden folder in which files are made: who may write to it."""
+"""The hidden work folder of a conversion: only one process may write to it."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ Child("writer", ["-c", write], target / "log", target / "temporary").run()
 
 
 @pytest.mark.posix("signals")
-def test_a_child_that_outlives_its_killed_parent_keeps_other_processes_out(tmp_path):
+def test_child_of_killed_parent_still_holds_the_lock(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", MAKE_SOMETHING, str(tmp_path)], cwd=ROOT)
     child = wait_until(lambda: int((tmp_path / "log").read_text()), "the child runs", passing=(OSError, ValueError))
     parent.kill()
