@@ -31,7 +31,7 @@ needs_terminal = pytest.mark.posix("pseudo-terminals are a POSIX thing")
 
 @pytest.fixture(scope="module")
 def main(tmp_path_factory):
-    """The small model with a chat template, and beside it, as `draft`, a draft that has half of its tokens right."""
+    """The small model with a chat template, and next to it a folder `draft`: a draft with half of its tokens right."""
     folder = tmp_path_factory.mktemp("chat") / "main"
     shutil.copytree(SMALL, folder)
     save_useless_draft(folder.parent / "draft", share=0.05)
@@ -85,7 +85,7 @@ def engine(main):
     return decoder.load(ModelSpec(main, properties={"EXECUTION_MODE_HINT": "ACCURACY"}), main.parent / "draft")
 
 
-def drawn(temperature):
+def sampled_config(temperature):
     return openvino_genai.GenerationConfig(
         max_new_tokens=TOKENS, num_assistant_tokens=3, do_sample=True, temperature=temperature
     )
@@ -99,14 +99,14 @@ def chat(run, main, *lines, options=()):
     return run(CHAT, main, main.parent / "draft", *options, stdin="".join(f"{x}\n" for x in lines))
 
 
-def test_a_pipe_gets_the_answers_alone_and_the_conversation_is_remembered(run, main, answers):
+def test_pipe_receives_only_answers_and_history_is_kept(run, main, answers):
     done = chat(run, main, *QUESTIONS, options=("-k", 3))  # fixed, so that each answer has drafts on any machine
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{text}\n" for text in answers[0])
     assert len(re.findall(r"^\(new tokens \d+, throughput .*acceptance rate .*\)$", done.stderr, re.MULTILINE)) == 2
 
 
-def test_without_a_draft_prompt_lookup_drafts(run_here, main, answers):
+def test_prompt_lookup_drafts_without_a_draft_model(run_here, main, answers):
     lines = "".join(f"{line}\n" for line in QUESTIONS)
     done = run_here(CHAT, main, "--max-new-tokens", TOKENS, *EXACT, "-k", 3, stdin=lines)
     assert done.returncode == 0, done.stderr
@@ -114,13 +114,13 @@ def test_without_a_draft_prompt_lookup_drafts(run_here, main, answers):
     assert f"Loading {main} on CPU" in done.stderr and "acceptance rate" in done.stderr
 
 
-def test_reset_forgets_the_conversation(run_here, main, answers):
+def test_reset_clears_the_conversation(run_here, main, answers):
     done = chat(run_here, main, QUESTIONS[1], "/reset", QUESTIONS[0])
     assert done.stdout.endswith(answers[0][0] + "\n")
     assert "conversation cleared" in done.stderr
 
 
-def test_speculation_off_gives_the_same_text_without_drafts(run_here, main, answers):
+def test_speculation_off_gives_same_text_without_drafts(run_here, main, answers):
     done = chat(run_here, main, "/speculation off", QUESTIONS[0], "/reset", "/speculation on", "/k 3", QUESTIONS[0])
     assert done.stdout == f"{answers[0][0]}\n" * 2
     without, drafting = re.findall(r"^\(new tokens.*\)$", done.stderr, re.MULTILINE)
@@ -129,7 +129,7 @@ def test_speculation_off_gives_the_same_text_without_drafts(run_here, main, answ
     assert "acceptance rate" in drafting
 
 
-def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run_here, main):
+def test_k_and_tokens_commands_show_set_and_validate(run_here, main):
     lines = ["/k", "/k 2", "/k 0", "/k 65", "/k", "/k auto", "/tokens", "/tokens 3", "/tokens no", QUESTIONS[0]]
     shown = chat(run_here, main, *lines).stderr
     assert re.findall(r"^K = (\w+): .* draft tokens?", shown, re.MULTILINE) == ["auto", "2", "2", "auto"]
@@ -140,7 +140,7 @@ def test_k_and_tokens_are_shown_and_changed_and_bad_values_change_nothing(run_he
     assert "(new tokens 3," in shown
 
 
-def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run_here, main, engine):
+def test_sampled_answers_are_reproduced_by_the_seed(run_here, main, engine):
     history, expected = [], []
     turns = [(0.9, QUESTIONS[0]), (0.9, QUESTIONS[1]), (0, QUESTIONS[0]), (1.1, QUESTIONS[1])]
     for i, (temperature, question) in enumerate(turns):
@@ -149,7 +149,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run_here
         if i != 1:
             engine.reset(seed=3)
         history.append({"role": "user", "content": question})
-        expected.append(engine.generate(history, drawn(temperature)))
+        expected.append(engine.generate(history, sampled_config(temperature)))
         history.append({"role": "assistant", "content": expected[-1].text})
 
     lines = [*QUESTIONS, "/reset", "/temperature 0", QUESTIONS[0], "/temperature -1", "/temperature 1.1", QUESTIONS[1]]
@@ -166,7 +166,7 @@ def test_answers_with_a_temperature_are_drawn_and_the_seed_repeats_them(run_here
     assert accepted == [(str(sum(answer.from_draft)), str(sum(answer.proposed))) for answer in expected]
 
 
-def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run_here, main):
+def test_unknown_command_is_reported_and_help_lists_commands(run_here, main):
     done = chat(run_here, main, "/nonsense", "/colour maybe", "/help", "/quit", QUESTIONS[0])
     assert "there is no command /nonsense: /help lists them" in done.stderr
     assert "/colour: 'maybe' is not on or off" in done.stderr
@@ -176,20 +176,20 @@ def test_an_unknown_command_is_said_and_help_lists_the_known_ones(run_here, main
     assert done.returncode == 0
 
 
-def test_a_conversation_that_fills_the_context_is_said_and_the_chat_goes_on(run_here, main, answers):
+def test_full_context_is_reported_and_chat_continues(run_here, main, answers):
     done = chat(run_here, main, "word " * 3000, QUESTIONS[0])
     assert "fills the context" in done.stderr
     assert done.stdout == answers[0][0] + "\n"
 
 
-def test_a_conversation_that_the_tokenizer_would_cut_is_too_long(run_here, main, answers):
+def test_conversation_truncated_by_tokenizer_is_too_long(run_here, main, answers):
     cutting_tokenizer(main, main.with_name("cutting"), 600)
     done = chat(run_here, main.with_name("cutting"), "word " * 600, QUESTIONS[0])
     assert "fills the context" in done.stderr
     assert done.stdout == answers[0][0] + "\n"
 
 
-def test_a_main_model_without_chat_template_is_refused(run_here, tmp_path):
+def test_main_model_without_chat_template_is_rejected(run_here, tmp_path):
     plain = tmp_path / "plain"
     shutil.copytree(DRAFT, plain)
     (plain / "chat_template.jinja").unlink(missing_ok=True)
@@ -225,7 +225,7 @@ class Terminal:
         os.write(self.file, text.encode())
 
     def see(self, text, timeout=PATIENCE):
-        """Wait until `text` appears and return all that came before it since the last time."""
+        """Wait until `text` appears and return the output before it since the last call."""
         end = time.monotonic() + timeout
         while text not in self.seen:
             if not select.select([self.file], [], [], max(0, end - time.monotonic()))[0]:
@@ -241,9 +241,9 @@ class Terminal:
         return (data + os.read(self.file, 3)).decode(errors="replace")
 
     def leave(self, again=""):
-        """Return the exit status once the chat has ended, and all that was still shown.
+        """Return the exit status once the chat has ended, and the rest of the output.
 
-        What may not have been heard is typed `again` after a while of silence.
+        If nothing is shown for a while, `again` is typed: the last input may have been lost.
         """
         rest, end = self.seen, time.monotonic() + PATIENCE
         with contextlib.suppress(OSError):  # the terminal of an ended process reads as an error
@@ -279,7 +279,7 @@ def terminal(main):
 
 
 @needs_terminal
-def test_accepted_draft_tokens_are_green_and_the_main_models_own_are_not(terminal, answers):
+def test_accepted_draft_tokens_are_green(terminal, answers):
     texts, coloured = answers
     chat = terminal("-k", 5, NO_COLOR=None)
     chat.type(QUESTIONS[0] + "\n")
@@ -299,8 +299,8 @@ def test_accepted_draft_tokens_are_green_and_the_main_models_own_are_not(termina
 
 
 @needs_terminal
-def test_drawn_tokens_of_the_draft_are_green_too(terminal, engine):
-    result = engine.generate([{"role": "user", "content": QUESTIONS[0]}], drawn(1.5), seed=3)
+def test_accepted_sampled_draft_tokens_are_green(terminal, engine):
+    result = engine.generate([{"role": "user", "content": QUESTIONS[0]}], sampled_config(1.5), seed=3)
     assert any(result.from_draft)
     coloured = ""
     for token, from_draft in zip(result.tokens, result.from_draft, strict=True):
@@ -316,7 +316,7 @@ def test_drawn_tokens_of_the_draft_are_green_too(terminal, engine):
 
 
 @needs_terminal
-def test_no_color_is_respected(terminal, answers):
+def test_no_color_disables_colours(terminal, answers):
     chat = terminal(NO_COLOR="1")
     chat.type(QUESTIONS[0] + "\n")
     chat.see(QUESTIONS[0] + "\r\n")
@@ -327,7 +327,7 @@ def test_no_color_is_respected(terminal, answers):
 
 
 @needs_terminal
-def test_lines_can_be_edited_and_called_back(terminal):
+def test_lines_can_be_edited_and_recalled(terminal):
     chat = terminal()
     chat.type("/k 44\x7f\n")  # backspace
     chat.see("K = 4: always 4 draft tokens")
@@ -343,7 +343,7 @@ def test_lines_can_be_edited_and_called_back(terminal):
 
 
 @needs_terminal
-def test_ctrl_c_stops_an_answer_only_and_at_the_prompt_the_chat(terminal, main, tmp_path):
+def test_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat(terminal, main, tmp_path):
     endless = tmp_path / "endless"
     shutil.copytree(main, endless)
     (endless / "generation_config.json").write_text('{"eos_token_id": 4095}', encoding="utf-8")

@@ -79,13 +79,13 @@ def text_of(outputs):
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_greedy_text_is_the_same_for_every_prompt(computed):
+def test_greedy_text_is_equal_for_every_prompt(computed):
     assert len(computed["texts"]) == len(set(computed["texts"])) == len(computed["speedups"]) > 3
     assert computed["same"] == computed["same_with_engine"] == len(computed["texts"])
     assert all(speedup > 0 for speedup in computed["speedups"] + computed["sampled_speedups"])
 
 
-def test_what_acceptance_means(computed):
+def test_acceptance_metrics_are_consistent(computed):
     for rate, alpha, tau, k in zip(
         *(computed[name] for name in ("acceptance_rates", "alphas", "efficiencies", "lengths")), strict=True
     ):
@@ -97,14 +97,14 @@ def test_what_acceptance_means(computed):
     assert 0 < computed["sampled_alpha"] <= 1
 
 
-def test_a_confidence_threshold_needs_logprobs(computed):
+def test_confidence_threshold_needs_logprobs(computed):
     for name, longest in (("without logprobs", [2]), ("with logprobs=1", range(3, 50))):
         gained = computed["gained_by"][name]
         assert [sum(tokens) for tokens in gained] == [computed["new_tokens"] - 1] * len(computed["texts"])
         assert max(max(tokens) for tokens in gained) in longest
 
 
-def test_the_engine_is_compared_with_fixed_lengths(computed, outputs):
+def test_adaptive_length_is_compared_with_fixed_lengths(computed, outputs):
     assert list(computed["gains"]) == ["K = 2", "K = 4", "K = 8", "adaptive"]
     assert "draft token" in text_of(outputs["dynamic"])
 
@@ -122,7 +122,7 @@ def test_plots_are_drawn(outputs, cell):
     assert figure.startswith("iVBORw0KGgo") and len(figure) > 5_000  # a PNG, and not an empty one
 
 
-def test_the_token_view_colours_both_kinds(outputs, computed):
+def test_token_view_colours_draft_and_main_model_tokens(outputs, computed):
     (page,) = (output.data["text/html"] for output in outputs["tokens"])
     assert page.count("#56B4E9") == sum(computed["from_draft"]) > 0
     assert page.count("<span") == len(computed["from_draft"])
@@ -133,7 +133,7 @@ def test_devices_come_from_a_dropdown(computed, outputs):
     assert any("application/vnd.jupyter.widget-view+json" in output.get("data", {}) for output in outputs["devices"])
 
 
-def test_devices_come_from_the_settings_without_ipywidgets(folder):
+def test_devices_come_from_settings_without_ipywidgets(folder):
     notebook = cells_up_to(read(folder), "chosen")
     settings = 'import sys\nsys.modules["ipywidgets"] = None\nDRAFT_DEVICE = "AUTO:CPU"'
     change_settings(notebook, settings)
@@ -173,7 +173,7 @@ def in_folder(folder, monkeypatch):
         ("Qwen/Qwen3-8B Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "Qwen-Qwen3-8B-Qwen-Qwen3-0.6B"),
     ],
 )
-def test_a_hub_pair_is_one_variable(in_folder, hub_pair, main, draft, name):
+def test_hub_pair_is_set_by_one_variable(in_folder, hub_pair, main, draft, name):
     space = variables(in_folder, "pair", HUB_PAIR=hub_pair)
     assert space["PAIR"] == in_folder.parent.parent / "models" / (name or hub_pair)
     dry = subprocess.run([*space["command"], "--dry-run"], capture_output=True, encoding="utf-8", timeout=60)
@@ -184,8 +184,8 @@ def test_a_hub_pair_is_one_variable(in_folder, hub_pair, main, draft, name):
     assert not space["PAIR"].exists()
 
 
-def test_a_pair_is_fetched_once(in_folder, capsys):
-    """IR folders stand for hub ids: the same way, without the hub."""
+def test_pair_is_fetched_only_once(in_folder, capsys):
+    """IR folders stand for hub ids, so that the test needs no hub."""
     local = "models/embedded/main models/embedded/draft"
     pair = variables(in_folder, "export", HUB_PAIR=local)["PAIR"]
     assert "done: " in capsys.readouterr().out
@@ -196,13 +196,13 @@ def test_a_pair_is_fetched_once(in_folder, capsys):
     assert "done: " not in capsys.readouterr().out
 
 
-def test_a_failed_fetch_says_what_to_do(in_folder, capsys):
+def test_failed_fetch_reports_the_cause(in_folder, capsys):
     with pytest.raises(RuntimeError, match="'no-such-pair' was not converted"):
         variables(in_folder, "export", HUB_PAIR="no-such-pair")
     assert "unknown pair 'no-such-pair'" in capsys.readouterr().out
 
 
-def test_a_place_without_a_checkout_is_named(in_folder, tmp_path, monkeypatch):
+def test_missing_checkout_is_reported(in_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="clone it here"):
         variables(in_folder, "checkout")
@@ -210,7 +210,7 @@ def test_a_place_without_a_checkout_is_named(in_folder, tmp_path, monkeypatch):
     assert variables(in_folder, "checkout")["ROOT"] == in_folder.parent.parent
 
 
-def test_nothing_is_installed_that_is_there(in_folder, monkeypatch):
+def test_installed_packages_are_not_installed_again(in_folder, monkeypatch):
     installed = []
     monkeypatch.setattr(subprocess, "run", lambda command, **_: installed.append(command))
     variables(in_folder, "install")
@@ -221,7 +221,7 @@ def test_nothing_is_installed_that_is_there(in_folder, monkeypatch):
     assert all(command[:4] == [sys.executable, "-m", "pip", "install"] for command in installed)
 
 
-def test_it_is_committed_without_outputs_and_in_the_standard_form():
+def test_notebook_is_committed_without_outputs_in_standard_form():
     text = NOTEBOOK.read_text(encoding="utf-8")
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)

@@ -71,7 +71,7 @@ def figures(stderr):
 
 
 @pytest.mark.parametrize("name", WITH_CONSOLE)
-def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy, name):
+def test_stdout_has_greedy_text_and_stderr_the_summary(run_here, greedy, name):
     text, tokens = greedy
     done = run_here(sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", TOKENS, *EXACT, *GREEDY.get(name, []))
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_stdout_is_the_greedy_text_alone_and_stderr_the_summary(run_here, greedy
     assert ("acceptance rate" in shown) == name.startswith(("speculative", "suffix"))
 
 
-def test_the_sample_that_stands_alone_prints_the_main_models_text(run):
+def test_stand_alone_sample_prints_main_model_text(run):
     done = run(sample(STAND_ALONE), MAIN, DRAFT, PROMPT, "--max-new-tokens", 12, *EXACT)
     assert done.returncode == 0, done.stderr
     pipe = openvino_genai.LLMPipeline(MAIN, "CPU", EXECUTION_MODE_HINT="ACCURACY")
@@ -95,10 +95,8 @@ def test_the_sample_that_stands_alone_prints_the_main_models_text(run):
 
 
 @pytest.mark.parametrize("options", [(), ("-k", 1), ("--max-new-tokens", 1)], ids=["all", "K = 1", "one token"])
-def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(
-    run_here, greedy, mediocre, drafting, options
-):
-    """Its figures are the engine's own, which leave out the last iteration; the other samples add it."""
+def test_stand_alone_sample_prints_text_and_three_summary_lines(run_here, greedy, mediocre, drafting, options):
+    """Its figures are GenAI's own, which leave out the last iteration; the other samples add it."""
     options = ("--max-new-tokens", TOKENS, *EXACT, *options)
     done = run_here(sample(STAND_ALONE), SMALL, mediocre, PROMPT, *options)
     assert done.returncode == 0, done.stderr
@@ -119,12 +117,10 @@ def test_the_sample_that_stands_alone_prints_the_same_text_and_three_lines(
 
 @pytest.mark.parametrize("tokens", [20, TOKENS])
 @pytest.mark.parametrize("k", [1, 8])
-def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where_it_can(
-    run_here, mediocre, drafting, k, tokens
-):
+def test_summary_matches_engine_counts(run_here, mediocre, drafting, k, tokens):
     result = drafting.generate([PROMPT], max_new_tokens=tokens, num_assistant_tokens=k)
     gained = list(result.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
-    ended = sum(gained) < tokens  # where an end token came, nobody tells how much was drafted at last
+    ended = sum(gained) < tokens  # after an end token, the length of the last draft is unknown
     counted = gained[:-1] if ended else gained
     proposed = sum(min(k, tokens - sum(gained[:i]) - 1) for i in range(1, len(counted)))
     accepted = sum(counted[1:]) - len(counted[1:])
@@ -140,7 +136,7 @@ def test_the_summary_counts_what_the_engine_counted_and_the_last_iteration_where
 
 
 @pytest.mark.parametrize("k", [5, 16])
-def test_a_draft_that_is_always_right_is_shown_to_be_though_it_stops_at_the_end_of_the_text(run_here, k):
+def test_perfect_draft_has_acceptance_rate_1_despite_early_stop(run_here, k):
     done = run_here(
         sample("speculative_greedy_lm.py"), SMALL, SMALL, "def f(", "-k", k, "--max-new-tokens", 300, *EXACT
     )
@@ -165,7 +161,7 @@ def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, dra
         "--device", device, "--draft-device", draft_device, *properties,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    if name == STAND_ALONE and "NPU" in (device, draft_device):  # the engine overlooks the end, see below
+    if name == STAND_ALONE and "NPU" in (device, draft_device):  # GenAI misses the stop token, see below
         assert done.stdout.startswith(greedy[0])
     else:
         assert done.stdout == greedy[0]
@@ -177,7 +173,7 @@ def test_main_and_draft_run_on_any_pair_of_devices(run_here, greedy, device, dra
         return
     assert f" on {device}, " in shown["main"]
     assert f" on {draft_device}, " in shown["draft"]
-    assert 0 < accepted <= greedy[1] - 1 - int(shown["forward passes"].split()[0])  # the last iteration may stay out
+    assert 0 < accepted <= greedy[1] - 1 - int(shown["forward passes"].split()[0])  # the last one may not count
 
 
 class Steps(openvino_genai.StreamerBase):
@@ -196,8 +192,8 @@ class Steps(openvino_genai.StreamerBase):
         pass
 
 
-def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run_here, tmp_path):
-    """With an NPU, the engine itself misses a stop token within the tokens of a pass (test_engine_facts.py)."""
+def test_text_ends_at_stop_token_with_npu_draft(run_here, tmp_path):
+    """With an NPU, GenAI misses a stop token within the tokens of a forward pass (test_engine_facts.py)."""
     steps = Steps()
     draft = openvino_genai.draft_model(SMALL, "NPU", NPUW_DEVICES="CPU", EXECUTION_MODE_HINT="ACCURACY")
     pipe = openvino_genai.LLMPipeline(SMALL, "CPU", draft_model=draft, EXECUTION_MODE_HINT="ACCURACY")
@@ -219,7 +215,7 @@ def test_where_an_npu_drafts_the_text_still_ends_at_its_end(run_here, tmp_path):
     assert on_cpu.stdout == on_npu.stdout
 
 
-def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run_here):
+def test_one_new_token_is_summarized(run_here):
     done = run_here(sample("speculative_greedy_lm.py"), SMALL, DRAFT, PROMPT, "--max-new-tokens", 1)
     assert done.returncode == 0, done.stderr
     assert figures(done.stderr)["new tokens"] == "1"
@@ -230,7 +226,7 @@ def test_a_prompt_of_one_token_that_is_wanted_needs_no_figures(run_here):
 
 @pytest.mark.parametrize("before", ["", "\ufeff"], ids=["plain", "byte order mark"])
 @pytest.mark.parametrize("after", ["", "\n", "\r\n"], ids=["none", "LF", "CRLF"])
-def test_a_dash_reads_the_prompt_from_standard_input(before, after):
+def test_dash_reads_prompt_from_stdin(before, after):
     program = "import sys; sys.path.insert(0, 'samples'); import console; print(repr(console.read_prompt('-')))"
     prompt = "naïve 你好 🙂:\n    two lines"
     done = subprocess.run(
@@ -240,7 +236,7 @@ def test_a_dash_reads_the_prompt_from_standard_input(before, after):
 
 
 @pytest.mark.parametrize("name", ["greedy_causal_lm.py", STAND_ALONE])
-def test_a_prompt_from_standard_input_gives_the_same_text(run_here, greedy, name):
+def test_prompt_from_stdin_gives_same_text(run_here, greedy, name):
     done = run_here(sample(name), *SAMPLES[name], "-", "--max-new-tokens", TOKENS, *EXACT, stdin=PROMPT + "\n")
     assert done.stdout == greedy[0]
 
@@ -266,7 +262,7 @@ def test_output_is_utf_8_on_a_cp1252_console(run, tmp_path):
     assert done.stdout == text
 
 
-def test_the_streamer_never_splits_a_character_and_loses_nothing():
+def test_streamer_never_splits_a_character():
     from samples import console
 
     tokenizer = openvino_genai.Tokenizer(SMALL)
@@ -285,7 +281,7 @@ ended_by_signal = pytest.mark.posix("Windows has no SIGPIPE, and another status 
 
 
 @pytest.mark.parametrize("name", ["greedy_causal_lm.py", pytest.param(STAND_ALONE, marks=ended_by_signal)])
-def test_a_closed_pipe_ends_quietly(name):
+def test_closed_pipe_ends_quietly(name):
     command = [sys.executable, sample(name), *SAMPLES[name], PROMPT, "--max-new-tokens", "300"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.read(1)
@@ -299,7 +295,7 @@ def test_a_closed_pipe_ends_quietly(name):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")  # noqa: PTH110
-def test_a_full_disk_is_one_sentence():
+def test_full_disk_gives_one_sentence_error():
     command = [sys.executable, sample("greedy_causal_lm.py"), SMALL, PROMPT, "--max-new-tokens", "300"]
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, env=BUFFERED)
@@ -310,15 +306,15 @@ def test_a_full_disk_is_one_sentence():
 
 @pytest.mark.posix("the shell closes stdout")
 @pytest.mark.parametrize("program", ["samples/greedy_causal_lm.py", "scripts/check_pair.py"])
-def test_closed_output_is_no_error(program):
+def test_closed_stdout_is_no_error(program):
     arguments = [SMALL, SMALL] if "check" in program else [SMALL, PROMPT, "--max-new-tokens", "4"]
     command = shlex.join(map(str, [sys.executable, program, *arguments]))
     done = subprocess.run(f"{command} >&-", shell=True, stderr=subprocess.PIPE, cwd=ROOT)
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
 
 
-def test_an_acceptance_rate_is_never_above_1(run_here):
-    """GenAI counts what it accepts of the last draft of a text, not always the draft itself."""
+def test_acceptance_rate_is_at_most_1(run_here):
+    """GenAI counts the accepted tokens of a text's last draft, but not always the draft tokens themselves."""
     for tokens in (4, 6, 12):
         done = run_here(sample(STAND_ALONE), MAIN, DRAFT, "def f", "--max-new-tokens", tokens)
         rate = figures(done.stderr)["acceptance rate"]
@@ -333,7 +329,7 @@ def test_an_acceptance_rate_is_never_above_1(run_here):
         (["\udcff"], "utf-8"),
     ],
 )
-def test_what_the_engine_cannot_take_is_refused_in_one_sentence(run, options, words):
+def test_invalid_engine_arguments_give_one_sentence_error(run, options, words):
     prompt = [] if options[0] == "\udcff" else ["x"]
     done = run(sample(STAND_ALONE), SMALL, SMALL, *prompt, *options)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
@@ -362,7 +358,7 @@ def endless(tmp_path):
 
 
 @pytest.mark.parametrize("name", [pytest.param(STAND_ALONE, marks=ended_by_signal), *WITH_CONSOLE])
-def test_ctrl_c_stops_the_text_with_status_130(endless, name):
+def test_ctrl_c_during_generation_exits_with_130(endless, name):
     def text_streams(process):
         process.stdout.read(1)
         return b""
@@ -375,13 +371,13 @@ def test_ctrl_c_stops_the_text_with_status_130(endless, name):
 
 
 @pytest.mark.parametrize("name", ["speculative_greedy_lm.py", "speculative_sampling_lm.py"])
-def test_ctrl_c_stops_the_loading_with_status_130(name):
+def test_ctrl_c_during_loading_exits_with_130(name):
     status, shown = press_ctrl_c_when([sample(name), SMALL, DRAFT, PROMPT], lambda process: process.stderr.readline())
     assert status == 130
     assert shown.split() == f"Loading {SMALL} on CPU and {DRAFT} on CPU ...".split()
 
 
-def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):
+def test_ctrl_c_during_engine_import_exits_with_130(tmp_path):
     """A stand-in for the engine reports the start of its import and then waits."""
     (tmp_path / "openvino.py").write_text(
         "import sys, time; print('importing', file=sys.stderr, flush=True); time.sleep(60)", encoding="utf-8"
@@ -395,7 +391,7 @@ def test_ctrl_c_while_the_engine_is_imported_ends_with_status_130(tmp_path):
     assert shown.split() == ["importing"]
 
 
-# ---- what a sample is -----------------------------------------------------------------------------------------------
+# ---- the source code of samples -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -408,7 +404,7 @@ def test_help_is_the_docstring(run_here, name):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_import_the_engine_and_their_console_module_only(name):
+def test_samples_import_only_engine_and_console(name):
     tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -420,26 +416,26 @@ def test_samples_import_the_engine_and_their_console_module_only(name):
 
 
 @pytest.mark.parametrize("name", ONE_SHOT)
-def test_a_sample_is_one_screen(name):
+def test_sample_fits_on_one_screen(name):
     lines = (ROOT / sample(name)).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= (60 if name == STAND_ALONE else 45)
 
 
-def test_the_console_is_a_console():
+def test_console_module_is_short():
     assert len((ROOT / "speculative/cli/console.py").read_text(encoding="utf-8").splitlines()) <= 220
 
 
 def assigned(name):
-    """What the main function of a sample assigns, in order."""
+    """The assignment targets in the main function of a sample, in order."""
     tree = ast.parse((ROOT / sample(name)).read_text(encoding="utf-8"))
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     return [ast.unparse(node.targets[0]) for node in ast.walk(main) if isinstance(node, ast.Assign)]
 
 
 @pytest.mark.parametrize("name", WITH_CONSOLE)
-def test_samples_are_siblings_under_diff(name):
-    """The statements of the sample that stands alone are in the others too, in the same order, unless an option that
-    they lack, or our engine, takes their place."""
+def test_samples_share_statements_in_the_same_order(name):
+    """The statements of the stand-alone sample are in the others too, in the same order, unless they belong to an
+    option that the others lack, or our engine replaces them."""
     first, other = assigned(STAND_ALONE), assigned(name)
     assert [target for target in first if target in other] == [target for target in other if target in first]
     assert {"args", "config", "config.max_new_tokens", "result"} <= set(first) & set(other)

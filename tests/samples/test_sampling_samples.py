@@ -36,14 +36,14 @@ def engine(mediocre):
     return decoder.load(ModelSpec(SMALL, properties=dict([ACCURACY.split("=")])), mediocre)
 
 
-def drawn(temperature):
+def sampled_config(temperature):
     return openvino_genai.GenerationConfig(
         max_new_tokens=TOKENS, num_assistant_tokens=3, do_sample=True, temperature=temperature
     )
 
 
-def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here, engine, mediocre):
-    result = engine.generate(PROMPT, drawn(2.0), seed=5)
+def test_text_and_summary_match_the_engine(run_here, engine, mediocre):
+    result = engine.generate(PROMPT, sampled_config(2.0), seed=5)
     done = run_here(SAMPLE, SMALL, mediocre, PROMPT, "-k", 3, "--temperature", 2, "--seed", 5, *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == result.text
@@ -58,7 +58,7 @@ def test_the_text_is_the_engines_and_the_summary_counts_what_it_counted(run_here
     assert shown["sampling"] == "temperature 2, top-k all, top-p 1, seed 5"
 
 
-def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run_here):
+def test_printed_seed_reproduces_the_text(run_here):
     options = ("--temperature", 2, *SHORT)
     first = run_here(SAMPLE, SMALL, DRAFT, PROMPT, *options)
     assert first.returncode == 0, first.stderr
@@ -78,7 +78,7 @@ def test_the_seed_shown_repeats_the_text_and_another_one_does_not(run_here):
         ("--temperature", 1e-4),
     ],
 )
-def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_greedy_one(run_here, engine, option):
+def test_options_that_leave_one_token_give_greedy_text(run_here, engine, option):
     alone = decoder.Decoder(engine.main, tokenizer=engine.tokenizer, stop_token_ids=engine.stop_token_ids)
     done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, *SHORT, *option)
     assert done.stdout == alone.generate(PROMPT, openvino_genai.GenerationConfig(max_new_tokens=TOKENS)).text
@@ -87,15 +87,15 @@ def test_where_only_the_likeliest_token_is_left_the_text_is_the_main_models_gree
     assert f"{option[0][2:]} {option[1]:g}" in sampling
 
 
-def test_any_text_on_any_console_and_device(run, engine, mediocre):
+def test_unicode_text_on_any_console_and_device(run, engine, mediocre):
     prompt = "naïve 你好 🙂 Σ"
     options = ("--draft-device", "HETERO:CPU", "--draft-property", ACCURACY, "-k", 3, "--temperature", 2, "--seed", 1)
     done = run(SAMPLE, SMALL, mediocre, "-", *SHORT, *options, stdin=prompt, env={"PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == engine.generate(prompt, drawn(2.0), seed=1).text
+    assert done.stdout == engine.generate(prompt, sampled_config(2.0), seed=1).text
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_any_text_on_any_console_and_device(run, engine, mediocre):
         ("-k", "0", "from 1 to 64, nor auto"),
     ],
 )
-def test_an_argument_out_of_range(run_here, option, value, range_):
+def test_argument_out_of_range_gives_one_sentence_error(run_here, option, value, range_):
     assert_one_sentence(run_here(SAMPLE, SMALL, DRAFT, PROMPT, option, value), 2, option, repr(value), range_)
 
 
@@ -123,7 +123,7 @@ def test_an_argument_out_of_range(run_here, option, value, range_):
         ("-k", ["65", "-1", "AUTO", ""]),
     ],
 )
-def test_more_that_is_out_of_range(option, values):
+def test_argument_types_reject_out_of_range_values(option, values):
     from samples import console
 
     for value in values:
@@ -131,27 +131,27 @@ def test_more_that_is_out_of_range(option, values):
             console.ARGUMENTS[option]["type"](value)
 
 
-def test_a_draft_with_another_tokenizer(run_here, renumbered_draft):
-    """It gives the same tokens the same probabilities, so the text is that of the embedded draft."""
+def test_draft_with_other_tokenizer_gives_same_text(run_here, renumbered_draft):
+    """This draft gives the same tokens the same probabilities, so the text is that of the embedded draft."""
     options = [PROMPT, "-k", 3, "--temperature", 0, "--max-new-tokens", 12]
     done, same = (run_here(SAMPLE, SMALL, draft, *options) for draft in (renumbered_draft, DRAFT))
     assert done.returncode == 0 and done.stdout == same.stdout
     assert f"warning: {renumbered_draft} as a draft of {SMALL}: " in done.stderr and "warning" not in same.stderr
 
 
-def test_models_and_prompts_that_cannot_be(run_here, tmp_path):
+def test_invalid_models_and_prompts_give_one_sentence_error(run_here, tmp_path):
     assert_one_sentence(run_here(SAMPLE, SMALL, tmp_path / "nowhere", PROMPT), 2, f"no folder {tmp_path / 'nowhere'}")
     assert_one_sentence(run_here(SAMPLE, SMALL, DRAFT, "-", stdin="x = 1\n" * 3000), 2, "too long", "context", SMALL)
 
 
-def test_what_the_engine_refuses(run_here, tmp_path):
+def test_engine_errors_are_one_sentence(run_here, tmp_path):
     done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--property", "NO_SUCH=1")
     assert_one_sentence(done, 1, "Unsupported property NO_SUCH by CPU plugin", "--debug")
     table = save_ir(train_tokenizer(), tmp_path / "table")
     assert_one_sentence(run_here(SAMPLE, table, table, PROMPT), 1, table, "no KV cache")
 
 
-def test_a_cache_that_is_smaller_than_the_context(run_here):
+def test_cache_smaller_than_context_limits_generation(run_here):
     npu = ["NPUW_DEVICES=CPU", ACCURACY, "MAX_PROMPT_LEN=64", "MIN_RESPONSE_LEN=32"]
     options = ["--device", "NPU", "--draft-property", ACCURACY, *(f"--property={setting}" for setting in npu)]
     done = run_here(SAMPLE, SMALL, DRAFT, PROMPT, "--seed", 0, "--temperature", 20, "-k", 4, *options)

@@ -1,4 +1,4 @@
-"""structured_output_lm.py writes what the schema or the regular expression allows, and fails with one sentence."""
+"""structured_output_lm.py generates text that matches a JSON schema or regular expression; errors are a sentence."""
 
 import json
 import re
@@ -17,14 +17,14 @@ PROMPT = "def read_file(path):"
 
 @pytest.mark.parametrize("draft", [(), (DRAFT,)], ids=["suffix decoding", "draft"])
 @pytest.mark.parametrize("options", [(), ("--temperature", 0.8, "--seed", 3)], ids=["greedy", "sampled"])
-def test_the_text_follows_the_schema(run_here, draft, options):
+def test_text_follows_json_schema(run_here, draft, options):
     done = run_here(SAMPLE, MAIN, *draft, PROMPT, "--json-schema", SCHEMA, *options)
     assert done.returncode == 0, done.stderr
     jsonschema.validate(json.loads(done.stdout), json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert "acceptance rate" in figures(done.stderr)
 
 
-def test_the_text_matches_the_regular_expression(run_here):
+def test_text_matches_regular_expression(run_here):
     done = run_here(SAMPLE, MAIN, DRAFT, PROMPT, "--regex", "[0-9]{4}-[0-9]{2}-[0-9]{2}")
     assert re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", done.stdout), done.stderr
 
