@@ -1,4 +1,4 @@
-"""benchmark_batching.py as users run it; what it counts and says: test_benchmark_serving.py."""
+"""benchmark_batching.py as users run it. Its counts and summary are tested in test_benchmark_serving.py."""
 
 import json
 import time
@@ -28,13 +28,13 @@ def result(folder):
     return load_benchmarks.measure(PROGRAM, folder, "--suffix-decoding", "--seconds", 0.5)
 
 
-def test_every_method_is_measured_with_every_number_of_texts(result, folder):
+def test_every_method_is_measured_at_every_batch_size(result, folder):
     methods = ["GenAI, main alone", "GenAI, K = 4", "ours, main alone", "ours, adaptive draft", "ours, suffix decoding"]
     methods.append("ours, draft and suffix decoding")
     load_benchmarks.check(result, BatchingResult, methods, folder)
 
 
-def test_both_engines_get_the_same_prompts(result):
+def test_both_engines_receive_the_same_prompts(result):
     """In exact arithmetic the main model alone gives the same texts in GenAI and in our engine."""
     compared = result["comparisons"]
     engines = [one for one in compared if one["what"].startswith("ours, main alone / GenAI, main alone")]
@@ -45,7 +45,7 @@ def test_both_engines_get_the_same_prompts(result):
 
 
 @pytest.mark.parametrize("engine", ["ours", "GenAI"])
-def test_a_prompt_is_tokenized_before_its_request_is_sent(engine):
+def test_prompt_is_tokenized_before_its_request_is_sent(engine):
     class Noting(batch_methods.Prompts):
         def __getitem__(self, number):
             ids = super().__getitem__(number)
@@ -62,7 +62,7 @@ def test_a_prompt_is_tokenized_before_its_request_is_sent(engine):
     assert answers and all(tokenized[answer.number] <= answer.sent < answer.first for answer in answers)
 
 
-def test_without_a_draft_suffix_decoding_takes_its_place(run_here):
+def test_suffix_decoding_is_measured_without_a_draft(run_here):
     """The embedded draft serves as the main model, because it is fast."""
     short = ["--max-concurrency", "2", "--seconds", "0.1", "--rounds", "1", "--max-new-tokens", "8"]
     process = run_here(PROGRAM, DRAFT, "--suffix-decoding", *short)
@@ -87,13 +87,13 @@ def test_without_a_draft_suffix_decoding_takes_its_place(run_here):
         (["--suffix-decoding", "--draft-device", "GPU"], "--draft-device requires a draft: add its folder"),
     ],
 )
-def test_what_needs_a_draft_is_refused_without_one(run_here, arguments, words):
+def test_options_that_need_a_draft_are_rejected_without_one(run_here, arguments, words):
     process = run_here(PROGRAM, MAIN, *arguments)
     assert process.returncode == 2 and f"error: {words}" in process.stderr and process.stdout == ""
 
 
-def test_genai_alone_has_its_default_scheduler(monkeypatch):
-    """Only with a draft does it need prompts that are not split."""
+def test_genai_alone_uses_its_default_scheduler(monkeypatch):
+    """GenAI needs unsplit prompts only with a draft."""
     from openvino_genai import SchedulerConfig
 
     from speculative.bench.load import batch_methods
@@ -108,7 +108,7 @@ def test_genai_alone_has_its_default_scheduler(monkeypatch):
     assert draft[0] is False and draft[1] > alone[1] and draft[2:] == alone[2:]
 
 
-def test_memory_is_told_for_each_choice(result):
+def test_memory_is_reported_for_each_method(result):
     starts = {start["name"]: start for start in result["starts"]}
     assert len(starts) == 6
     for name, start in starts.items():
@@ -117,7 +117,7 @@ def test_memory_is_told_for_each_choice(result):
     assert starts["ours, draft"]["cache_bytes"] > starts["ours, main alone"]["cache_bytes"]
 
 
-def test_without_a_number_of_texts_that_could_be_compared_no_engine_is_faster():
-    """All first tokens came after --seconds."""
+def test_no_engine_is_called_faster_without_comparable_batches():
+    """All first tokens arrived after --seconds."""
     lines = benchmark_batching.summary([], [], [], rounds=1, asked=1, load=BackgroundLoad())
     assert len(lines) == 1 and "could be compared" in lines[0]

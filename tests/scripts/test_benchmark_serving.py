@@ -1,4 +1,4 @@
-"""benchmark_serving.py as users run it; what the load benchmarks count and say."""
+"""benchmark_serving.py as users run it; the counts and summaries of the load benchmarks."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ SERVING = "scripts/benchmark_serving.py"
 STRUCTURED = "scripts/prompts/structured.jsonl"
 
 
-def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
+def test_every_method_is_measured_at_every_concurrency(tmp_path):
     result = load_benchmarks.measure(SERVING, tmp_path, "--seconds", 1, env={"PYTHONPATH": AS_SERVED})
     load_benchmarks.check(result, ServingResult, ["main model alone", "with draft"], tmp_path)
     assert (result["environment"]["replicas"], result["environment"]["threads"]) == (1, 1)
@@ -38,7 +38,7 @@ def test_every_method_is_measured_with_every_number_of_clients(tmp_path):
     assert any("the engines used" in line for line in result["summary"])
 
 
-def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):
+def test_json_schema_requests_are_measured_separately(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Why?", "json_schema": {"enum": ["yes", "no"]}}), encoding="utf-8")
     with Api(batch_decoder.load(DRAFT)) as drafting, Api(batch_decoder.load(DRAFT)) as alone:
@@ -78,19 +78,19 @@ def test_answers_with_json_schemas_are_measured_beside_free_ones(tmp_path):
         (["--url", "http://127.0.0.1:1/v1"], 1, "127.0.0.1:1"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+def test_bad_input_gives_one_sentence_error(run_here, arguments, status, word):
     process = run_here(SERVING, *arguments)
     assert process.returncode == status, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
 
 
-def test_a_server_that_does_not_start_is_one_sentence(run):
+def test_server_start_failure_gives_one_sentence_error(run):
     process = run(SERVING, MAIN, DRAFT, "--device", "GPX")
     assert process.returncode == 1 and "did not become ready" in process.stderr and "GPX" in process.stderr
     assert process.stderr.count("\n") == 1
 
 
-# ---- what clients see -----------------------------------------------------------------------------------------------
+# ---- responses ------------------------------------------------------------------------------------------------------
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PIECE = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
@@ -120,7 +120,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_became_of_a_request(name):
+def test_outcome_of_each_kind_of_response(name):
     answer, outcome = ANSWERS[name]
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -141,7 +141,7 @@ def test_what_became_of_a_request(name):
         assert (got.status, got.retry_after) == (429, 3)
 
 
-def test_silence_is_lost_and_nobody_there_is_cut_off():
+def test_silent_server_is_lost_and_refused_connection_is_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Target(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", "m")
         assert ask(endpoint.connect(timeout=0.2), endpoint, 0, "x", {}).outcome == "lost"
@@ -152,7 +152,7 @@ def test_silence_is_lost_and_nobody_there_is_cut_off():
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_count_where_they_fall():
+def test_tokens_are_counted_in_their_time_interval():
     answer = RequestRecord(0, sent=0.0, first=1.0, end=3.0, tokens=20)
     assert answer.tokens_between(0, 4) == 20 and answer.tokens_between(2, 9) == 10
     assert answer.tokens_between(0, 1) == answer.tokens_between(3, 4) == 0
@@ -166,7 +166,7 @@ def spans(speed, drafted):
     return [Span([RequestRecord(0, 0, 0.1, 1, "t", 6 * speed, **counts, finish_reason="length", whole=True)], 0, 1)] * 2
 
 
-def test_where_speculation_stops_paying_is_said():
+def test_break_even_concurrency_is_reported():
     alone, draft = (Load(name, lambda *_: None) for name in ("alone", "draft"))
     alone.rounds = {n: spans(10, 0) for n in (1, 4, 16)}
     draft.rounds = {1: spans(20, 100), 4: spans(11, 20), 16: spans(9, 2)}
@@ -187,7 +187,7 @@ def test_where_speculation_stops_paying_is_said():
     assert len({len(line) for line in table(rows).splitlines()}) == 1
 
 
-def test_ways_take_turns_on_the_same_prompts_in_changing_order():
+def test_methods_alternate_on_the_same_prompts():
     asked = []
     methods = [
         Load(name, lambda n, s, first, name=name: asked.append((name, n, first)) or spans(1, 0)[0]) for name in "ab"
@@ -195,7 +195,7 @@ def test_ways_take_turns_on_the_same_prompts_in_changing_order():
     assert take_turns(methods, [1, 2], 0.1, rounds=2, warm_up=1)
     turns = [asked[i : i + 2] for i in range(0, len(asked), 2)]
     assert [{(name, n) for name, n, _ in turn} for turn in turns] == [{("a", 1), ("b", 1)}, {("a", 2), ("b", 2)}] * 3
-    assert {turn[0][0] for turn in turns} == {"a", "b"}  # who goes first changes
+    assert {turn[0][0] for turn in turns} == {"a", "b"}  # the order changes
     firsts = [first for _, _, first in asked]
     assert firsts[::2] == firsts[1::2] and len(set(firsts[::2])) == 6  # the same for both, none twice
     assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [2] * 4
@@ -203,7 +203,7 @@ def test_ways_take_turns_on_the_same_prompts_in_changing_order():
     assert [len(method.rounds[n]) for method in methods for n in (1, 2)] == [3] * 4
 
 
-def test_the_processor_time_of_a_crashed_server_is_no_error():
+def test_processor_time_of_crashed_server_is_zero():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     meter = Meter([SimpleNamespace(process=process)], threads=1)
@@ -213,7 +213,7 @@ def test_the_processor_time_of_a_crashed_server_is_no_error():
     assert time["clients"] >= 0 and (time["requests"], time["pieces"]) == (1, 3)
 
 
-def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
+def test_ctrl_c_in_later_start_keeps_earlier_rounds():
     def run(n, s, first):
         if run.calls == 2:
             raise KeyboardInterrupt
@@ -228,12 +228,12 @@ def test_ctrl_c_in_a_later_start_keeps_the_rounds_of_the_earlier_ones():
 
 
 @pytest.mark.posix("Ctrl-C")
-def test_ctrl_c_ends_what_was_started(tmp_path):
+def test_ctrl_c_ends_started_servers(tmp_path):
     command = [sys.executable, SERVING, str(MAIN), str(DRAFT)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     import psutil
 
-    def both_servers():  # beside other children, which come and go
+    def both_servers():  # there are other, short-lived children
         children = psutil.Process(process.pid).children()
         found = [one for one in children if "serve_pair" in " ".join(one.cmdline())]
         return found if len(found) == 2 else None

@@ -10,7 +10,7 @@ from tests.support.paths import DRAFT, MAIN
 PROGRAM = "scripts/cache_precision.py"
 
 
-def test_every_cache_is_compared_with_one_forward_pass(run_here):
+def test_every_cache_precision_is_compared_with_one_forward_pass(run_here):
     done = run_here(PROGRAM, DRAFT, "--tokens", 40)
     assert done.returncode == 0, done.stderr
     *table, last = done.stdout.splitlines()
@@ -33,13 +33,13 @@ def test_every_cache_is_compared_with_one_forward_pass(run_here):
     ],
     ids=["no folder", "no model", "no text", "few tokens", "not UTF-8"],
 )
-def test_bad_usage_is_one_sentence(run_here, arguments, words):
+def test_bad_usage_gives_one_sentence_error(run_here, arguments, words):
     done = run_here(PROGRAM, *arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_truncated_model_is_one_sentence(run_here, tmp_path):
+def test_truncated_model_gives_one_sentence_error(run_here, tmp_path):
     shutil.copytree(MAIN, tmp_path / "model")
     (tmp_path / "model/openvino_model.bin").write_bytes(b"")
     done = run_here(PROGRAM, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""check_pair.py as users run it, and the facts it judges by: caches, weights, devices, memory."""
+"""check_pair.py as users run it, and the facts it checks: caches, weights, devices, memory."""
 
 import json
 import os
@@ -67,12 +67,12 @@ def copy(tmp_path):
 
 @pytest.fixture
 def npu_here(monkeypatch):
-    """As on a machine with an NPU: what is judged then is judged before the device is asked for anything."""
+    """As on a machine with an NPU. The checks for an NPU do not query the device."""
     npu = DeviceFacts("NPU", "a neural processor", "", devices.MAIN_MEMORY)
     monkeypatch.setattr(devices, "look_up", lambda device, core: [npu])
 
 
-def test_the_embedded_pair_is_sound(run):
+def test_embedded_pair_is_sound(run):
     process = run(PROGRAM, MAIN, DRAFT)
     result = result_of(process)
     assert (process.returncode, process.stderr) == (0, "")
@@ -93,13 +93,13 @@ def test_the_embedded_pair_is_sound(run):
     assert "sound: 0 errors" in process.stdout
 
 
-def test_json_alone(run_here):
+def test_json_option_prints_only_json(run_here):
     process = run_here(PROGRAM, MAIN, DRAFT, "--json")
     assert process.stdout.count("\n") == 1 and result_of(process)["sound"]
 
 
 @pytest.mark.posix("POSIX terminals")
-def test_a_terminal_gets_colours():
+def test_terminal_output_is_coloured():
     import pty
 
     terminal, end = pty.openpty()
@@ -113,20 +113,20 @@ def test_a_terminal_gets_colours():
             break
     os.close(terminal)
     assert process.wait(timeout=PATIENCE) == 0
-    assert b"\033[32mok" in shown and b"\033[33mwarning" in shown  # main as its own draft: too dear
+    assert b"\033[32mok" in shown and b"\033[33mwarning" in shown  # main as its own draft is too expensive
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [([MAIN], "draft"), ([MAIN, "no/such/folder"], "no/such/folder"), ([MAIN, DRAFT, "--what"], "--what")],
 )
-def test_bad_usage(run_here, arguments, word):
+def test_bad_usage_exits_with_2(run_here, arguments, word):
     process = run_here(PROGRAM, *arguments)
     assert process.returncode == 2 and process.stdout == ""
     assert word in process.stderr and "Traceback" not in process.stderr
 
 
-def test_another_tokenizer_is_a_warning(run_here, renumbered_draft, tmp_path):
+def test_other_tokenizer_is_a_warning(run_here, renumbered_draft, tmp_path):
     process = run_here(PROGRAM, MAIN, renumbered_draft)
     assert process.returncode == 0 and result_of(process)["sound"]
     assert "warning  vocabulary" in process.stdout and "ok       shared tokens" in process.stdout
@@ -138,7 +138,7 @@ def test_another_tokenizer_is_a_warning(run_here, renumbered_draft, tmp_path):
     assert process.returncode == 2 and "cannot be read as UTF-8 text" in process.stderr
 
 
-def test_a_truncated_model_is_an_error(run_here, copy):
+def test_truncated_model_is_an_error(run_here, copy):
     path = copy / "openvino_model.bin"
     path.write_bytes(path.read_bytes()[:-1000])
     process = run_here(PROGRAM, MAIN, copy, "--json")
@@ -147,7 +147,7 @@ def test_a_truncated_model_is_an_error(run_here, copy):
     assert "truncated" in finding["message"] and process.stderr == ""
 
 
-def test_a_checkpoint_is_told_to_be_converted(run_here, tmp_path):
+def test_checkpoint_error_names_the_conversion_command(run_here, tmp_path):
     for role, source in (("main", MAIN), ("draft", DRAFT)):
         (tmp_path / role).mkdir()
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_told_to_be_converted(run_here, tmp_path):
 
 
 @pytest.mark.parametrize(("mark", "sentence"), [("eagle3_mode", "has no table d2t"), ("dflash_mode", "DFlash")])
-def test_drafts_from_hidden_states_are_recognised(run_here, copy, mark, sentence):
+def test_hidden_state_drafts_are_recognised(run_here, copy, mark, sentence):
     model = ov.Core().read_model(copy / "openvino_model.xml")
     model.set_rt_info("True", [mark])  # as optimum-intel does
     ov.save_model(model, copy / "marked.xml", compress_to_fp16=False)
@@ -171,14 +171,14 @@ def test_drafts_from_hidden_states_are_recognised(run_here, copy, mark, sentence
 
 
 @pytest.mark.parametrize("device", [name for name in ("GPU", "NPU", "GPX", "CPU.7") if name not in HERE])
-def test_an_absent_device_is_an_error_with_the_reason(device):
+def test_absent_device_is_an_error_with_reason(device):
     findings = check_fit(MAIN, DRAFT, "CPU", f"AUTO:{device},CPU")
     (message,) = messages(findings, "error", "device")
     assert device in message and "OpenVINO finds" in message
     assert "install" in message if device in ("GPU", "NPU") else "use one of these" in message
 
 
-def test_device_strings():
+def test_device_strings_are_parsed():
     here = ["CPU", "GPU.0", "GPU.1"]
     assert devices.names("GPU.1", here) == ["GPU.1"]
     assert devices.names("AUTO:GPU,CPU", here) == ["GPU", "CPU"]
@@ -187,7 +187,7 @@ def test_device_strings():
     assert devices.names("AUTO:-GPU.0", here) == ["CPU", "GPU.1"]
 
 
-def test_this_machine_has_memory():
+def test_main_memory_is_detected():
     memory = devices.main_memory()
     assert memory.total > 1e9 and (memory.available is None or 0 < memory.available <= memory.total)
 
@@ -196,14 +196,14 @@ def test_this_machine_has_memory():
     ("memory", "level"),
     [(Memory(10**7, 10**7), "error"), (Memory(10**9, 10**7), "warning"), (Memory(None, None), "ok")],
 )
-def test_memory_is_compared_with_what_is_there(monkeypatch, memory, level):
+def test_required_memory_is_compared_with_available_memory(monkeypatch, memory, level):
     monkeypatch.setattr(devices, "main_memory", lambda: memory)
     (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), level, "memory")
     assert "main 38" in message and "draft 2" in message
     assert level == "ok" or "int4" in message
 
 
-def test_the_cache_is_as_large_as_the_engine_makes_it():
+def test_estimated_cache_size_matches_the_engine():
     cache = kv_cache.read(ov.Core().read_model(DRAFT / "openvino_model.xml"))
     assert cache == (1, 2, 64, 2 * 2 * 64)
     made = cached_model.load(ModelSpec(DRAFT, "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=512).backend
@@ -212,31 +212,31 @@ def test_the_cache_is_as_large_as_the_engine_makes_it():
     assert 0.9 < made.cache_bytes / (cache.bytes_per_token(ov.Type.u8) * (512 + 32)) <= 1
 
 
-def test_a_state_that_cannot_be_rolled_back_is_an_error(copy):
+def test_state_without_rollback_is_an_error(copy):
     (message,) = messages(check_fit(MAIN, save_model(copy, cache=(-1, 2, 64)), "CPU", "CPU"), "error", "KV cache")
     assert "draft" in message and "rolled back" in message
 
 
-def test_a_model_without_cache_is_an_error(copy):
+def test_model_without_kv_cache_is_an_error(copy):
     (message,) = messages(check_fit(MAIN, save_model(copy, cache=None), "CPU", "CPU"), "error", "KV cache")
     assert "no KV cache" in message
 
 
-def test_weights_are_counted_by_format_and_by_use(copy):
+def test_weights_are_counted_by_format_and_use(copy):
     read = weights.read(ov.Core().read_model(save_model(copy) / "openvino_model.xml"))
     assert read.formats == ["int4", "int8"] and read.asymmetric == ["int4", "int8"]
     assert read.parameters == 64 * 64 + 32 * 64
     assert 64 * 64 // 2 <= read.bytes_per_step < 64 * 64 // 2 + 32 * 64  # the table is looked up, not read
 
 
-def test_the_embedded_weights_are_all_there_is_in_the_file():
+def test_embedded_weights_account_for_the_whole_file():
     for folder, parameters in ((MAIN, 31.6e6), (DRAFT, 2.0e6)):
         read = weights.read(ov.Core().read_model(folder / "openvino_model.xml"))
         assert read.formats == ["int8"] and read.parameters == pytest.approx(parameters, rel=0.02)
         assert read.bytes_per_step == pytest.approx((folder / "openvino_model.bin").stat().st_size, rel=0.01)
 
 
-def test_an_npu_takes_no_asymmetric_int4(copy, npu_here):
+def test_npu_rejects_asymmetric_int4(copy, npu_here):
     findings = check_fit(MAIN, save_model(copy, ov.Type.u4), "NPU", "NPU")
     (message,) = messages(findings, "error", "NPU weights")
     assert "draft" in message and "--for NPU" in message
@@ -245,26 +245,26 @@ def test_an_npu_takes_no_asymmetric_int4(copy, npu_here):
     assert "draft has int4" in message
 
 
-def test_an_npu_takes_no_sliding_window(copy, npu_here):
+def test_npu_rejects_sliding_window(copy, npu_here):
     (message,) = messages(check_fit(MAIN, save_model(copy, window=16), "NPU", "NPU"), "error", "NPU shapes")
     assert "16 tokens" in message
 
 
-def test_logits_of_other_width_are_an_error_with_an_npu_only(run_here, copy):
+def test_other_logits_width_is_an_error_only_on_npu(run_here, copy):
     save_model(copy, width=4160)  # 64 more than the tokenizer has tokens: padding
     for device, level in (("CPU", "warning"), ("NPU", "error")):
         result = result_of(run_here(PROGRAM, MAIN, copy, "--json", "--draft-device", device))
         assert {finding["level"] for finding in result["findings"] if finding["what"] == "logits width"} == {level}
 
 
-def test_a_draft_as_large_as_the_main_model_is_too_dear():
+def test_draft_as_large_as_main_model_is_a_warning():
     (message,) = messages(check_fit(MAIN, MAIN, "CPU", "CPU"), "warning", "cost ratio")
     assert "cost ratio of 1.00" in message and "smaller" in message
     (message,) = messages(check_fit(MAIN, DRAFT, "CPU", "CPU"), "ok", "cost ratio")
     assert "cost ratio of 0.06" in message
 
 
-def test_rollbacks_are_tried_on_request(run_here):
+def test_rollback_is_tested_on_request(run_here):
     findings = result_of(run_here(PROGRAM, DRAFT, DRAFT, "--json", "--rollback"))["findings"]
     rollback = [finding for finding in findings if finding["what"] == "rollback"]
     assert [(finding["level"], finding["message"].split(":")[0]) for finding in rollback] == [
@@ -273,7 +273,7 @@ def test_rollbacks_are_tried_on_request(run_here):
     ]
 
 
-def test_what_rollbacks_need_is_said(tmp_path, monkeypatch):
+def test_rollback_check_reports_errors_and_required_properties(tmp_path, monkeypatch):
     monkeypatch.setattr(cached_model, "PagedModel", OneShort)
     findings = list(check_rollback(DRAFT, save_llama_with_outlier_keys(tmp_path / "ir", 40), "CPU", "CPU"))
     assert [finding.level for finding in findings] == ["error", "error"]

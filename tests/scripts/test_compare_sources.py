@@ -1,4 +1,4 @@
-"""compare_sources.py as users run it, and what its fixed costs count. No test depends on a time."""
+"""compare_sources.py as users run it, and the times that its fixed costs give. No test depends on a measured time."""
 
 import dataclasses
 import html
@@ -38,7 +38,7 @@ def costs(tmp_path):
     return tmp_path / "costs.json"
 
 
-def test_every_source_is_compared_and_with_the_same_costs_the_result_is_the_same(run_here, costs, tmp_path):
+def test_every_source_is_compared_reproducibly_with_saved_costs(run_here, costs, tmp_path):
     asked = [PROGRAM, MAIN, DRAFT, *SMALL, "--seed", "3", "--samples", "2"]
     process = run_here(*asked, "--costs", costs, "--json", tmp_path / "sources.json")
     result = as_result(process)
@@ -66,7 +66,7 @@ def test_each_sample_of_a_prompt_has_its_own_seed(run_here, costs):
     assert speedup("--seed", "3", "--samples", "2") == pytest.approx(2 / (1 / third + 1 / fourth))
 
 
-def test_the_lowest_category_of_both_sources_is_named(run_here, costs):
+def test_lowest_category_of_combined_sources_is_named(run_here, costs):
     prompts = ("--prompts", "scripts/prompts/repeats.jsonl", "--max-prompts", "4", "--samples", "2")
     result = as_result(run_here(PROGRAM, MAIN, DRAFT, *SMALL, *prompts, "--costs", costs))
     for temperature in (0, 1):
@@ -87,7 +87,7 @@ def test_the_lowest_category_of_both_sources_is_named(run_here, costs):
     assert "draft steps per forward pass" in page and lowest["what"] in page and "interleaved" not in page
 
 
-def test_without_a_draft_suffix_decoding_is_measured(run_here):
+def test_suffix_decoding_is_measured_without_a_draft(run_here):
     result = as_result(run_here(PROGRAM, MAIN, *SMALL, "--temperature", "0"))
     assert [row["source"] for row in result["rows"]] == ["suffix decoding"] and result["ratios"] == []
     assert result["costs"]["main"]["1"] > 0
@@ -107,7 +107,7 @@ def test_without_a_draft_suffix_decoding_is_measured(run_here):
         ([MAIN, DRAFT, "--prompts", "no/such.jsonl"], "no/such.jsonl"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, arguments, word):
+def test_bad_input_gives_one_sentence_error(run_here, arguments, word):
     process = run_here(PROGRAM, *arguments)
     assert process.returncode == 2, process.stderr
     assert word in process.stderr and "Traceback" not in process.stderr and process.stdout == ""
@@ -132,7 +132,7 @@ def texts_of(engine, draft_length, k=0, tokens=40):
     return fixed_costs.decode_all(with_source(engine, draft_length), config, ids, ["a", "b"], COSTS, passes, SEED)
 
 
-def test_a_fixed_draft_length_counts_its_passes(engine):
+def test_cost_of_fixed_draft_length_is_the_sum_of_its_passes(engine):
     """With 41 tokens and K = 4, only the last passes of a text have another size."""
     for text in texts_of(engine, 4, k=4, tokens=41):
         full = [0.1 + 3 * 0.05 + 1.5] * (text.passes - 1)
@@ -142,31 +142,31 @@ def test_a_fixed_draft_length_counts_its_passes(engine):
         assert text.seconds == pytest.approx(sum(full) + last)
 
 
-def test_texts_are_decoded_in_random_order_and_returned_in_that_of_the_prompts(engine):
+def test_texts_are_decoded_in_random_and_returned_in_prompt_order(engine):
     assert np.random.default_rng(SEED).permutation(2).tolist() == [1, 0]
     assert [text.category for text in texts_of(engine, 4, k=4)] == ["a", "b"]
 
 
-def test_no_source_counts_as_plain_decoding(engine):
+def test_no_draft_source_costs_as_plain_decoding(engine):
     texts = texts_of(engine, 0)
     assert [(text.tokens, text.passes, text.draft_passes, text.seconds) for text in texts] == [(39, 39, 0, 39.0)] * 2
     assert fixed_costs.plain(texts, COSTS) == texts
 
 
 @pytest.mark.parametrize("draft_length", ["adaptive", ADAPTIVE_LOOKUP, TWO_SOURCES])
-def test_an_adaptive_draft_length_never_counts_less_than_its_passes(engine, draft_length):
+def test_adaptive_draft_length_costs_at_least_its_passes(engine, draft_length):
     for text in texts_of(engine, draft_length):
         assert text.tokens == 39
         assert text.seconds >= text.passes * 1.0 + 0.05 * text.draft_passes
         assert (text.draft_passes == 0) == (draft_length == ADAPTIVE_LOOKUP)
 
 
-def test_the_texts_of_a_prompt_are_added():
+def test_texts_of_a_prompt_are_summed():
     texts = [DecodedText("a", 10, 4, 7, 2.0), DecodedText("a", 6, 3, 0, 0.5)]
     assert fixed_costs.total(texts) == DecodedText("a", 16, 7, 7, 2.5)
 
 
-def test_an_interval_has_the_ratio_and_the_same_texts_no_width():
+def test_interval_contains_ratio_and_has_no_width_for_equal_texts():
     fast = [DecodedText("", 10 * n, n, 0, 2.0 * n) for n in range(1, 9)]
     slow = [text._replace(seconds=2 * text.seconds) for text in fast]
     plain = fixed_costs.plain(fast, COSTS)

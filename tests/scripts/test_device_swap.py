@@ -108,7 +108,7 @@ def test_every_cell_is_measured_compared_and_labelled(swapped):
     )
 
 
-def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
+def test_table_is_printed_before_json_and_files_are_written(swapped):
     folder, process = swapped
     lines = process.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("main \\ draft"))
@@ -120,8 +120,8 @@ def test_a_table_for_people_stands_before_the_json_and_the_files(swapped):
     assert len((folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == 6
 
 
-def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swapped, run_here, tmp_path):
-    """One token of a saved cell is changed, as if that device had chosen another one."""
+def test_device_that_changes_text_is_flagged_with_first_difference(swapped, run_here, tmp_path):
+    """One token of a saved cell is changed, as if that device had chosen a different token."""
     folder, _ = swapped
     changed = "NPU (emulated)", "CPU"
     kept = [json.loads(line) for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -165,7 +165,7 @@ def test_a_device_that_changes_the_text_is_flagged_with_the_first_difference(swa
         ([], "!", "(near-tie or real not judged) in: main on GPU, alone."),
     ],
 )
-def test_near_ties_are_told_from_real_differences(margins, mark, words):
+def test_near_ties_are_distinguished_from_real_differences(margins, mark, words):
     devices = ("CPU", "GPU")
     cells = [cell(main, draft, 10.0, 1.0, 1.0, 1.0) for main in devices for draft in (None, *devices)]
     changed = cells[3]  # main alone on GPU
@@ -177,14 +177,14 @@ def test_near_ties_are_told_from_real_differences(margins, mark, words):
     assert f"10.0 {mark} " in matrix.table(cells)
 
 
-def test_a_pair_with_an_npu_goes_on_past_the_end_of_the_text():
-    """GenAI stops there in spite of ignore_eos, where the end is the last of the accepted tokens."""
+def test_pair_with_npu_continues_past_end_of_text():
+    """GenAI stops despite ignore_eos if the end-of-text token is the last of the accepted tokens."""
     draft = ModelSpec(DRAFT, "NPU", {**EXACT, "NPUW_DEVICES": "CPU", "MAX_PROMPT_LEN": 128})
     pair = genai.load(ModelSpec(MAIN, "CPU", EXACT), draft)
     prompt = json.loads((ROOT / "scripts/prompts/embedded_code.jsonl").open(encoding="utf-8").readline())["prompt"]
     ids = pair.get_tokenizer().encode(prompt).input_ids.data[0]
     config = GenerationConfig(max_new_tokens=60, ignore_eos=True, num_assistant_tokens=2)
-    assert len(pair.generate(genai.inputs(ids), config).tokens[0]) < 60  # the day it is mended we know it
+    assert len(pair.generate(genai.inputs(ids), config).tokens[0]) < 60  # fails once GenAI fixes it
     run = genai.generate(pair, genai.inputs(ids), 60, 2)
     assert len(run.tokens) == sum(run.gained) + 1 == 60
 
@@ -206,7 +206,7 @@ def count_tokens(model):
     return counts
 
 
-def test_our_engine_reads_each_prompt_again_with_every_method(monkeypatch):
+def test_native_engine_reprocesses_prompt_for_every_method(monkeypatch):
     """Otherwise the prompt would be cached by the run without a draft, and TTFT would be the time of one token."""
     engines = []
     load = device_cell.decoder.load
@@ -220,7 +220,7 @@ def test_our_engine_reads_each_prompt_again_with_every_method(monkeypatch):
         assert mains[0] == 300 and (drafts[0] >= 300 if method.draft_length else not drafts), method.name
 
 
-def test_genai_reads_each_prompt_again_with_every_method(monkeypatch):
+def test_genai_reprocesses_prompt_for_every_method(monkeypatch):
     """GenAI does not report cache hits, so the test checks the options its pipelines are loaded with."""
     given = []
     load = genai.load
@@ -239,7 +239,7 @@ def test_genai_reads_each_prompt_again_with_every_method(monkeypatch):
 
 
 @posix
-def test_an_interrupted_run_goes_on_and_fresh_starts_over(run_here, tmp_path):
+def test_interrupted_run_resumes_and_fresh_starts_over(run_here, tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "AUTO:CPU")
     child = second_cell(process, results)
@@ -268,7 +268,7 @@ def test_an_interrupted_run_goes_on_and_fresh_starts_over(run_here, tmp_path):
 
 
 @posix
-def test_a_crash_costs_one_cell(run_here, tmp_path):
+def test_crash_fails_only_one_cell(run_here, tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "HETERO:CPU")
     second_cell(process, results).send_signal(signal.SIGSEGV)
@@ -293,7 +293,7 @@ def test_a_crash_costs_one_cell(run_here, tmp_path):
 
 
 @posix
-def test_a_cell_ends_when_the_program_is_killed(tmp_path):
+def test_cell_ends_when_program_is_killed(tmp_path):
     results = tmp_path / "cells.jsonl"
     process = start(results, "--devices", "CPU", "--max-new-tokens", "900")
     child = second_cell(process, results)
@@ -302,7 +302,7 @@ def test_a_cell_ends_when_the_program_is_killed(tmp_path):
     assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
-def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run_here, tmp_path):
+def test_timed_out_cell_is_retried_with_longer_timeout(run_here, tmp_path):
     common = [DRAFT, DRAFT, "--devices", "CPU", "--engine", "ours", "--results", tmp_path / "cells.jsonl", *QUICK]
     process = run_here(PROGRAM, *common, "--timeout", "0.3", "-k", "adaptive")
     assert process.returncode == 1, process.stderr
@@ -319,7 +319,7 @@ def test_a_cell_over_its_limit_is_tried_again_with_a_longer_one(run_here, tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_said_and_loses_no_table(run_here):
+def test_full_disk_is_reported_and_table_is_printed(run_here):
     process = run_here(PROGRAM, DRAFT, DRAFT, "--devices", "CPU", "--results", "/dev/full", *QUICK)
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1].startswith("error: /dev/full was not written: No space left on device")
@@ -327,7 +327,7 @@ def test_a_full_disk_is_said_and_loses_no_table(run_here):
 
 
 @posix
-def test_a_line_is_written_whole_or_not_at_all(tmp_path):
+def test_results_line_is_written_completely_or_not_at_all(tmp_path):
     """A separate process with a limit on file sizes: writing fails as on a full disk."""
     program = """
 import resource, signal, sys
@@ -349,7 +349,7 @@ print(kept.problem)
     assert list(ResultsFile(path).lines) == ["short"] and path.read_bytes().endswith(b"}\n")
 
 
-def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
+def test_truncated_results_line_is_ignored(tmp_path):
     path = tmp_path / "cells.jsonl"
     ResultsFile(path).append("a", {"status": "ok"})
     with path.open("ab") as file:
@@ -379,7 +379,7 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
         (["--html", "tests"], "'tests'"),
     ],
 )
-def test_bad_usage_is_one_sentence(run_here, tmp_path, arguments, word):
+def test_bad_usage_gives_one_sentence_error(run_here, tmp_path, arguments, word):
     before = (ROOT / "LICENSE").read_bytes()
     process = run_here(PROGRAM, DRAFT, DRAFT, "--results", tmp_path / "cells.jsonl", *arguments)
     assert process.returncode == 2, process.stderr
@@ -387,7 +387,7 @@ def test_bad_usage_is_one_sentence(run_here, tmp_path, arguments, word):
     assert (ROOT / "LICENSE").read_bytes() == before and not (tmp_path / "cells.jsonl").exists()
 
 
-def test_a_missing_model_and_a_broken_prompts_file_are_named(run_here, tmp_path):
+def test_missing_model_and_invalid_prompts_file_are_named(run_here, tmp_path):
     process = run_here(PROGRAM, "no/such/folder", DRAFT)
     assert process.returncode == 2 and "no/such/folder" in process.stderr and "Traceback" not in process.stderr
     prompts = tmp_path / "prompts.jsonl"
@@ -396,7 +396,7 @@ def test_a_missing_model_and_a_broken_prompts_file_are_named(run_here, tmp_path)
     assert process.returncode == 2 and "line 2" in process.stderr and not (tmp_path / "cells.jsonl").exists()
 
 
-def test_where_nothing_is_here_the_reasons_are_listed(run_here, tmp_path):
+def test_absent_devices_are_listed_with_reasons(run_here, tmp_path):
     process = run_here(PROGRAM, DRAFT, DRAFT, "--devices", "GPU,HETERO:GPU,CPU", "--results", tmp_path / "cells.jsonl")
     if process.returncode == 0:
         pytest.skip("this machine has a GPU")
@@ -415,7 +415,7 @@ def test_where_nothing_is_here_the_reasons_are_listed(run_here, tmp_path):
         ("AUTO:-CPU,AUTO,CPU,CPU", ["AUTO:-CPU", "AUTO", "CPU"]),
     ],
 )
-def test_what_stands_behind_auto_belongs_to_it(text, devices):
+def test_device_list_keeps_auto_priorities_together(text, devices):
     assert device_list(text) == devices
 
 
@@ -429,7 +429,7 @@ def cell(device, draft_device, alone, speedup, low, high):
     return Cell(Device(device), draft, status="ok", answer=answer)
 
 
-def test_results_files_keep_their_cells_though_the_engine_is_called_differently():
+def test_results_of_renamed_engine_are_reused():
     keys = [Cell(Device("CPU"), None, {"engine": engine, "rounds": 3}).key() for engine in ("ours", "native", "genai")]
     assert keys[0] == keys[1] != keys[2]
 
@@ -442,7 +442,7 @@ def test_results_files_keep_their_cells_though_the_engine_is_called_differently(
         (0.9, 0.8, 1.1, ["Fastest here: main on CPU, alone", "some may be", "noise of it: main on CPU, draft on GPU"]),
     ],
 )
-def test_the_answer_says_how_sure_it_is(speedup, low, high, words):
+def test_summary_states_how_certain_the_speedup_is(speedup, low, high, words):
     cells = [cell("CPU", None, 10.0, 1.0, 1.0, 1.0), cell("CPU", "GPU", 10.0, speedup, low, high)]
     matrix.compare(cells, ["1"], tokenizer=None)
     lines = matrix.summary(cells)
@@ -450,7 +450,7 @@ def test_the_answer_says_how_sure_it_is(speedup, low, high, words):
         assert word in line
 
 
-def test_minutes_between_cells_do_not_choose_the_device():
+def test_slow_machine_phases_do_not_decide_the_fastest_device():
     """The machine was three times as fast during the second cell, whose speedup is lower nevertheless."""
     cells = [
         cell("CPU", None, 10.0, 1.0, 1.0, 1.0),
@@ -463,7 +463,7 @@ def test_minutes_between_cells_do_not_choose_the_device():
     assert "draft on GPU" in lines[0] and not any("Within measurement noise" in line for line in lines)
 
 
-def test_how_a_process_ended_in_words():
+def test_exit_status_is_described_in_words():
     assert "SIGSEGV" in how_it_ended(-signal.SIGSEGV)
     assert "0xC0000005" in how_it_ended(0xC0000005)
     assert "status 3" in how_it_ended(3)

@@ -1,4 +1,4 @@
-"""The programs with an EAGLE-3 head as draft: they run, say what they leave out, or refuse in a sentence.
+"""The programs with an EAGLE-3 head as draft: they run, report what they skip, or exit with a one-sentence error.
 
 The pair is tiny: nothing depends on a speed, and hardly any draft token is accepted.
 """
@@ -63,7 +63,7 @@ def last_line(process):
 # ---- benchmark.py ---------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_leaves_out_the_draft_alone_and_decodes_alone_without_hidden_states(pair, monkeypatch):
+def test_benchmark_skips_draft_alone_and_hidden_states_of_main_alone(pair, monkeypatch):
     arguments = parsed(benchmark, monkeypatch, *pair, "-k", 4, "--tree-depth", 3, *IN_F32)
     (sentence,) = benchmark.leave_out_paths(arguments)
     assert sentence == f"Path draft is left out: {pair[1]} is an EAGLE-3 draft, which cannot decode alone."
@@ -107,20 +107,20 @@ def test_the_benchmark_leaves_out_the_draft_alone_and_decodes_alone_without_hidd
         (("--tree-depth", "9"), "--tree-depth 9 needs the path genai and a -k that is not less"),
     ],
 )
-def test_a_benchmark_of_nothing_possible_is_refused(options, words, pair, monkeypatch, capsys):
+def test_benchmark_without_possible_path_is_rejected(options, words, pair, monkeypatch, capsys):
     arguments = parsed(benchmark, monkeypatch, *pair, *options)
     with pytest.raises(SystemExit, match="2"):
         benchmark.leave_out_paths(arguments)
     assert words in capsys.readouterr().err
 
 
-def test_a_benchmark_of_trees_takes_no_other_draft(monkeypatch, capsys):
+def test_tree_benchmark_requires_eagle3_draft(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark.leave_out_paths(parsed(benchmark, monkeypatch, MAIN, DRAFT, "--tree-depth", 3))
     assert "GenAI drafts trees with EAGLE-3 drafts only" in capsys.readouterr().err
 
 
-def test_genai_is_left_out_where_it_cannot_find_the_layers(layerless, monkeypatch):
+def test_genai_is_skipped_if_it_cannot_find_the_layers(layerless, monkeypatch):
     arguments = parsed(benchmark, monkeypatch, *layerless)
     sentences = benchmark.leave_out_paths(arguments)
     assert arguments.paths == ["lookup", "engine", "sampled"]
@@ -138,7 +138,7 @@ def test_genai_is_left_out_where_it_cannot_find_the_layers(layerless, monkeypatc
 # ---- the other measuring programs -----------------------------------------------------------------------------------
 
 
-def test_a_sweep_compares_with_a_main_model_without_hidden_states(pair, monkeypatch):
+def test_sweep_baseline_has_no_hidden_states(pair, monkeypatch):
     arguments = parsed(sweep_draft_length, monkeypatch, *pair, "-k", "2", *IN_F32)
     methods, ours = sweep_draft_length.load(arguments, [])
     sweep_draft_length.MeasuredCosts(ours.main, ours.draft.model, [2], 20).measure()
@@ -149,7 +149,7 @@ def test_a_sweep_compares_with_a_main_model_without_hidden_states(pair, monkeypa
     assert row["draft"] > 0
 
 
-def test_the_projection_of_the_hidden_states_is_read_with_the_main_model(pair):
+def test_hidden_state_projection_is_counted_with_main_model(pair):
     apart = [weights.read(openvino.Core().read_model(folder / "openvino_model.xml")) for folder in pair]
     main, head = weights.read_pair(*pair)
     moved = main.bytes_per_step - apart[0].bytes_per_step
@@ -157,7 +157,7 @@ def test_the_projection_of_the_hidden_states_is_read_with_the_main_model(pair):
     assert moved == apart[1].bytes_per_step - head.bytes_per_step - table > 32 * 3 * 32
 
 
-def test_devices_without_paged_attention_are_cells_without_figures(pair, monkeypatch):
+def test_devices_without_paged_attention_are_absent_cells(pair, monkeypatch):
     arguments = parsed(device_swap, monkeypatch, *pair, "--engine", "native", "-k", 2, *IN_F32)
     devices = {name: Device(name, name) for name in ("CPU", "NPU")}
     cells = device_swap.plan(arguments, [Place(devices, None, [])], [[1, 2, 3]])
@@ -174,7 +174,7 @@ def test_devices_without_paged_attention_are_cells_without_figures(pair, monkeyp
     assert alone.decode(IDS).tokens == drafted.decode(IDS).tokens
 
 
-def test_losslessness_is_verified_with_a_head(pair, run_here):
+def test_verify_lossless_supports_eagle3_head(pair, run_here):
     small = ("--draws", 100, "--tokens", 1, "--max-new-tokens", 8, "-k", 2, "--paths", "engine")
     done = run_here("scripts/verify_lossless.py", *pair, *small)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -183,7 +183,7 @@ def test_losslessness_is_verified_with_a_head(pair, run_here):
     assert rows[0]["path"] == "engine draft, K = 2" and rows[0]["acceptance_rate"] is not None
 
 
-def test_batches_are_decoded_with_a_head(pair):
+def test_batching_supports_eagle3_head(pair):
     job = {"main": str(pair[0]), "draft": str(pair[1]), "device": "CPU", "draft_device": "CPU", "properties": EXACT}
     job |= {"prompts": [PROMPT], "max_new_tokens": 8, "cache_tokens": 512, "huge_pages": False, "texts": 2}
     texts = []
@@ -196,7 +196,7 @@ def test_batches_are_decoded_with_a_head(pair):
     assert common and all(texts[0][number] == texts[1][number] for number in common)
 
 
-def test_smoke_passes_with_a_head(pair, run_here):
+def test_smoke_supports_eagle3_head(pair, run_here):
     done = run_here("scripts/smoke.py", *pair, "--min-acceptance", 0, "--max-new-tokens", 8, "--prompt", PROMPT)
     assert done.returncode == 0, done.stdout
     assert last_line(done)["engine"]["acceptance_rate"] is not None
@@ -205,8 +205,8 @@ def test_smoke_passes_with_a_head(pair, run_here):
 # ---- tune.py --------------------------------------------------------------------------------------------------------
 
 
-def test_tuning_loads_a_head_with_the_main_model_it_reads(pair):
-    """And one main model for property sets that differ in the head's only."""
+def test_tuning_loads_main_model_with_hidden_states_for_head(pair):
+    """Property sets that differ only in the head's properties share one main model."""
     worker = TuningWorker(pair[0], 128)
     usual = PropertySet("CPU", "CPU", tuple(EXACT.items()), tuple(EXACT.items()))
     other = usual.with_draft_properties((("INFERENCE_NUM_THREADS", "2"),))
@@ -234,7 +234,7 @@ def test_tuning_loads_a_head_with_the_main_model_it_reads(pair):
         worker.load_models(PropertySet("CPU", "NPU"), [pair[1]])
 
 
-def test_tuning_tries_genai_only_where_it_takes_the_head(pair, layerless, monkeypatch):
+def test_tuning_tries_genai_only_if_it_supports_the_head(pair, layerless, monkeypatch):
     for (main, head), engines in ((pair, {GENAI, NATIVE}), (layerless, {NATIVE})):
         arguments = argparse.Namespace(main=main, drafts=[head], minutes=1, devices=["CPU"], property=[])
         session = Session(arguments, [], [SimpleNamespace(machine=None, name="here")])
@@ -248,10 +248,10 @@ def test_tuning_tries_genai_only_where_it_takes_the_head(pair, layerless, monkey
         assert ["10 layers or more" in why for why in session.failed.values()] == [True] * (engines == {NATIVE})
 
 
-# ---- programs that refuse, and samples ------------------------------------------------------------------------------
+# ---- errors of programs, and samples --------------------------------------------------------------------------------
 
 
-def test_what_needs_another_draft_or_device_is_refused_before_anything_is_loaded(pair, layerless, run_here):
+def test_unsupported_draft_or_device_is_rejected_before_loading(pair, layerless, run_here):
     on_npu = "paged attention: run both on a CPU or GPU, not on AUTO"
     for words, program, *arguments in (
         ("is an EAGLE-3 draft, which cannot decode alone", "scripts/cache_precision.py", pair[1]),
@@ -269,7 +269,7 @@ def test_what_needs_another_draft_or_device_is_refused_before_anything_is_loaded
         assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-def test_a_server_refuses_a_head_without_paged_attention(pair, monkeypatch, capsys):
+def test_server_rejects_head_without_paged_attention(pair, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["serve_pair.py", *map(str, pair), "--draft-device", "AUTO"])
     with pytest.raises(SystemExit, match="2"):
         serving_arguments.parse("")
@@ -278,7 +278,7 @@ def test_a_server_refuses_a_head_without_paged_attention(pair, monkeypatch, caps
     assert serving_arguments.parse("").pair.draft.folder == pair[1]
 
 
-def test_a_sample_drafts_trees(pair, run_here):
+def test_sample_supports_tree_drafting(pair, run_here):
     options = ("--max-new-tokens", 12, "--property", "EXECUTION_MODE_HINT=ACCURACY")
     chain = run_here("samples/speculative_greedy_lm.py", *pair, PROMPT, *options)
     tree = run_here(
@@ -288,13 +288,13 @@ def test_a_sample_drafts_trees(pair, run_here):
     assert tree.stdout == chain.stdout and "draft tokens)" in tree.stderr and tree.stderr != chain.stderr
 
 
-def test_a_chat_takes_a_head(pair, run_here):
+def test_chat_supports_eagle3_head(pair, run_here):
     done = run_here("samples/speculative_chat.py", *pair, "--max-new-tokens", 8, "-k", 2, stdin="Hello\n/k\n/quit\n")
     assert done.returncode == 0, done.stderr
     assert "acceptance rate" in done.stderr and "K = 2: always 2 draft tokens" in done.stderr
 
 
-def test_the_pair_check_says_which_engine_cannot(layerless, run_here, tmp_path):
+def test_check_pair_names_engines_that_cannot_run_the_head(layerless, run_here, tmp_path):
     done = run_here("scripts/check_pair.py", *layerless, "--json")
     found = {finding["what"]: finding for finding in last_line(done)["findings"]}
     assert done.returncode == 0 and found["engine"]["level"] == "warning"
@@ -311,7 +311,7 @@ def test_the_pair_check_says_which_engine_cannot(layerless, run_here, tmp_path):
 # ---- export_model_server.py -----------------------------------------------------------------------------------------
 
 
-def test_a_model_server_gets_one_request_at_a_time_and_the_model_only(pair, layerless, tmp_path, capsys):
+def test_model_server_export_limits_requests_and_skips_work_folder(pair, layerless, tmp_path, capsys):
     (pair[1] / "work").mkdir()
     (pair[1] / "work/large").write_text("of the training", encoding="utf-8")
     out = tmp_path / "served"

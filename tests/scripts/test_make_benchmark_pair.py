@@ -68,12 +68,12 @@ SHAPES = {  # of the short source
 
 
 @pytest.mark.parametrize("shape", WHOLE.values(), ids=WHOLE.keys())
-def test_a_grown_model_is_the_same_function(source, shape):
+def test_expanded_model_computes_the_same_logits(source, shape):
     assert_same_function(grow(source, shape), shape, run_model(ov.Core().read_model(MAIN / "openvino_model.xml")))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_any_shape_is_the_same_function(short, shape):
+def test_any_expanded_shape_computes_the_same_logits(short, shape):
     assert_same_function(grow(short[0], shape), shape, short[1])
 
 
@@ -85,7 +85,7 @@ def assert_same_function(grown, shape, expected):
 
 
 @pytest.mark.parametrize("key", ["q", "k", "v", "o", "gate", "up", "down"])
-def test_a_weight_where_it_does_not_belong_would_be_seen(short, key):
+def test_misplaced_weight_changes_the_logits(short, key):
     grown = grow(short[0], SHORT)
     values = getattr(grown.layers[1], key).values
     values[:64, :64] = np.random.default_rng(1).permutation(values[:64, :64].ravel()).reshape(64, 64)
@@ -93,7 +93,7 @@ def test_a_weight_where_it_does_not_belong_would_be_seen(short, key):
 
 
 @pytest.mark.parametrize("part", ["epsilon", "norm scale", "attention scale", "frequencies", "new rows"])
-def test_an_uncorrected_part_would_be_seen(short, part):
+def test_uncorrected_parameter_changes_the_logits(short, part):
     grown = grow(short[0], SHORT)
     if part == "epsilon":
         grown = replace(grown, epsilon=1e-2)
@@ -115,7 +115,7 @@ def matrices(model):
     return {name: matrix for name, matrix in named.items() if matrix is not None}
 
 
-def test_what_is_free_is_random_and_no_two_matrices_are_equal(source):
+def test_free_weights_are_random_and_matrices_differ(source):
     one, other = (matrices(grow(source, SMALL, seed)) for seed in (0, 1))
     hashes = {hashlib.sha256(matrix.values.tobytes()).digest() for matrix in one.values()}
     assert len(hashes) == len(one) == 2 + 7 * 11
@@ -132,7 +132,7 @@ def test_what_is_free_is_random_and_no_two_matrices_are_equal(source):
 
 
 @pytest.mark.parametrize("shape", [SHORT, SHAPES["a key head for every query head"]], ids=["grouped", "one to one"])
-def test_openvino_fuses_it_and_paged_attention_takes_it(short, shape):
+def test_openvino_fuses_ops_and_supports_paged_attention(short, shape):
     def kinds(model):
         runtime = ov.Core().compile_model(model, "CPU").get_runtime_model()
         return Counter(node.get_rt_info()["layerType"].value for node in runtime.get_ordered_ops())
@@ -169,7 +169,7 @@ def made(tmp_path_factory, prompts):
     return out, make(out, "--shape", SMALL_TEXT, "--acceptance", "0.5", "--prompts", prompts)
 
 
-def test_a_pair_is_what_it_says(made):
+def test_pair_matches_its_description(made):
     from speculative.pair.check import check_pair
 
     out, process = made
@@ -191,13 +191,13 @@ def test_a_pair_is_what_it_says(made):
     assert all(finding.level == "ok" for finding in check.findings)
 
 
-def test_the_medium_draft_is_medium(made):
+def test_medium_draft_has_requested_acceptance_rate(made):
     pair = json.loads((made[0] / "pair.json").read_text(encoding="utf-8"))
     assert pair["acceptance"]["asked"] == 0.5
     assert abs(pair["acceptance"]["measured"] - 0.5) < 0.1
 
 
-def test_a_useless_draft_shares_the_main_model_and_a_good_one_is_good(made, prompts, tmp_path):
+def test_useless_and_good_drafts_reuse_the_main_model(made, prompts, tmp_path):
     useless, good, sampled = (tmp_path / name for name in ("useless", "good", "sampled"))
     process = make(useless, "--main-of", made[0], "--acceptance", "0", "--prompts", prompts)
     measured = json.loads(process.stdout.splitlines()[-1])["acceptance"]["measured"]
@@ -207,14 +207,14 @@ def test_a_useless_draft_shares_the_main_model_and_a_good_one_is_good(made, prom
     process = make(good, "--main-of", useless, "--acceptance", "1", "--prompts", prompts, tokens=32)
     measured = json.loads(process.stdout.splitlines()[-1])["acceptance"]["measured"]
     assert measured > 0.75
-    assert "layers=10" in process.stderr  # what it takes for more
+    assert "layers=10" in process.stderr  # the shape needed for a higher rate
     sampling = ("--acceptance", "1", "--temperature", "1.5", "--prompts", prompts)
     process = make(sampled, "--main-of", useless, *sampling, tokens=32)
     acceptance = json.loads(process.stdout.splitlines()[-1])["acceptance"]
     assert acceptance["temperature"] == 1.5 and 0.2 < acceptance["measured"] != measured
 
 
-def test_long_texts_are_not_cut(made):
+def test_long_texts_are_not_truncated(made):
     import openvino_genai
 
     tokenizer = openvino_genai.Tokenizer(str(made[0] / "main"))
@@ -242,14 +242,14 @@ def test_long_texts_are_not_cut(made):
         (["--prompts", "no/such/file"], "no/such/file is not a file: give JSON lines"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(run_here, made, tmp_path, arguments, words):
+def test_invalid_arguments_give_one_sentence_error(run_here, made, tmp_path, arguments, words):
     process = run_here(PROGRAM, tmp_path / "out", *(text.replace("{pair}", str(made[0])) for text in arguments))
     assert process.returncode == 2
     assert words in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_kept(run_here, made, tmp_path):
+def test_existing_folders_are_not_overwritten(run_here, made, tmp_path):
     process = run_here(PROGRAM, made[0])
     assert process.returncode == 2 and "exists: choose another folder, or use --overwrite" in process.stderr
     (tmp_path / "mine").mkdir()
@@ -262,7 +262,7 @@ def test_what_exists_is_kept(run_here, made, tmp_path):
 @pytest.mark.parametrize(
     "content", ["[]", "1", "null", '"benchmark pair"', "{}", '{"kind": []}', "[" * 100_000, "{", ""]
 )
-def test_any_other_pair_json_is_no_benchmark_pair(run_here, tmp_path, content):
+def test_foreign_pair_json_is_not_overwritten(run_here, tmp_path, content):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/pair.json").write_text(content, encoding="utf-8")
     process = run_here(PROGRAM, tmp_path / "mine", "--overwrite")
@@ -270,7 +270,7 @@ def test_any_other_pair_json_is_no_benchmark_pair(run_here, tmp_path, content):
     assert (tmp_path / "mine/pair.json").read_text(encoding="utf-8") == content
 
 
-def test_a_benchmark_pair_without_its_shape_is_named(run_here, tmp_path):
+def test_benchmark_pair_without_shape_is_rejected(run_here, tmp_path):
     (tmp_path / "pair.json").write_text('{"kind": "benchmark pair", "main": {"shape": [1]}}', encoding="utf-8")
     process = run_here(PROGRAM, tmp_path / "out", "--main-of", tmp_path)
     assert process.returncode == 2 and "lacks the main model's shape" in process.stderr.splitlines()[-1]
@@ -285,19 +285,19 @@ program.main()
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("renames", range(3))
-def test_killed_while_it_overwrites_the_old_pair_comes_back(run_here, tmp_path, renames):
+def test_killed_overwrite_restores_the_old_pair(run_here, tmp_path, renames):
     """The program is killed at each of its renames. Stand-ins replace the models, which take minutes to generate."""
     out = tmp_path / "pair"
     out.mkdir()
     (out / "pair.json").write_text('{"kind": "benchmark pair"}', encoding="utf-8")
     killed_at_rename(renames, PROGRAM, out, "--overwrite", prepare=WITHOUT_MODELS)
-    process = run_here(PROGRAM, out, "--main-of", tmp_path)  # refused at once where the old pair is gone
+    process = run_here(PROGRAM, out, "--main-of", tmp_path)  # rejected at once if the old pair were missing
     assert process.returncode == 2 and "exists: choose another folder, or use --overwrite" in process.stderr
     assert [path.name for path in tmp_path.rglob("*")] == ["pair", "pair.json"]
 
 
 @pytest.mark.posix("signals")
-def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
+def test_ctrl_c_during_startup_prints_nothing(tmp_path):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     wait_until_loaded("_multiarray_umath", process)
@@ -307,7 +307,7 @@ def test_ctrl_c_while_the_program_starts_is_quiet(tmp_path):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_nothing(tmp_path, sent):
+def test_interrupted_run_leaves_no_files(tmp_path, sent):
     command = [sys.executable, str(ROOT / PROGRAM), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     wait_until(lambda: list(tmp_path.glob(".out.*/new/out/draft/config.json")), "the draft is being made")
@@ -319,7 +319,7 @@ def test_interrupted_it_leaves_nothing(tmp_path, sent):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_job_is_one_sentence_and_leaves_nothing(run_here, tmp_path):
+def test_failed_job_gives_one_sentence_error_and_leaves_no_files(run_here, tmp_path):
     (tmp_path / "file").touch()
     process = run_here(PROGRAM, tmp_path / "file/out")
     assert process.returncode == 1 and process.stderr.startswith("error: ") and process.stderr.count("\n") == 1

@@ -34,7 +34,7 @@ def costs(tmp_path):
     return tmp_path / "costs.json"
 
 
-def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, monkeypatch):
+def test_saved_costs_give_the_same_plan_as_measured_costs(run_here, tmp_path, monkeypatch):
     for name, value in (("TEXTS", (1, 2)), ("RUN_SECONDS", 0.0), ("TIMES", 4), ("SIZES", (1, 4, 16, 64))):
         monkeypatch.setattr(measuring, name, value)
     saved, arguments = tmp_path / "costs.json", ["--rate", "2", "--max-num-seqs", "2", *QUICK]
@@ -56,7 +56,7 @@ def test_saved_costs_give_the_same_plan_as_measured_ones(run_here, tmp_path, mon
     assert all(factor > 0 and factor != 1 for both in factors for factor in both)  # 1 is that of passes not seen
 
 
-def test_a_plan_is_complete_and_written(run_here, costs, tmp_path):
+def test_plan_is_complete_and_written_to_files(run_here, costs, tmp_path):
     files = [part for kind in ("json", "csv", "png") for part in (f"--{kind}", tmp_path / f"plan.{kind}")]
     arguments = ["--rate", "0.5,2", "--max-num-seqs", "2,4", *QUICK, "--prompt-tokens", "uniform:10:90"]
     process = run_here(PROGRAM, "--costs", costs, *arguments, *files)
@@ -77,7 +77,7 @@ def test_a_plan_is_complete_and_written(run_here, costs, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_load_benchmark_is_compared(run_here, costs, tmp_path):
+def test_simulation_is_compared_with_load_benchmark(run_here, costs, tmp_path):
     rows = [
         {"method": method, "clients": n, "throughput": 20.0, "ttft": 0.2, "tpot": 0.1, "mean_draft_length": 0.0}
         for method in ("GenAI, main alone", "ours, main alone", "ours, adaptive draft")
@@ -98,7 +98,7 @@ def test_a_load_benchmark_is_compared(run_here, costs, tmp_path):
     assert result["plans"] == [] and "Mean error" in result["summary"][-1]
 
 
-def test_replicas_share_their_cores_with_the_server(run_here, costs, tmp_path):
+def test_replicas_share_cores_with_the_server(run_here, costs, tmp_path):
     time = {"seconds": 10.0, "engines": 8.0, "servers": 9.0, "clients": 1.0, "requests": 50, "pieces": 500}
     facts = {"cores": 2, "replicas": 2, "threads": 1, "round_trip": 0.01}
     served = tmp_path / "serving.json"
@@ -111,7 +111,7 @@ def test_replicas_share_their_cores_with_the_server(run_here, costs, tmp_path):
     assert as_result(run_here(PROGRAM, "--costs", kept, *arguments))["drafting"] == shared["drafting"]
 
 
-def test_a_trace_has_its_own_rate(run_here, costs, tmp_path):
+def test_trace_defines_the_request_rate(run_here, costs, tmp_path):
     lines = [LINE.replace('"arrival": 0', f'"arrival": {i / 4}') for i in range(40)]
     (tmp_path / "trace.jsonl").write_text("".join(lines), encoding="utf-8")
     result = as_result(run_here(PROGRAM, "--costs", costs, "--trace", tmp_path / "trace.jsonl", *QUICK))
@@ -120,8 +120,8 @@ def test_a_trace_has_its_own_rate(run_here, costs, tmp_path):
 
 
 @pytest.mark.parametrize("given", [("--prompt-tokens", "101"), ("--prompt-tokens", "uniform:9:101"), ("--trace", None)])
-def test_requests_longer_than_the_context_are_refused(run_here, tmp_path, given):
-    """The server would refuse them. Costs of earlier versions have no context."""
+def test_requests_longer_than_context_are_rejected(run_here, tmp_path, given):
+    """The server would reject them. Costs of earlier versions have no context."""
     (tmp_path / "trace.jsonl").write_text(
         LINE + '{"arrival": 1, "prompt_tokens": 58, "output_tokens": 59}', encoding="utf-8"
     )
@@ -136,12 +136,12 @@ def test_requests_longer_than_the_context_are_refused(run_here, tmp_path, given)
             as_result(process)
 
 
-def test_goals_out_of_reach_are_no_error(run_here, costs):
+def test_unreachable_goals_are_no_error(run_here, costs):
     result = as_result(run_here(PROGRAM, "--costs", costs, "--rate", "1", "--ttft-goal", "0.001"))
     assert result["plans"][0]["replicas"] is None and "above the goal" in result["plans"][0]["why_not"]
 
 
-def test_without_a_plan_to_plot_the_result_is_kept(run_here, tmp_path):
+def test_result_is_kept_if_there_is_no_plan_to_plot(run_here, tmp_path):
     Costs.save(dataclasses.replace(COSTS, draft=None, judged=[]), tmp_path / "costs.json", {})
     files = ["--png", tmp_path / "plan.png", "--json", tmp_path / "plan.json"]
     process = run_here(PROGRAM, "--costs", tmp_path / "costs.json", "--rate", "1", "--ttft-goal", "0.001", *files)
@@ -150,7 +150,7 @@ def test_without_a_plan_to_plot_the_result_is_kept(run_here, tmp_path):
     assert written == json.loads(process.stdout.splitlines()[-1])
 
 
-def test_answers_have_the_new_tokens_that_are_asked_for(run_here, costs):
+def test_output_length_is_max_new_tokens(run_here, costs):
     for given, wanted in (([], "16"), (["--max-new-tokens", "40"], "40")):
         result = as_result(run_here(PROGRAM, "--costs", costs, "--rate", "1", *QUICK, *given))
         assert result["workload"]["output_tokens"] == wanted
@@ -185,7 +185,7 @@ def test_answers_have_the_new_tokens_that_are_asked_for(run_here, costs):
         ([MAIN, "no/such", "--rate", "1"], "no/such"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(run_here, costs, tmp_path, arguments, word):
+def test_bad_input_gives_one_sentence_error(run_here, costs, tmp_path, arguments, word):
     other = '{"rows": [{"method": "GenAI, main alone", "clients": 1}]}'
     for name, text in (
         ("TRACE", LINE),

@@ -120,7 +120,7 @@ def draw(run_here, tmp_path):
 
 @pytest.fixture(scope="module")
 def window(browser):
-    """One for all tests: each further one takes processes of its own."""
+    """One browser window for all tests: each further one would start processes of its own."""
     return browser.new_page()
 
 
@@ -144,7 +144,7 @@ def show(window):
         return window
 
     yield show
-    window.goto("about:blank")  # whatever the last page still does is seen
+    window.goto("about:blank")  # actions of the last page are still recorded
     for event, listener in listeners.items():
         window.remove_listener(event, listener)
     assert messages == [] and [one for one in asked if one != "about:blank"] == shown
@@ -160,7 +160,7 @@ def sections(shown):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [PHONE, DESK])
 @pytest.mark.parametrize("result", [ALL, LONG], ids=["all", "long words"])
-def test_nothing_overflows_and_all_can_be_read(draw, show, result, width, scheme):
+def test_layout_does_not_overflow_and_contrast_is_sufficient(draw, show, result, width, scheme):
     shown = show(draw(result), width, scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") == width
     assert shown.evaluate(BEYOND) == []
@@ -174,14 +174,14 @@ def test_nothing_overflows_and_all_can_be_read(draw, show, result, width, scheme
     assert (sum(map(int, re.findall(r"\d+", ground))) > 600) == (scheme == "light")
 
 
-def test_the_answer_comes_first(draw, show):
+def test_summary_is_shown_first(draw, show):
     words = show(draw(ALL)).inner_text("body")
     title, first, second = words.split("\n\n")[:3] if "\n\n" in words[:200] else words.splitlines()[:3]
     assert title.strip() == "Speedup of speculative decoding: pair/main with pair/draft"
     assert (first.strip(), second.strip()) == tuple(MINIMAL["summary"])
 
 
-def test_lines_of_a_program_in_the_summary_are_code(draw, show):
+def test_program_lines_in_summary_are_code_blocks(draw, show):
     result = {
         **MINIMAL,
         "summary": ["Use it.", "Run it: python a b", "In Python:", "    import a", "    if a:", "        b()"],
@@ -192,7 +192,7 @@ def test_lines_of_a_program_in_the_summary_are_code(draw, show):
 
 
 @pytest.mark.parametrize("key", PARTS)
-def test_a_section_is_there_when_the_result_has_what_it_shows(draw, show, key):
+def test_section_is_shown_only_if_result_has_its_data(draw, show, key):
     alone = sections(show(draw({**MINIMAL, key: PARTS[key]})))
     assert alone == {"summary", "environment"} | SHOWN[key]
     for empty in ({}, []) if key != "matrix" else ({},):
@@ -219,7 +219,7 @@ def test_all_text_is_escaped(draw, show):
     assert words.count('<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">"\' & ?') > 40
 
 
-def test_speedup_against_draft_length(draw, show):
+def test_speedup_is_plotted_against_draft_length(draw, show):
     shown = show(draw({**MINIMAL, "sweep": SWEEP, "prediction_error": 0.064}))
     panels = shown.locator("#speedup figure")
     assert [panels.nth(i).locator("h3").inner_text() for i in range(panels.count())] == [
@@ -241,7 +241,7 @@ def test_speedup_against_draft_length(draw, show):
     assert one[1] - two[1] == pytest.approx((one[1] - five[1]) / 4, abs=0.2) and one[1] > five[1]
 
 
-def test_rows_of_a_benchmark_make_the_plots(draw, show):
+def test_benchmark_rows_are_plotted(draw, show):
     shown = show(draw({**MINIMAL, "rows": ROWS}))
     assert shown.locator("#speedup svg[role=img] > .marker").count() == 2  # K = 2 and 4
     assert "ours, adaptive: 2.20x" in shown.inner_text("#speedup .legend")
@@ -254,18 +254,18 @@ def test_rows_of_a_benchmark_make_the_plots(draw, show):
 
 
 def with_ids(rows):
-    """The rows with the ids that engines have since they are not recorded under the names shown."""
+    """The rows with engine ids; earlier versions recorded the names shown instead."""
     return [{**row, "engine": engine_id(row["engine"])} for row in rows]
 
 
 @pytest.mark.parametrize("parts", [("rows",), ("sweep",), ("rows", "sweep")], ids=str)
-def test_results_with_present_and_former_engine_ids_look_alike(parts):
+def test_current_and_former_engine_ids_render_alike(parts):
     assert {row["engine"] for row in with_ids(ROWS)} == {"genai", "native"}
     former, present = (html_text({**MINIMAL, **{part: ids(PARTS[part]) for part in parts}}) for ids in (list, with_ids))
     assert former == present and "GenAI, measured" in former
 
 
-def test_the_recommended_candidate_is_found_by_present_and_former_engine_ids():
+def test_recommended_candidate_is_found_by_current_and_former_ids():
     candidates = [{"settings": {**one["settings"], "engine": "native"}} for one in CANDIDATES[:2]]
     best = {"draft_length": 4, "speedup": 2.0}
     present = {"best": "native", "settings": {"native": best}}
@@ -283,7 +283,7 @@ def test_the_recommended_candidate_is_found_by_present_and_former_engine_ids():
     assert charts.chosen({"candidates": candidates}) is None
 
 
-def test_an_iteration_is_split(draw, show):
+def test_iteration_time_is_split_into_parts(draw, show):
     shown = show(draw({**MINIMAL, "iteration": PARTS["iteration"]}))
     width = {}
     for part in (1, 2, 3):
@@ -299,7 +299,7 @@ def test_an_iteration_is_split(draw, show):
     assert len(set(fills)) == 3 and sum("url(" in fill for fill in fills) == 2  # patterns
 
 
-def test_the_matrix_of_devices_is_a_heat_map(draw, show):
+def test_device_matrix_is_a_heat_map(draw, show):
     shown = show(draw({**MINIMAL, "matrix": PARTS["matrix"]}))
     cell = {}
     for row in shown.locator("#devices tbody tr").all():
@@ -329,7 +329,7 @@ def test_tokens_differ_by_more_than_colour(draw, show):
     assert "3 draft tokens accepted, 2 rejected" in shown.inner_text("#tokens")
 
 
-def test_candidates_show_speed_against_agreement(draw, show):
+def test_candidates_are_plotted_by_speed_and_agreement(draw, show):
     shown = show(draw({**MINIMAL, "candidates": CANDIDATES, "recommendation": PARTS["recommendation"]}))
     titles = shown.locator("#candidates svg[role=img] > .marker > title").all_text_contents()
     assert titles == [
@@ -340,7 +340,7 @@ def test_candidates_show_speed_against_agreement(draw, show):
     assert "1 of 3" in shown.inner_text("#candidates") and "no such device" in shown.inner_text("#tables")
 
 
-def test_who_cannot_see_is_told(draw, show):
+def test_page_is_accessible_to_screen_readers(draw, show):
     shown = show(draw(ALL))
     assert shown.get_attribute("html", "lang") == "en" and shown.locator("h1").count() == 1
     pictures = shown.locator("svg[role=img]")
@@ -355,7 +355,7 @@ def test_who_cannot_see_is_told(draw, show):
     assert shown.locator("th:not([scope])").count() == 0
 
 
-def test_a_benchmark_writes_a_page_of_its_own_figures(run_here, show, tmp_path):
+def test_benchmark_writes_a_page_of_its_results(run_here, show, tmp_path):
     page, saved, rows = (tmp_path / name for name in ("page.html", "result.json", "rows.csv"))
     process = run_here(
         "scripts/benchmark.py", DRAFT, DRAFT, "-k", "2,3", "--rounds", "1", "--max-prompts", "1", "--paths", "engine",
@@ -391,7 +391,7 @@ def test_a_benchmark_writes_a_page_of_its_own_figures(run_here, show, tmp_path):
     ],
     ids=lambda part: next(iter(part)),
 )
-def test_the_least_and_the_most_of_everything_is_drawn(draw, show, part):
+def test_extreme_values_are_drawn_inside_the_charts(draw, show, part):
     page = draw({**MINIMAL, **part})
     shown = show(page, PHONE)
     assert shown.evaluate(BEYOND) == [] and "nan" not in page.read_text(encoding="utf-8")
@@ -406,7 +406,7 @@ def test_the_least_and_the_most_of_everything_is_drawn(draw, show, part):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs/figures").glob("*.json")), ids=lambda file: file.stem)
-def test_the_result_of_every_program_is_drawn(file):
+def test_recorded_result_of_every_program_is_drawn(file):
     result = json.loads(file.read_text(encoding="utf-8"))["result"]
     if "program" not in result:
         pytest.skip("this program's results are not drawn")
@@ -414,13 +414,13 @@ def test_the_result_of_every_program_is_drawn(file):
     assert all(part.get("source", "") in page for part in result.get("categories", []))
 
 
-def test_a_plan_is_drawn():
+def test_capacity_plan_is_drawn():
     row = {"rate": 5.0, "replicas": 2, "with_draft": True, "ttft": 0.2, "tpot": 0.01, "throughput": 640.0}
     page = html_text({"program": "plan_capacity.py", "summary": ["2 replicas."], "environment": {}, "rows": [row]})
     assert "5 requests/s, 2 replicas, with the draft" in page
 
 
-def test_the_last_line_of_a_saved_output_counts(run, tmp_path):
+def test_last_line_of_saved_output_is_read(run, tmp_path):
     saved = tmp_path / "output.txt"
     saved.write_text(f"way   speedup\nours  2.0\n{json.dumps({**MINIMAL, 'rows': ROWS})}\n", encoding="utf-8")
     files = [tmp_path / name for name in ("page.html", "rows.csv", "speedup.png")]
@@ -451,7 +451,7 @@ def test_load_results_of_earlier_versions_are_read(run_here, tmp_path):
         (json.dumps({**MINIMAL, "rows": 5}).encode(), "page.html", 1, "cannot be drawn"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, tmp_path, content, file, status, word):
+def test_bad_input_gives_one_sentence_error(run_here, tmp_path, content, file, status, word):
     saved = tmp_path / "result.json"
     if content is not None:
         saved.write_bytes(content)
@@ -462,7 +462,7 @@ def test_bad_input_is_one_sentence(run_here, tmp_path, content, file, status, wo
 
 
 @pytest.mark.posix("a limit on the size of files stands for a full disk")
-def test_a_full_disk_leaves_the_old_page(tmp_path):
+def test_full_disk_keeps_the_old_page(tmp_path):
     saved, page = tmp_path / "result.json", tmp_path / "page.html"
     saved.write_text(json.dumps(ALL), encoding="utf-8")
     page.write_text("the old page", encoding="utf-8")
@@ -480,7 +480,7 @@ def test_a_full_disk_leaves_the_old_page(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "result.json"]
 
 
-def test_csv_holds_what_is_nested_and_no_formulas(run_here, tmp_path):
+def test_csv_flattens_nested_values_and_escapes_formulas(run_here, tmp_path):
     saved, rows = tmp_path / "result.json", tmp_path / "rows.csv"
     tricky = {**CANDIDATES[1], "settings": {"device": "=HYPERLINK(1)", "K": -1}, "note": 'comma, "quote"\nline'}
     saved.write_text(json.dumps({**MINIMAL, "candidates": [CANDIDATES[0], tricky]}), encoding="utf-8")
@@ -490,7 +490,7 @@ def test_csv_holds_what_is_nested_and_no_formulas(run_here, tmp_path):
     assert (two["settings.device"], two["settings.K"], two["note"]) == ("'=HYPERLINK(1)", "-1", tricky["note"])
 
 
-def test_the_plot_is_a_png_with_a_panel_for_each_temperature(run_here, tmp_path):
+def test_png_has_one_panel_per_temperature(run_here, tmp_path):
     sizes = []
     for temperatures in ((0,), (0, 0.7, 1)):
         saved, plot = tmp_path / "result.json", tmp_path / "speedup.png"

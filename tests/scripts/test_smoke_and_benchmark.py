@@ -34,7 +34,7 @@ def useless(tmp_path_factory):
     return save_useless_draft(tmp_path_factory.mktemp("useless") / "draft")
 
 
-def test_a_single_category_has_no_range():
+def test_single_category_has_no_range():
     best, main, row = {"name": "K = 4", "ttft": 0.0}, {"ttft": 0.0}, {"category": "code", "speedup": 1.5}
     assert benchmark.detail_sentences(best, main, [row]) == []
     assert "from 1.50x (code) to 2.00x (chat)" in benchmark.detail_sentences(
@@ -42,7 +42,7 @@ def test_a_single_category_has_no_range():
     )[0]  # fmt: skip
 
 
-def test_a_draft_gets_no_credit_for_the_engine():
+def test_draft_gets_no_credit_for_a_faster_engine():
     common = {"sampled": False, "repetition": 0.0, "forward_speedup": 2.0, "throughputs": [1.0, 1.0]}
     rows = [
         {**common, "name": name, "draft_length": k, "speedup": speedup, "speedup_range": [speedup, speedup]}
@@ -58,13 +58,13 @@ def test_a_draft_gets_no_credit_for_the_engine():
     assert "0.90x (1.10-1.10). Do not draft here." in benchmark.gain_sentences(slow, "greedy", rows[0])[0]
 
 
-def test_a_ratio_of_one_prompt_has_no_interval():
+def test_ratio_of_few_prompts_has_no_interval():
     fact = {"what": "ours / GenAI", "ratio": 1.1, "range": [1.0, 1.2], "interval": None, "prompts": 2}
     assert benchmark.compared(fact) == "ours / GenAI: 1.10 (over rounds 1.00-1.20, of few prompts)"
 
 
 @pytest.mark.posix("POSIX signals")
-def test_ctrl_c_during_the_token_view_loses_nothing(run_here, monkeypatch):
+def test_ctrl_c_during_token_view_keeps_the_result(run_here, monkeypatch):
     view = benchmark.DecodingProcess.token_view
 
     def interrupted(*arguments):
@@ -84,7 +84,7 @@ def test_ctrl_c_during_the_token_view_loses_nothing(run_here, monkeypatch):
     assert result["environment"]["temperature"] is None  # nothing was sampled
 
 
-def test_smoke_passes_on_the_embedded_pair(run):
+def test_smoke_passes_on_embedded_pair(run):
     process = run("scripts/smoke.py", "--max-new-tokens", "16")
     result = last_line(process)
     assert problems(result, SmokeResult) == []
@@ -95,14 +95,14 @@ def test_smoke_passes_on_the_embedded_pair(run):
     assert result["engine"]["acceptance_rate"] == pytest.approx(result["acceptance_rate"], abs=0.05)
 
 
-def test_smoke_fails_below_the_acceptance_floor(run_here, useless):
+def test_smoke_fails_below_acceptance_floor(run_here, useless):
     """The floor is 0.3 by default. The embedded draft serves as the main model, because it is fast."""
     process = run_here("scripts/smoke.py", DRAFT, useless)
     assert process.returncode == 1
     assert "acceptance rate" in last_line(process)["problems"][0] and "below 0.3" in process.stdout
 
 
-def test_smoke_takes_own_prompts_and_a_draft_that_is_the_main_model(run_here):
+def test_smoke_accepts_own_prompt_and_main_model_as_draft(run_here):
     process = run_here("scripts/smoke.py", DRAFT, DRAFT, "--prompt", "def area(", "--min-acceptance", "1", "-k", "3")
     result = last_line(process)
     assert process.returncode == 0, process.stdout
@@ -121,7 +121,7 @@ def fail_to_load(*_):
     raise RuntimeError("planted")
 
 
-BROKEN = {  # what replaces a part of this project's engine, and what smoke.py says of it
+BROKEN = {  # the replacement of a part of this project's engine, and the problem that smoke.py reports
     "accepts everything": (
         (sequence, "verify", accept_everything),
         "this engine: the output for 'def read_notes(path):' differs from the main model's at new token",
@@ -135,7 +135,7 @@ BROKEN = {  # what replaces a part of this project's engine, and what smoke.py s
 
 
 @pytest.mark.parametrize(("planted", "problem"), BROKEN.values(), ids=BROKEN)
-def test_smoke_fails_with_a_broken_engine_whatever_genai_does(run_here, monkeypatch, useless, planted, problem):
+def test_smoke_fails_with_broken_engine_even_if_genai_works(run_here, monkeypatch, useless, planted, problem):
     monkeypatch.setattr(*planted)
     prompt = ("--prompt", "def read_notes(path):", "--min-acceptance", "0")
     process = run_here("scripts/smoke.py", DRAFT, useless, *prompt)
@@ -156,7 +156,7 @@ def test_smoke_fails_with_a_broken_engine_whatever_genai_does(run_here, monkeypa
         ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, tmp_path, program, arguments, status, word):
+def test_bad_input_gives_one_sentence_error(run_here, tmp_path, program, arguments, status, word):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(x):\n", encoding="utf-8")
     extra = ["--prompts", prompts] if "benchmark" in program else []
@@ -169,7 +169,7 @@ def test_bad_input_is_one_sentence(run_here, tmp_path, program, arguments, statu
 @pytest.mark.parametrize(
     ("content", "word"), [(None, "not a file"), ("\n", "no prompts"), ('{"prompt": "x"}\n{"prompt"\n', "line 2")]
 )
-def test_benchmark_names_what_is_wrong_with_a_prompts_file(run_here, tmp_path, content, word):
+def test_benchmark_names_the_error_in_a_prompts_file(run_here, tmp_path, content, word):
     prompts = tmp_path / "prompts.jsonl"
     if content is not None:
         prompts.write_text(content, encoding="utf-8")
@@ -213,9 +213,9 @@ def test_benchmark_measures_every_method(measured):
     }
     assert alone["speedup"] == 1 and alone["acceptance_rate"] is None and alone["block_efficiency"] == 1
     for (engine, sampled, k), row in rows.items():
-        if "adaptive" in str(k) and row["acceptance_rate"] is None:  # on this machine drafting does not pay at all
+        if "adaptive" in str(k) and row["acceptance_rate"] is None:  # drafting gains nothing on this machine
             assert row["block_efficiency"] == 1
-        elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not tell
+        elif k and (engine, k) != ("genai", "lookup 5"):  # which GenAI does not report
             assert 0 <= row["acceptance_rate"] <= 1 <= row["block_efficiency"]
             assert len(row["position_acceptance"]) >= 1 and all(0 <= x <= 1 for x in row["position_acceptance"])
         if k in (2, 4):
@@ -248,7 +248,7 @@ def test_benchmark_follows_json_schemas(tmp_path, run_here):
     assert rows["ours, main alone"]["block_efficiency"] == 1 < rows["ours, forced tokens"]["block_efficiency"]
 
 
-def test_benchmark_tells_categories_and_iterations(measured):
+def test_benchmark_reports_categories_and_iterations(measured):
     process, _ = measured
     result = last_line(process)
     counted = {(part["category"], part["prompts"]) for part in result["categories"]}
@@ -278,7 +278,7 @@ def test_benchmark_tells_categories_and_iterations(measured):
     assert ("Other programs used" in process.stdout) == (facts["other_load"] >= 0.1)
 
 
-def test_the_token_view_is_the_text(measured):
+def test_token_view_tokens_join_to_the_greedy_text(measured):
     """Accepted draft tokens and main-model tokens, in order, are the greedy text; each step ends with the latter."""
     import openvino_genai
 
@@ -291,7 +291,7 @@ def test_the_token_view_is_the_text(measured):
     assert any(step["accepted"] for step in view["steps"]) and any(step["rejected"] for step in view["steps"])
 
 
-def test_benchmark_writes_the_files_it_was_asked_for(measured):
+def test_benchmark_writes_requested_files(measured):
     process, folder = measured
     assert json.loads((folder / "result.json").read_text(encoding="utf-8")) == last_line(process)
     assert len((folder / "result.csv").read_text(encoding="utf-8").splitlines()) > 10
@@ -299,8 +299,8 @@ def test_benchmark_writes_the_files_it_was_asked_for(measured):
     assert len(list(folder.iterdir())) == 4
 
 
-def test_no_prompt_is_answered_from_a_cache():
-    """Both engines process a repeated prompt again; a cache that is kept would be noticed."""
+def test_prompts_are_reprocessed_unless_caches_are_kept():
+    """Both engines process a repeated prompt again. The test would detect a cache that is kept."""
     import numpy as np
 
     from speculative.bench.methods import genai_method, genai_pipeline, our_method
@@ -325,7 +325,7 @@ def test_no_prompt_is_answered_from_a_cache():
         one = genai_method("GenAI", genai_pipeline(ModelSpec(DRAFT), ModelSpec(DRAFT), keep_caches=keep), 4, 2)
         one.decode(ids)
         times = []
-        for _ in range(5):  # of the processor: no other sign of it from outside, and a busy machine changes them least
+        for _ in range(5):  # processor time: the only external sign of the cache, and the least affected by load
             begin = time.process_time()
             one.decode(ids)
             times.append(time.process_time() - begin)
@@ -334,7 +334,7 @@ def test_no_prompt_is_answered_from_a_cache():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a device of Linux")
-def test_a_full_disk_loses_nothing(run, tmp_path):
+def test_full_disk_keeps_the_result(run, tmp_path):
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--paths", "draft", "--max-prompts", "1", "--max-new-tokens", "8",
         "--rounds", "1", "--no-starts", "--json", "/dev/full", "--csv", tmp_path / "rows.csv",
@@ -347,7 +347,7 @@ def test_a_full_disk_loses_nothing(run, tmp_path):
 
 
 @pytest.mark.posix("POSIX signals")
-def test_ctrl_c_keeps_the_full_rounds(tmp_path):
+def test_ctrl_c_keeps_complete_rounds(tmp_path):
     arguments = [
         "--paths", "genai,engine", "-k", "2", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500",
         "--no-starts",
@@ -359,11 +359,11 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
     runs_a_round = 2 * 5
 
     def enough():
-        """The warm-up and one round are full and the next has begun."""
+        """The warm-up and one round are complete and the next round has started."""
         done = re.findall(r" (\d+)/\d+ ", progress.read_text(encoding="utf-8", errors="replace"))
         return process.poll() is not None or (done and int(done[-1]) > 2 * runs_a_round)
 
-    wait_until(enough, "a round is full")
+    wait_until(enough, "a round is complete")
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
@@ -387,13 +387,13 @@ def test_ctrl_c_keeps_the_full_rounds(tmp_path):
         (["--context", "1000"], "context of 1,024"),
     ],
 )
-def test_benchmark_refuses_before_it_measures(run_here, arguments, word):
+def test_benchmark_rejects_invalid_arguments_before_measuring(run_here, arguments, word):
     process = run_here("scripts/benchmark.py", MAIN, DRAFT, *arguments)
     assert process.returncode == 2 and word in process.stderr and process.stdout == ""
     assert "Traceback" not in process.stderr
 
 
-def test_benchmark_without_a_draft_measures_what_needs_none(run_here, tmp_path):
+def test_benchmark_without_draft_measures_main_model_and_lookup(run_here, tmp_path):
     """The embedded draft serves as the main model, because it is fast."""
     page, rows, plot = (tmp_path / name for name in ("page.html", "rows.csv", "speedup.png"))
     process = run_here(
@@ -430,12 +430,12 @@ def test_benchmark_without_a_draft_measures_what_needs_none(run_here, tmp_path):
         (["--device", "GPX"], "there is no GPX"),
     ],
 )
-def test_benchmark_without_a_draft_refuses_what_needs_one(run_here, arguments, words):
+def test_benchmark_without_draft_rejects_draft_options(run_here, arguments, words):
     process = run_here("scripts/benchmark.py", MAIN, *arguments)
     assert process.returncode == 2 and f"error: {words}" in process.stderr and process.stdout == ""
 
 
-def test_benchmark_behind_other_text_and_tells_starts(run, run_here, tmp_path):
+def test_benchmark_with_context_reports_starts(run, run_here, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(width, height):\n", encoding="utf-8")
     process = run(
@@ -474,8 +474,8 @@ def test_benchmark_costs_prints_tables_and_one_json_line(run):
 @pytest.mark.posix("POSIX signals")
 @pytest.mark.parametrize("loaded", ["libopenvino", "intel_cpu_plugin"])
 @pytest.mark.parametrize("program", ["scripts/smoke.py", "scripts/benchmark.py"])
-def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):
-    """While it imports, and once it compiles models. The shell's status 130 is a process that ended by this signal."""
+def test_ctrl_c_exits_at_once_without_traceback(program, loaded, tmp_path):
+    """During imports and during model compilation. A shell shows 130 for a process that this signal ended."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     prompts = (
         ["--prompts", "scripts/prompts/embedded_code.jsonl"] if "benchmark" in program else ["--max-new-tokens", "900"]
@@ -490,7 +490,7 @@ def test_ctrl_c_ends_at_once_without_a_trace(program, loaded, tmp_path):
     assert "Traceback" not in stderr and out == "" and not list(tmp_path.iterdir())
 
 
-def test_columns_are_aligned_however_long_the_names():
+def test_columns_are_aligned_with_long_names():
     times = {"draft_ms": 1.0, "verify_ms": 12.0, "overhead_ms": 0.5}
     names = ("ours, K = 2", "ours, sampled, suffix decoding, adaptive")
     header, *lines = benchmark.table_of_iterations([{"name": name, **times} for name in names])

@@ -47,7 +47,7 @@ def test_every_temperature_has_its_points_and_one_best(swept):
         assert process.stdout.count("<- best") == 2
 
 
-def test_the_prediction_is_leviathans(swept):
+def test_prediction_follows_leviathan_formula(swept):
     result = last_line(swept[0])
     for point in result["sweep"]:
         k, c, v, alpha = (point[name] for name in ("k", "cost_ratio", "verify_ratio", "alpha"))
@@ -63,7 +63,7 @@ def test_the_prediction_is_leviathans(swept):
     assert all(sentence in swept[0].stdout for sentence in result["summary"])
 
 
-def test_costs_are_in_steps_of_the_main_model(kept_signals, monkeypatch):
+def test_costs_are_in_main_model_steps(kept_signals, monkeypatch):
     """Medians: a draft step of 2 s, a main step of 10 s, and 12 s for the check of three draft tokens."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from scripts.sweep_draft_length import MeasuredCosts
@@ -74,7 +74,7 @@ def test_costs_are_in_steps_of_the_main_model(kept_signals, monkeypatch):
     assert metrics.block_efficiency_at(0.5, 3) == 1.875
 
 
-def test_an_iteration_is_split_without_rest(swept):
+def test_iteration_parts_sum_to_decoding_time(swept):
     """The times of draft, main model and overhead add up to the decoding time."""
     result = last_line(swept[0])
     rows = {row["name"]: row for row in result["rows"]}
@@ -95,7 +95,7 @@ def test_all_files_are_written(swept):
     assert len(list(folder.iterdir())) == 4
 
 
-def test_genais_pipeline(run_here):
+def test_genai_engine_is_swept(run_here):
     process = run_here(PROGRAM, DRAFT, DRAFT, "-k", "2,4", "--engine", "genai", *SMALL)
     assert process.returncode == 0, process.stderr
     result = last_line(process)
@@ -120,14 +120,14 @@ def test_genais_pipeline(run_here):
         ([MAIN, DRAFT, "--draft-device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+def test_bad_input_gives_one_sentence_error(run_here, arguments, status, word):
     process = run_here(PROGRAM, *arguments)
     output = process.stdout + process.stderr
     assert process.returncode == status, output
     assert word in output and "Traceback" not in output and process.stdout == ""
 
 
-def test_the_plot_without_matplotlib(run, tmp_path):
+def test_missing_matplotlib_is_reported(run, tmp_path):
     """Python runs `sitecustomize` first: this one hides the package."""
     hidden = "import sys, importlib.util as u; real = u.find_spec\n"
     hidden += "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else real(name, *rest)\n"
@@ -138,14 +138,14 @@ def test_the_plot_without_matplotlib(run, tmp_path):
 
 
 @pytest.mark.posix("POSIX signals")
-def test_ctrl_c_keeps_the_full_rounds(tmp_path):
+def test_ctrl_c_keeps_complete_rounds(tmp_path):
     arguments = ["-k", "2,4", "--max-prompts", "2", "--max-new-tokens", "16", "--rounds", "500"]
     command = [*EACH_STEP, PROGRAM, str(DRAFT), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     progress = tmp_path / "progress"
     with progress.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, encoding="utf-8")
     runs_a_round = 6
-    wait_for_runs(progress, process, 3 * runs_a_round)  # the warm-up, one in full, one more begun
+    wait_for_runs(progress, process, 3 * runs_a_round)  # the warm-up, one complete round, and the start of another
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in progress.read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def wait_for_runs(progress, process, runs):
 
 
 @pytest.mark.posix("a POSIX pipe")
-def test_a_pipe_that_closes_loses_no_file(tmp_path):
+def test_closed_pipe_loses_no_file(tmp_path):
     arguments = ["-k", "2", "--max-prompts", "1", "--max-new-tokens", "8", "--rounds", "1"]
     command = [sys.executable, PROGRAM, str(DRAFT), str(DRAFT), *arguments, "--json", str(tmp_path / "kept.json")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

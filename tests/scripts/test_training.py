@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 
 
-def test_recipes_render_whole_and_differ():
+def test_recipes_render_completely_and_reproducibly():
     import random
 
     documents = embedded_text.recipe_documents(400, random.Random(5))
@@ -21,7 +21,7 @@ def test_recipes_render_whole_and_differ():
     assert documents == embedded_text.recipe_documents(400, random.Random(5))
 
 
-def test_every_recipe_is_python():
+def test_every_recipe_is_valid_python():
     import ast
     import random
 
@@ -32,7 +32,7 @@ def test_every_recipe_is_python():
         ast.parse(code)
 
 
-def test_deepening_changes_nothing():
+def test_deepening_preserves_the_function():
     import torch
 
     from scripts.train_embedded_pair import MAIN_SHAPE, deepen, new_model
@@ -46,9 +46,9 @@ def test_deepening_changes_nothing():
     assert deep.config.num_hidden_layers == 5 and difference < 1e-5
 
 
-def test_without_torch_it_says_what_to_install(tmp_path):
+def test_missing_torch_names_the_install_command(tmp_path):
     program = f"""import runpy, sys
-sys.modules["torch"] = None  # as if it were not there
+sys.modules["torch"] = None  # as if it were not installed
 sys.argv[1:] = [{str(tmp_path / "out")!r}]
 runpy.run_path({str(ROOT / "scripts/train_embedded_pair.py")!r}, run_name="__main__")"""
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=ROOT)
@@ -60,7 +60,7 @@ runpy.run_path({str(ROOT / "scripts/train_embedded_pair.py")!r}, run_name="__mai
 
 @pytest.mark.long
 @pytest.mark.posix("POSIX signals stop the run in its middle here")
-def test_an_interrupted_training_goes_on_and_ends_in_two_checkpoints(tmp_path):
+def test_interrupted_training_resumes_and_writes_two_checkpoints(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "scripts/train_embedded_pair.py"),

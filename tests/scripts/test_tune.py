@@ -116,7 +116,7 @@ def without_draft(tune_pair, tmp_path_factory):
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 
-def test_the_recommendation_stands_in_words_in_the_json_and_beside_the_pair(tuned):
+def test_recommendation_is_printed_and_saved(tuned):
     result, found = tuned.result, tuned.result["recommendation"]
     assert result["program"] == "tune"
     assert result["summary"][0] in tuned.done.stdout and found["reason"] in result["summary"]
@@ -131,7 +131,7 @@ def test_the_recommendation_stands_in_words_in_the_json_and_beside_the_pair(tune
     assert found["use_draft"] == (found["best"] in (GENAI, NATIVE))
 
 
-def test_every_candidate_carries_what_it_does_to_the_text(tuned):
+def test_every_candidate_reports_text_quality(tuned):
     decoded = [one for one in tuned.result["candidates"] if one.get("throughput")]
     assert len(decoded) >= 5
     for one in decoded:
@@ -139,7 +139,7 @@ def test_every_candidate_carries_what_it_does_to_the_text(tuned):
     assert "mean KL" in " ".join(tuned.result["summary"])
 
 
-def test_the_commands_and_the_lines_of_python_run(tuned, run):
+def test_printed_commands_and_python_code_run(tuned, run):
     summary = tuned.result["summary"]
     spelled_out = next(line for line in summary if line.startswith("or, with explicit options: "))
     recommended = next(line for line in summary if line.startswith("Run it: "))
@@ -157,13 +157,13 @@ def test_the_commands_and_the_lines_of_python_run(tuned, run):
     assert done.stdout.startswith(texts[0])
 
 
-def test_the_budget_is_kept(tuned):
+def test_time_budget_is_kept(tuned):
     """A load or run that has begun is completed, and no comparison is shorter than its minimum."""
     assert tuned.seconds < 3 + 120
     assert shlex.split(tuned.result["environment"]["command"])[:2] == ["python", str(ROOT / "scripts/tune.py")]
 
 
-def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run_here):
+def test_useless_draft_is_rejected_with_measured_reason(useless, run_here):
     found = useless.result["recommendation"]
     best = found["best"]
     assert not found["use_draft"] and best in ("alone", SUFFIX_KEY) and set(found["settings"]) == {"alone", best}
@@ -181,7 +181,7 @@ def test_a_useless_draft_is_refused_with_the_measured_reason(useless, run_here):
     assert done.returncode == 0 and f"recommended by {useless.pair / NAME}" in done.stderr
 
 
-def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
+def test_exhaustive_search_is_compared_with_the_choice(tune_pair, tmp_path):
     done = tune_pair(DRAFT, DRAFT, "--exhaustive", 0.02, "--out", tmp_path / NAME, prompts=("class Box:", "import os"))
     assert done.returncode == 0, done.stderr
     result = last_line(done)
@@ -195,7 +195,7 @@ def test_the_choice_is_compared_with_all_settings(tune_pair, tmp_path):
     assert json.loads((tmp_path / NAME).read_text(encoding="utf-8"))["best"] == result["recommendation"]["best"]
 
 
-def test_without_a_draft_suffix_decoding_takes_its_place(without_draft, run_here):
+def test_suffix_decoding_is_tuned_without_a_draft(without_draft, run_here):
     result, pair = without_draft.result, without_draft.pair
     found = result["recommendation"]
     assert {"GenAI, main alone, default properties", "ours, suffix decoding, default properties"} <= {
@@ -223,7 +223,7 @@ def test_without_a_draft_suffix_decoding_takes_its_place(without_draft, run_here
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize(("seen", "decoded"), [("f32 reference", False), ("finalists", True)])
-def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
+def test_ctrl_c_keeps_measured_candidates(tmp_path, seen, decoded):
     pair = copy_pair(tmp_path)
     command = [*EACH_STEP, "scripts/tune.py", pair / "main", pair / "draft", "--minutes", 0.1, *SHORT]
     with subprocess.Popen(
@@ -248,7 +248,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, seen, decoded):
         assert "before anything was decoded" in result["summary"][0]
 
 
-def test_what_only_the_draft_is_told_makes_no_other_main_model_alone():
+def test_draft_properties_do_not_create_another_main_model_alone():
     arguments = SimpleNamespace(main=MAIN, drafts=[DRAFT], minutes=1, devices=["CPU"], property=[])
     arguments.allow_quality_loss = False
     here = Place({}, None, [], machine=Machine("here", [], None))
@@ -271,8 +271,8 @@ SCHEDULER = SCHEDULERS[0]
 
 
 def made_up(choosing, remeasured=None, gained=4, drafts=(DRAFT,)):
-    """What tuning knows at its end, with these tokens/s by round of the last settings, and of what was measured again.
-    An inference of the main model yields `gained` tokens with the draft."""
+    """A finished tuning session with these tokens/s per round, of the final settings and of those measured again. A
+    forward pass of the main model yields `gained` tokens with the draft."""
     arguments = SimpleNamespace(
         main=MAIN, drafts=list(drafts), minutes=1, devices=["CPU"], property=[], allow_quality_loss=False, out=None
     )
@@ -326,7 +326,7 @@ LOSES = {
 
 
 @pytest.mark.parametrize(("figures", "gain"), WINS.values(), ids=WINS)
-def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gain):
+def test_draft_with_gain_is_recommended(figures, gain):
     verdict = judge(made_up(figures, figures))
     found = verdict.as_dict()
     assert problems(found, Recommendation) == []
@@ -338,14 +338,14 @@ def test_a_draft_that_gains_is_recommended_with_what_it_gains_alone(figures, gai
     if line:
         assert float(re.search(r": ([\d.]+)x", line)[1]) == pytest.approx(gain, abs=0.006)
         assert str(choose(made_up(figures)).alone.setting) in line
-    else:  # what it decodes with its defaults is the fastest alone
+    else:  # the defaults are the fastest without a draft
         assert re.search(rf" {gain:.2f}x \([^)]*\) the main model alone with its defaults", verdict.sentences[0])
     assert "Why: " in verdict.reason and verdict.reason in verdict.sentences
     assert found["settings"]["alone"].get("scheduler") is None  # samples/greedy_causal_lm.py has no such option
 
 
 @pytest.mark.parametrize("figures", LOSES.values(), ids=LOSES)
-def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
+def test_draft_without_gain_of_its_own_is_not_recommended(figures):
     verdict = judge(made_up(figures, figures))
     found = verdict.as_dict()
     best = SUFFIX_KEY if verdict.choice.copies else "alone"
@@ -356,14 +356,14 @@ def test_a_draft_that_gains_nothing_by_itself_is_not_recommended(figures):
     assert (verdict.choice.engine, verdict.choice.scheduler) == (fastest[0], (*fastest, (), ())[3])
 
 
-def test_a_draft_without_accepted_tokens_gains_no_time_whatever_the_clock_says():
+def test_draft_without_accepted_tokens_never_gains():
     figures = {ALONE: [20, 20], OURS: [30, 30]}
     verdict = judge(made_up(figures, figures, gained=1))
     assert not verdict.as_dict()["use_draft"] and "hardly any of its tokens are accepted" in verdict.reason
 
 
-def test_a_draft_that_was_hardly_used_is_not_said_to_be_rejected():
-    """As by the adaptive draft length, where a draft step costs as much as one of the main model."""
+def test_rarely_used_draft_is_not_called_rejected():
+    """As with the adaptive draft length, if a draft step costs as much as a main-model step."""
     tuning = made_up({ALONE: [20, 20], OURS: [20, 20]}, gained=1)
     method = next(one for setting, one in tuning.choosing.methods.items() if setting.draft)
     for (run,) in method.rounds:
@@ -373,13 +373,13 @@ def test_a_draft_that_was_hardly_used_is_not_said_to_be_rejected():
     assert "accepted with probability 0.80" in reason and "break-even" in reason
 
 
-def test_an_engine_that_gains_nothing_has_no_settings_beside_the_one_that_does():
+def test_engine_without_gain_has_no_recommended_settings():
     figures = {ALONE: [20, 20], OURS_ALONE: [22, 22], USUAL: [22.5, 22.5], OURS: [40, 40]}
     assert set(judge(made_up(figures, figures)).settings) == {"alone", NATIVE}
 
 
-def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
-    """The luckiest of many settings that are no faster than the main model alone: measured again, it gains nothing."""
+def test_reported_speedup_comes_from_new_rounds_not_the_selection():
+    """The luckiest of many settings that are no faster than the main model alone gains nothing when remeasured."""
     lucky = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [23, 23]}
     sober = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [20, 20], OURS: [20.1, 19.9]}
     assert judge(made_up(lucky)).as_dict()["use_draft"]
@@ -398,7 +398,7 @@ def test_the_luck_of_the_rounds_that_the_choice_rests_on_is_not_reported():
     assert "1.70x (1.65-1.75)" in table.partition("new rounds after the choice")[2]
 
 
-def test_the_defaults_are_recommended_if_they_are_faster_in_every_new_round():
+def test_defaults_are_recommended_if_faster_in_every_new_round():
     alone = {ALONE: [20, 20], OURS_ALONE: [20, 20]}
     choosing = {**alone, USUAL: [30, 30], OURS: [33, 35]}
     faster = judge(made_up(choosing, {**alone, USUAL: [36, 40], OURS: [33, 35]}))
@@ -409,7 +409,7 @@ def test_the_defaults_are_recommended_if_they_are_faster_in_every_new_round():
     assert (once.choice.engine, once.choice.draft_length) == OURS
 
 
-def test_what_is_reported_is_remeasured_and_no_more():
+def test_only_reported_settings_are_remeasured():
     figures = {
         ALONE: [20, 20], OURS_ALONE: [25, 25], SCHEDULED_ALONE: [19, 19], USUAL: [30, 30], (GENAI, 8): [29, 29],
         (NATIVE, 4, GROUP): [50, 50], (GENAI, 5, GROUP): [40, 40], (GENAI, 7, GROUP): [41, 41],
@@ -425,14 +425,14 @@ def test_what_is_reported_is_remeasured_and_no_more():
     assert choose(tuning).drafted.throughputs == pytest.approx([41, 41])
 
 
-def test_of_settings_as_fast_as_each_other_the_one_with_the_fewest_properties_is_taken():
+def test_fewest_properties_win_among_equally_fast_settings():
     figures = {ALONE: [20, 20], (NATIVE, 4, GROUP): [50.2, 50.2], OURS: [50, 50]}
     assert choose(made_up(figures)).drafted.throughputs == pytest.approx([50, 50])
     figures[(NATIVE, 4, GROUP)] = [51, 51]
     assert choose(made_up(figures)).drafted.throughputs == pytest.approx([51, 51])
 
 
-def test_the_lines_of_python_of_our_engine_alone_decode():
+def test_printed_python_code_of_native_engine_alone_runs():
     figures = {ALONE: [20, 20], OURS_ALONE: [30, 30], OURS: [20, 20]}
     verdict = judge(made_up(figures, figures))
     sentence = (
@@ -446,7 +446,7 @@ def test_the_lines_of_python_of_our_engine_alone_decode():
     assert_decodes(program)
 
 
-def test_a_draft_with_suffix_decoding_is_recommended_where_it_is_faster():
+def test_draft_with_suffix_decoding_is_recommended_if_faster():
     both = (NATIVE, TWO_SOURCES)
     figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [24, 24], OURS: [25, 25], both: [33, 33]}
     verdict = judge(made_up(figures, figures))
@@ -460,7 +460,7 @@ def test_a_draft_with_suffix_decoding_is_recommended_where_it_is_faster():
     assert_decodes(program)
 
 
-def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
+def test_suffix_decoding_is_recommended_if_faster_than_draft():
     figures = {ALONE: [20, 20], OURS_ALONE: [21, 21], SUFFIX: [30, 30], OURS: [25, 25]}
     verdict = judge(made_up(figures, figures))
     assert not verdict.as_dict()["use_draft"] and verdict.choice.copies
@@ -485,7 +485,7 @@ def test_suffix_decoding_is_recommended_where_it_is_faster_than_the_draft():
         ([33, 36], 1, False, "of which 0% are accepted, so a pass yields 1.00 tokens; verifying two tokens costs 1.10"),
     ],
 )
-def test_without_a_draft_suffix_decoding_is_recommended_by_the_rule_for_drafts(suffix, gained, gains, words):
+def test_suffix_decoding_without_draft_follows_the_rule_for_drafts(suffix, gained, gains, words):
     figures = {ALONE: [20, 20], OURS_ALONE: [25, 25], SUFFIX: suffix}
     tuning = made_up(figures, figures, gained, drafts=[])
     verdict = judge(tuning)
@@ -502,7 +502,7 @@ def test_without_a_draft_suffix_decoding_is_recommended_by_the_rule_for_drafts(s
     assert f"Run it: python {command}" in verdict.sentences
 
 
-def test_without_a_draft_suffix_decoding_is_tried_with_each_property_set_left():
+def test_suffix_decoding_is_tried_with_each_remaining_property_set():
     tuning = made_up({ALONE: [20, 20], SUFFIX: [30, 30]}, drafts=[])
     models = tuning.default.with_properties(GROUP)
     tuning.fastest, tuning.fastest_alone = [models], models
@@ -515,7 +515,7 @@ def test_without_a_draft_suffix_decoding_is_tried_with_each_property_set_left():
 
 
 @pytest.mark.parametrize("fastest", [USUAL, OURS], ids=[GENAI, NATIVE])
-def test_the_lines_of_python_with_the_draft_decode(fastest):
+def test_printed_python_code_with_draft_runs(fastest):
     figures = {ALONE: [20, 20], OURS_ALONE: [20, 20], USUAL: [30, 30], OURS: [30, 30], fastest: [40, 40]}
     verdict = judge(made_up(figures, figures))
     program = "\n".join(line.strip() for line in verdict.sentences if line.startswith("    "))
@@ -528,7 +528,7 @@ def assert_decodes(program):
     assert done.returncode == 0 and len(done.stdout) > 20, done.stderr
 
 
-def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end():
+def test_main_model_alone_is_tried_with_each_engine_and_scheduler():
     tuning = made_up({ALONE: [20, 20], OURS: [30, 30]})
     models = tuning.default.with_properties(GROUP)
     tuning.fastest, tuning.fastest_alone, tuning.k = [tuning.default], models, 4
@@ -538,7 +538,7 @@ def test_the_main_model_alone_is_tried_with_each_engine_and_scheduler_to_the_end
         Setting(models, NATIVE, draft_length=ADAPTIVE_LOOKUP),
         *(Setting(models, GENAI, scheduler=one) for one in SCHEDULERS),
     }
-    tuning.clock.begin -= 3600  # no time is left for what may be left out
+    tuning.clock.begin -= 3600  # no time is left for optional settings
     stage = LengthStage(tuning)
     stage.lengths = lambda *_: [4]
     assert alone <= set(stage.settings())
@@ -563,7 +563,7 @@ tune_worker.main()
 
 
 @pytest.mark.posix("signals")
-def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
+def test_crashing_driver_fails_only_one_candidate(tmp_path):
     """Here the adaptive draft length crashes the model process."""
     pair = copy_pair(tmp_path)
     (tmp_path / "crashing_worker.py").write_text(CRASHES, encoding="utf-8")
@@ -588,7 +588,7 @@ def test_a_driver_that_crashes_costs_one_candidate(tmp_path):
     assert "failed: its process was killed by SIGSEGV" in done.stdout and (pair / NAME).exists()
 
 
-def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_remember(tmp_path):
+def test_crashed_worker_restarts_and_replays_remembered_calls(tmp_path):
     program = tmp_path / "worker.py"
     program.write_text(
         "import os, sys\n"
@@ -614,8 +614,8 @@ def test_a_process_that_crashed_is_started_anew_and_told_again_what_it_is_to_rem
     assert not child.is_running()
 
 
-def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
-    """Where a remembered call raises in a new process, that one is not used: the next call begins another."""
+def test_worker_is_not_used_if_replaying_a_call_fails(tmp_path):
+    """If a remembered call raises in a new process, that process is not used: the next call starts another one."""
     program = tmp_path / "worker.py"
     program.write_text(
         "import os, sys\n"
@@ -652,7 +652,7 @@ def test_no_process_goes_on_without_all_that_it_is_to_remember(tmp_path):
         worker.close()
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+def test_unwritable_recommendation_gives_one_sentence_error(tmp_path):
     (tmp_path / NAME).mkdir()
     arguments = SimpleNamespace(main=tmp_path / "main", out=None)
     assert "was not written" in tune.write_recommendation(arguments, {}, tmp_path / "draft")
@@ -681,7 +681,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
         ([MAIN, DRAFT, "--prompts", "README"], ["README"]),
     ],
 )
-def test_bad_usage_is_status_2_and_names_the_value(run, run_here, arguments, words):
+def test_bad_usage_exits_with_2_and_names_the_value(run, run_here, arguments, words):
     one = run if "--prompts" in arguments else run_here  # the hub's client reads its variables when it is imported
     done = one("scripts/tune.py", *arguments, env={"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2 and done.stdout == "", done.stderr
@@ -715,7 +715,7 @@ def recommended(tmp_path):
     return SimpleNamespace(main=pair / "main", draft=pair / "draft", file=pair / NAME, content=content, write=write)
 
 
-def test_samples_start_from_the_recommendation_and_options_override_it(run_here, recommended):
+def test_samples_use_recommendation_and_options_override_it(run_here, recommended):
     main, draft, short = recommended.main, recommended.draft, ("--recommended", "--max-new-tokens", 12)
     done = run_here("samples/speculative_greedy_lm.py", main, draft, PROMPT, *short)
     assert done.returncode == 0, done.stderr
@@ -735,7 +735,7 @@ def test_samples_start_from_the_recommendation_and_options_override_it(run_here,
     assert "confidence falls below" not in ours.stderr and "except --num-assistant-tokens" in ours.stderr
 
 
-def test_samples_read_a_recommendation_of_format_1(run_here, recommended):
+def test_samples_read_recommendation_format_1(run_here, recommended):
     """Its engines are called GenAI and ours."""
     main, draft, options = recommended.main, recommended.draft, (PROMPT, "--recommended", "--max-new-tokens", 12)
     greedy, sampled = "samples/speculative_greedy_lm.py", "samples/speculative_sampling_lm.py"
@@ -756,7 +756,7 @@ def test_samples_read_a_recommendation_of_format_1(run_here, recommended):
     assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
 
 
-def test_other_weights_are_refused_in_one_sentence(run_here, recommended):
+def test_recommendation_for_other_weights_is_rejected(run_here, recommended):
     make_useless(recommended.draft)
     sample = ("samples/speculative_greedy_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
     done = run_here(*sample)
@@ -768,7 +768,7 @@ def test_other_weights_are_refused_in_one_sentence(run_here, recommended):
     assert done.returncode == 0  # the main model's are the same
 
 
-def test_another_version_is_a_note(run_here, recommended):
+def test_recommendation_of_other_version_is_noted(run_here, recommended):
     recommended.content["measured_on"] = {"openvino_genai": "1999.1", "CPU": "Abacus", "GPU.7": "elsewhere"}
     recommended.write()
     done = run_here("samples/greedy_causal_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 2)
@@ -780,7 +780,7 @@ def test_another_version_is_a_note(run_here, recommended):
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 0}'])
-def test_no_or_a_broken_recommendation_names_the_file_and_the_command(run_here, recommended, content):
+def test_missing_or_broken_recommendation_names_file_and_command(run_here, recommended, content):
     recommended.file.unlink()
     if content:
         recommended.file.write_text(content, encoding="utf-8")
@@ -791,14 +791,14 @@ def test_no_or_a_broken_recommendation_names_the_file_and_the_command(run_here, 
         recommendation.read(recommended.file)
 
 
-def test_an_engine_that_gains_nothing_names_the_sample_that_does(run_here, recommended):
+def test_engine_without_gain_names_the_sample_to_use(run_here, recommended):
     del recommended.content["settings"][GENAI]
     recommended.write()
     done = run_here("samples/speculative_greedy_lm.py", recommended.main, recommended.draft, PROMPT, "--recommended")
     assert done.returncode == 2 and "samples/speculative_sampling_lm.py --recommended instead" in done.stderr
 
 
-def test_suffix_decoding_starts_from_a_recommendation_of_its_own(run_here, recommended):
+def test_suffix_decoding_uses_its_own_recommendation(run_here, recommended):
     sample = ("samples/suffix_decoding_lm.py", recommended.main, PROMPT, "--recommended", "--max-new-tokens", 4)
     done = run_here(*sample)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -813,7 +813,7 @@ def test_suffix_decoding_starts_from_a_recommendation_of_its_own(run_here, recom
         recommendation.check(recommendation.read(recommended.file), recommended.main, recommended.draft)
 
 
-def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_model(recommended, monkeypatch):
+def test_server_with_suffix_decoding_uses_its_or_main_alone_settings(recommended, monkeypatch):
     settings = recommended.content["settings"]
     monkeypatch.setattr(sys, "argv", ["serve_pair.py", str(recommended.main), "--suffix-decoding", "--recommended"])
     assert serving_arguments.parse("").pair.main.properties == settings["alone"]["properties"]
@@ -833,7 +833,7 @@ def test_a_server_with_suffix_decoding_takes_its_settings_or_those_of_the_main_m
         (GENAI, ["--draft-device", "NPU"], {}),
     ],
 )
-def test_a_draft_has_the_main_models_properties_on_the_same_device(engine, given, of_draft):
+def test_draft_inherits_main_model_properties_on_same_device(engine, given, of_draft):
     parser = argparse.ArgumentParser()
     for name in ("--device", "--draft-device", "--property", "--draft-property"):
         parser.add_argument(name, **pipeline_arguments.ARGUMENTS[name])
@@ -843,7 +843,7 @@ def test_a_draft_has_the_main_models_properties_on_the_same_device(engine, given
     assert {name: str(value) for name, value in found.items()} == of_draft
 
 
-def test_a_recommended_draft_without_properties_has_none(recommended, monkeypatch):
+def test_recommended_draft_without_properties_inherits_none(recommended, monkeypatch):
     settings = recommended.content["settings"]
     settings[NATIVE] |= {"draft_device": "CPU"}
     recommended.write()
@@ -857,7 +857,7 @@ def test_a_recommended_draft_without_properties_has_none(recommended, monkeypatc
 
 
 @pytest.mark.parametrize("with_suffix_decoding", [True, False])
-def test_a_recommendation_may_be_a_draft_with_suffix_decoding(run_here, recommended, monkeypatch, with_suffix_decoding):
+def test_recommendation_can_combine_draft_and_suffix_decoding(run_here, recommended, monkeypatch, with_suffix_decoding):
     chosen = recommended.content["settings"][NATIVE]
     chosen |= {"num_assistant_tokens": 0, "assistant_confidence_threshold": 0.0}
     chosen |= {"max_ngram_size": 16} if with_suffix_decoding else {}
@@ -874,17 +874,17 @@ def test_a_recommendation_may_be_a_draft_with_suffix_decoding(run_here, recommen
         assert serving_arguments.parse("").pair.suffix_decoding == expected
 
 
-def test_weights_have_a_fingerprint_and_engines_a_sample():
+def test_fingerprints_differ_and_each_engine_has_a_sample():
     assert recommendation.fingerprint(MAIN) == recommendation.fingerprint(MAIN) != recommendation.fingerprint(DRAFT)
     assert set(recommendation.SAMPLE_OF) == {"alone", SUFFIX_KEY, GENAI, NATIVE}
     for sample in recommendation.SAMPLE_OF.values():
         assert (ROOT / "samples" / sample).exists()
 
 
-# ---- what a setting does to the text --------------------------------------------------------------------------------
+# ---- text quality of a setting --------------------------------------------------------------------------------------
 
 
-def test_the_reference_has_none_of_the_numerics_that_were_given():
+def test_reference_drops_numeric_properties():
     given = (("INFERENCE_NUM_THREADS", 2), ("INFERENCE_PRECISION_HINT", "bf16"), ("KV_CACHE_PRECISION", "u4"))
     both, apart = PropertySet("CPU", "CPU", given, given), PropertySet("CPU", "NPU", given, given[:2])
     assert both.exact.properties == both.exact.draft_properties == (*EXACT, given[0])
@@ -898,7 +898,7 @@ def exact():
     return model, text_quality.reference_text(model, np.arange(40, 50), 24)
 
 
-def test_the_reference_against_itself_is_exact(exact):
+def test_reference_against_itself_is_exact(exact):
     model, reference = exact
     quality = text_quality.judge(model, [reference])
     assert (quality.grade, quality.agreement, quality.tokens) == ("exact", 1, 24)
@@ -906,7 +906,7 @@ def test_the_reference_against_itself_is_exact(exact):
     assert text_quality.first_difference(reference, reference.tokens.tolist()) is None
 
 
-def test_default_properties_fit_and_another_model_does_not(exact):
+def test_default_properties_fit_and_other_model_does_not(exact):
     default = text_quality.judge(cached_model.load(MAIN, capacity=128), [exact[1]])
     other = text_quality.judge(cached_model.load(DRAFT, capacity=128), [exact[1]])
     assert default.fits() and 0 < default.mean_kl < text_quality.MOST_KL
@@ -914,7 +914,7 @@ def test_default_properties_fit_and_another_model_does_not(exact):
     assert f"{len(other.margins)} of 24 tokens differ" in str(other)
 
 
-def test_a_reference_text_is_small_however_large_the_vocabulary_and_judges_as_whole_logits_do():
+def test_reference_text_is_compact_and_judges_like_full_logits():
     random = np.random.default_rng(0)
     ids = np.arange(16)
     by_rank = -1.6 * np.log(np.arange(1, 151_937))  # the likeliest 1,024 tokens have 98 % of the probability
@@ -934,7 +934,7 @@ def test_a_reference_text_is_small_however_large_the_vocabulary_and_judges_as_wh
     assert reference.margin(0, int(logits[0].argmin())) > reference.margin(0, second)
 
 
-def test_a_near_tie_is_no_real_difference():
+def test_near_tie_is_not_a_real_difference():
     logits = np.array([[0, 1.0, 0.8, -3], [2.0, 0, 0, -3]])
     reference = ReferenceText.of(np.array([7]), np.array([1, 0]), logits)
     assert text_quality.first_difference(reference, [2, 0]) == (0, pytest.approx(0.2))

@@ -60,7 +60,7 @@ def draw_texts(next_token, length, number, seed=1):
     return texts
 
 
-def test_the_joint_distribution_is_the_product_of_all_steps():
+def test_joint_distribution_is_product_of_all_steps():
     p = markov_chain(4)
     cells = exact_joint(p, 3)
     assert len(cells) == 64
@@ -68,7 +68,7 @@ def test_the_joint_distribution_is_the_product_of_all_steps():
 
 
 @pytest.mark.parametrize("resolution", [0, 0.01, 0.2])
-def test_every_text_has_one_cell_at_any_resolution_and_cells_have_their_texts_probability(resolution):
+def test_every_text_belongs_to_one_cell_at_any_resolution(resolution):
     p = markov_chain(4)
     cells = exact_joint(p, 3, resolution)
     assert sum(cells.values()) == pytest.approx(1)
@@ -80,7 +80,7 @@ def test_every_text_has_one_cell_at_any_resolution_and_cells_have_their_texts_pr
     assert sum(added_up.values()) == pytest.approx(1)
 
 
-def test_a_stop_token_ends_a_text():
+def test_stop_token_ends_a_text():
     p = markov_chain(3)
     cells = exact_joint(p, 3, stop_token_ids={2})
     assert cells[2,] == pytest.approx(p(())[2])
@@ -88,19 +88,19 @@ def test_a_stop_token_ends_a_text():
     assert sum(cells.values()) == pytest.approx(1)
 
 
-def test_too_many_beginnings_are_refused_before_they_are_computed(monkeypatch):
+def test_too_many_prefixes_are_rejected_before_computation(monkeypatch):
     monkeypatch.setattr(lossless_check, "MOST_PREFIXES", 10)
     with pytest.raises(ValueError, match="16 prefixes"):
         exact_joint(markov_chain(4), 3)
 
 
-def test_a_token_that_cannot_come_is_impossible():
+def test_token_of_probability_zero_is_impossible():
     cells = exact_joint(lambda tokens: np.array([0.5, 0.5, 0.0]), 2)
     comparison = compare([(0, 1)] * 99 + [(0, 2)], cells)
     assert (comparison.impossible, comparison.p_value) == (1, 0.0)
 
 
-def test_the_noise_is_what_perfect_draws_have():
+def test_expected_noise_matches_simulation():
     probabilities = np.random.default_rng(0).dirichlet(np.full(100, 0.3))
     for draws in (20, 300, 5000):
         counts = np.random.default_rng(1).multinomial(draws, probabilities, 4000)
@@ -109,7 +109,7 @@ def test_the_noise_is_what_perfect_draws_have():
         assert expected == pytest.approx(simulated.mean(), abs=5 * simulated.std() / 4000**0.5)
 
 
-def test_p_values_of_perfect_draws_are_uniform():
+def test_p_values_of_correct_samples_are_uniform():
     probabilities = np.random.default_rng(0).dirichlet(np.full(200, 0.3))
     for draws in (200, 3000):
         counts = np.random.default_rng(1).multinomial(draws, probabilities, 4000)
@@ -129,30 +129,30 @@ def test_p_values_of_perfect_draws_are_uniform():
         (149.449, 100, 0.001),
     ],
 )
-def test_the_chi_square_distribution_is_that_of_the_tables(statistic, degrees, p):
+def test_chi_square_distribution_matches_tables(statistic, degrees, p):
     assert lossless_check._chi_square_above(statistic, degrees) == pytest.approx(p, rel=2e-3)
 
 
-def test_comparing_finds_a_wrong_distribution_and_passes_the_right_one():
+def test_comparison_detects_wrong_distribution_and_passes_right_one():
     cells = exact_joint(markov_chain(4), 3, resolution=0.002)
     assert compare(draw_texts(markov_chain(4), 3, 3000), cells).p_value > 1e-4
     wrong = compare(draw_texts(markov_chain(4, seed=2), 3, 3000), cells)
     assert wrong.p_value < 1e-9 and wrong.total_variation > 3 * wrong.noise
 
 
-SHAPES = [(3, 2), (40, 0.3), (400, 0.1)]  # few cells, some, and many of which most are put together
+SHAPES = [(3, 2), (40, 0.3), (400, 0.1)]  # few cells, some, and many of which most are merged
 
 
 @pytest.mark.parametrize("draws", [300, 3000])
 @pytest.mark.parametrize(("size", "evenness"), SHAPES)
-def test_a_distance_just_above_the_stated_one_is_found_nine_times_in_ten(size, evenness, draws):
+def test_detectable_distance_is_found_with_90_percent_power(size, evenness, draws):
     """The hardest wrong sampler of that distance to detect: all probabilities are off by the same factor."""
     random = np.random.default_rng(0)
     p = random.dirichlet(np.full(size, evenness))
     cells = {(i,): float(probability) for i, probability in enumerate(p)}
     stated = lossless_check.detectable_total_variation(cells, draws, ALPHA)
     order, starts = lossless_check._cells_of_test(p, draws)
-    of_test = np.add.reduceat(p[order], starts)  # rare ones together: what differs only among them is not seen
+    of_test = np.add.reduceat(p[order], starts)  # rare cells are merged: differences among them are not detected
     goes_up = np.zeros(len(of_test), bool)
     for cell in np.argsort(of_test)[:-1]:
         goes_up[cell] = of_test[goes_up].sum() + of_test[cell] <= 0.5
@@ -165,7 +165,7 @@ def test_a_distance_just_above_the_stated_one_is_found_nine_times_in_ten(size, e
     assert np.mean(np.array(p_values) < ALPHA) > 0.87
 
 
-def test_the_stated_distance_is_that_of_the_chi_square_test():
+def test_detectable_distance_matches_chi_square_tables():
     """From the noncentralities of the published tables (Haynam, Govindarajulu and Leone 1962)."""
     known = [(2, 0.05, 0.8, 7.849), (2, 0.05, 0.9, 10.507), (2, 0.01, 0.9, 14.879), (3, 0.05, 0.9, 12.654)]
     for alternatives, alpha, power, noncentrality in known:
@@ -174,7 +174,7 @@ def test_the_stated_distance_is_that_of_the_chi_square_test():
         assert stated == pytest.approx((noncentrality / 4000) ** 0.5, rel=1e-4)
 
 
-def test_where_all_draws_fall_into_one_cell_nothing_is_compared():
+def test_single_cell_gives_no_comparison():
     cells = exact_joint(lambda tokens: np.full(1000, 0.001), 2, resolution=0.01)
     assert list(cells) == [(OTHER,)]
     assert compare([(1, 2)] * 500, cells).p_value == 1  # whatever was drawn
@@ -187,7 +187,7 @@ def test_where_all_draws_fall_into_one_cell_nothing_is_compared():
 @pytest.mark.parametrize(
     ("margin", "verdict"), [(0.02, "equal except near-ties"), (0.1, "NOT equal"), (-0.1, "NOT equal")]
 )
-def test_a_near_tie_is_a_margin_of_a_few_hundredths_of_the_logits_spread(margin, verdict):
+def test_near_tie_margin_is_relative_to_logits_spread(margin, verdict):
     """The margin of the reference's second token, 5, over that of the other text, 6."""
     logits = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     logits[6] = logits[5] - margin * logits.std()
@@ -200,7 +200,7 @@ def test_a_near_tie_is_a_margin_of_a_few_hundredths_of_the_logits_spread(margin,
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def test_without_draws_given_a_small_difference_of_the_engine_is_found(kept_signals, monkeypatch):
+def test_default_number_of_draws_detects_small_differences(kept_signals, monkeypatch):
     from scripts import verify_lossless
 
     monkeypatch.setattr("sys.argv", [SCRIPT, str(MAIN), str(DRAFT)])
@@ -223,8 +223,8 @@ def by_path(process):
 @pytest.mark.parametrize(
     ("pair", "draws"), [("tiny", 300), pytest.param("embedded", 100, marks=pytest.mark.long)], ids=["tiny", "embedded"]
 )
-def test_the_engine_is_lossless_and_genai_is_not_with_a_draft(run, tiny, pair, draws):
-    """A failure here may mean that GenAI has changed: then the README and the facts about it are to change, too."""
+def test_engine_is_lossless_and_genai_with_draft_is_not(run, tiny, pair, draws):
+    """A failure here may mean that GenAI has changed. Then update the README and the documented facts about GenAI."""
     process = run(SCRIPT, *(tiny if pair == "tiny" else (DRAFT, MAIN)), "--draws", draws, *FEW)
     assert process.returncode == 0, process.stdout + process.stderr
     document, greedy, sampled = by_path(process)
@@ -287,7 +287,7 @@ def without_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("with_draft", [True, False])
-def test_only_the_chosen_paths_run_which_need_no_draft(run_here, tiny, with_draft):
+def test_only_chosen_paths_run_with_or_without_draft(run_here, tiny, with_draft):
     given = (*tiny, "--paths", "lookup") if with_draft else tiny[:1]
     process = run_here(SCRIPT, *given, "--draws", "100", *FEW)
     assert process.returncode == 0, process.stderr
@@ -299,7 +299,7 @@ def test_only_the_chosen_paths_run_which_need_no_draft(run_here, tiny, with_draf
     assert list(sampled) == ["GenAI main alone", *methods]
 
 
-def test_an_engine_that_accepts_everything_fails(run_tiny, monkeypatch):
+def test_engine_that_accepts_everything_fails(run_tiny, monkeypatch):
     accept_all(monkeypatch)
     process = run_tiny("engine")
     assert process.returncode == 1, process.stderr
@@ -321,9 +321,9 @@ def draws_of(decoder, prompt, config, number, seed):
     return texts
 
 
-def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_found(tiny, monkeypatch):
-    """One first token comes too often: all others, and what follows them, by the same share too seldom. A quarter more
-    than what is found nine times in ten is found nearly always."""
+def test_engine_slightly_beyond_detectable_distance_is_found(tiny, monkeypatch):
+    """One first token is too frequent, and all others, with their continuations, are too rare by the same factor. A
+    distance a quarter above the one detected with 90% power is detected nearly always."""
     main = cached_model.load(ModelSpec(tiny[0], "CPU", {"EXECUTION_MODE_HINT": "ACCURACY"}), capacity=64)
     prompt, draws, alpha = np.arange(40, 50), 400, 1e-4
     config = GenerationConfig(do_sample=True, top_k=4, max_new_tokens=5, ignore_eos=True, num_assistant_tokens=2)
@@ -350,7 +350,7 @@ def test_an_engine_that_is_wrong_by_little_more_than_the_stated_distance_is_foun
     assert found.total_variation == pytest.approx(1.25 * stated, abs=0.1)  # no gross bug
 
 
-def test_where_genai_has_no_reference_the_engine_s_own_is_taken(run_tiny, monkeypatch):
+def test_native_reference_is_used_if_genai_fails(run_tiny, monkeypatch):
     without_reference(monkeypatch)
     process = run_tiny("engine")
     document, greedy, _ = by_path(process)
@@ -361,7 +361,7 @@ def test_where_genai_has_no_reference_the_engine_s_own_is_taken(run_tiny, monkey
     assert "GenAI main alone failed (no reference): the texts are compared with engine main alone." in process.stdout
 
 
-def test_a_wrong_engine_fails_where_genai_has_no_reference(run_tiny, monkeypatch):
+def test_wrong_engine_fails_without_genai_reference(run_tiny, monkeypatch):
     without_reference(monkeypatch)
     accept_all(monkeypatch)
     process = run_tiny("engine")
@@ -369,7 +369,7 @@ def test_a_wrong_engine_fails_where_genai_has_no_reference(run_tiny, monkeypatch
     assert by_path(process)[1]["engine draft, K = 2"]["verdict"] == "NOT equal"
 
 
-def test_without_any_reference_nothing_is_called_equal(run_tiny, monkeypatch):
+def test_nothing_is_called_equal_without_a_reference(run_tiny, monkeypatch):
     without_reference(monkeypatch)
     steps = Decoder._steps
     monkeypatch.setattr(Decoder, "_steps", lambda self, *a: (steps if self.draft else raising("none"))(self, *a))
@@ -381,7 +381,7 @@ def test_without_any_reference_nothing_is_called_equal(run_tiny, monkeypatch):
     assert "no text could be compared" in process.stdout
 
 
-def test_a_crash_of_the_engine_fails_and_ends_nothing_else(run_tiny, monkeypatch):
+def test_engine_crash_fails_only_its_method(run_tiny, monkeypatch):
     monkeypatch.setattr(DraftModelProposer, "propose", raising("the planted crash"))
     process = run_tiny("engine,lookup", "--top-k", "3", "--top-p", "0.9", "--temperature", "0.7")
     assert process.returncode == 1, process.stderr
@@ -395,8 +395,8 @@ def test_a_crash_of_the_engine_fails_and_ends_nothing_else(run_tiny, monkeypatch
     assert sampled["GenAI main alone"]["verdict"] == NO_DIFFERENCE
 
 
-def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
-    """Played by a pipeline that does not load, so that this does not rest on what GenAI does today."""
+def test_strict_option_fails_on_genai_errors(run_tiny, monkeypatch):
+    """A pipeline that does not load stands in for a GenAI error, so the test does not depend on GenAI's version."""
     load_only(monkeypatch, lambda draft: draft is None, "a planted failure")
     for strict, status in (((), 0), (("--strict",), 1)):
         process = run_tiny("engine,genai", *strict)
@@ -426,7 +426,7 @@ def test_what_is_wrong_in_genai_fails_if_strict(run_tiny, monkeypatch):
         ([MAIN, DRAFT, "--device", "GPX"], 2, "there is no GPX: it is not an OpenVINO device"),
     ],
 )
-def test_bad_input_is_one_sentence(run_here, arguments, status, word):
+def test_bad_input_gives_one_sentence_error(run_here, arguments, status, word):
     process = run_here(SCRIPT, *arguments)
     output = process.stdout + process.stderr
     assert process.returncode == status, output
@@ -435,7 +435,7 @@ def test_bad_input_is_one_sentence(run_here, arguments, status, word):
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize("loaded", ["libopenvino", "intel_cpu_plugin"])
-def test_ctrl_c_ends_at_once_without_a_trace(loaded):
+def test_ctrl_c_exits_at_once_without_traceback(loaded):
     command = [sys.executable, SCRIPT, str(MAIN), str(DRAFT)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     wait_until_loaded(loaded, process)
