@@ -108,7 +108,7 @@ def starts_ray(nodeid):
 
 def imports_torch(nodeid):
     file, _, test = nodeid.partition("::")
-    return Path(file).stem in IMPORTING_TORCH or test == "test_the_generated_pages_are_up_to_date"
+    return Path(file).stem in IMPORTING_TORCH or test == "test_generated_pages_are_up_to_date"
 
 
 class TogetherScheduling(LoadFileScheduling):

@@ -43,13 +43,13 @@ def fresh(tmp_path):
     def run(program, *arguments):
         command = [checkout / ".ci/fresh", sys.executable, "-c", program, *arguments]
         done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=PATIENCE)
-        assert not list((checkout / "build").iterdir())  # tidied up
+        assert not list((checkout / "build").iterdir())  # cleaned up
         return done
 
     return run
 
 
-def test_leftovers_are_not_seen_and_none_are_left(fresh, tmp_path):
+def test_command_sees_no_leftovers_and_leaves_none(fresh, tmp_path):
     with tempfile.NamedTemporaryFile(dir="/tmp") as leftover:
         own = f"{Path(leftover.name).name}-inside"
         done = fresh(LOOK, leftover.name, own)
@@ -65,5 +65,5 @@ def test_leftovers_are_not_seen_and_none_are_left(fresh, tmp_path):
         assert not Path("/tmp", own).exists()
 
 
-def test_the_commands_exit_status_is_passed_on(fresh):
+def test_exit_status_is_passed_on(fresh):
     assert fresh("raise SystemExit(7)").returncode == 7

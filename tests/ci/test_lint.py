@@ -14,7 +14,7 @@ BIN = Path(sys.executable).parent
 @pytest.mark.parametrize(
     "command", ["ruff check .", "ruff format --check .", "mypy speculative", "lint-imports"], ids=lambda text: text
 )
-def test_the_code_passes(command):
+def test_lint_command_passes(command):
     program, *arguments = command.split()
     done = subprocess.run([BIN / program, *arguments], cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -23,5 +23,5 @@ def test_the_code_passes(command):
 def test_make_lint_runs_the_same_checks():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipe = makefile.partition("\nlint: ")[2].partition("\n\n")[0].replace("$(PY) -m ", "").replace("$(BIN)/", "")
-    marks = test_the_code_passes.pytestmark
+    marks = test_lint_command_passes.pytestmark
     assert [line.strip() for line in recipe.splitlines()[1:]] == marks[0].args[1]

@@ -29,7 +29,7 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_pages_show_what_is_kept():
+def test_pages_show_the_saved_results():
     """`python scripts/figures.py --render` writes them."""
     kept = figures.read_kept()
     for page in figures.PAGES:
@@ -38,14 +38,14 @@ def test_the_pages_show_what_is_kept():
     assert not set(kept) - set(figures.FIGURES)
 
 
-def test_no_path_of_this_machine_is_saved():
+def test_saved_output_has_no_local_paths():
     program = (
         "import json, pathlib; path = str(pathlib.Path('a/b').resolve()); print(path, json.dumps([path]), sep='\\n')"
     )
     assert figures.run(f"-c {shlex.quote(program)}") == ["a/b", '["a/b"]']
 
 
-def test_every_figure_is_shown_and_no_other():
+def test_pages_show_exactly_the_defined_figures():
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert {name for _, name, _ in figures.BLOCK.findall(text)} == {
         *figures.FIGURES, "gains", "overview", "sources", "structured", "summary",
@@ -53,7 +53,7 @@ def test_every_figure_is_shown_and_no_other():
     assert text.count("<!-- figures:") == len(figures.BLOCK.findall(text)) == text.count("<!-- /figures -->")
 
 
-def test_what_is_kept_is_small_and_complete():
+def test_saved_results_are_small_and_complete():
     for path in (ROOT / "docs/figures").glob("*.json"):
         kept = json.loads(path.read_text(encoding="utf-8"))
         assert path.stat().st_size < 200_000 and kept["name"] == path.stem and kept["commit"] and kept["output"]
@@ -61,12 +61,12 @@ def test_what_is_kept_is_small_and_complete():
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_every_command_is_understood(name, monkeypatch):
+def test_every_command_is_parsed(name, monkeypatch):
     program, *arguments = shlex.split(figures.FIGURES[name].command)
     module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("speculative.bench.harness.output_file", str)  # the folders of a build may not be there
+    monkeypatch.setattr("speculative.bench.harness.output_file", str)  # the build folders may not exist
     parsed = module.parse_arguments()
     assert str(parsed.main).endswith("/main")
 
@@ -78,14 +78,14 @@ def test_every_pair_can_be_made(making, monkeypatch, tmp_path):
     program, *arguments = shlex.split(making)
     monkeypatch.chdir(tmp_path)
     if "--main-of" in arguments:
-        there = {"kind": "benchmark pair", "main": {"shape": asdict(make_benchmark_pair.SHAPES["TinyLlama-1.1B"])}}
+        pair = {"kind": "benchmark pair", "main": {"shape": asdict(make_benchmark_pair.SHAPES["TinyLlama-1.1B"])}}
         Path("build/tinyllama").mkdir(parents=True)
-        Path("build/tinyllama/pair.json").write_text(json.dumps(there), encoding="utf-8")
+        Path("build/tinyllama/pair.json").write_text(json.dumps(pair), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     assert figures.PAIRS[str(make_benchmark_pair.parse_arguments().out)] == making
 
 
-def test_the_first_pair_is_made_before_the_others(tmp_path, monkeypatch):
+def test_first_pair_is_made_before_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     good, useless = (figures.PAIRS[f"build/tinyllama{end}"] for end in ("", "-useless"))
     assert figures.pairs_for(figures.FIGURES["useless-draft"].command) == [good, useless]
@@ -95,13 +95,13 @@ def test_the_first_pair_is_made_before_the_others(tmp_path, monkeypatch):
     assert figures.pairs_for(figures.FIGURES["costs"].command) == figures.pairs_for(figures.FIGURES["lossless"].command)
 
 
-def test_only_what_is_missing_is_measured():
+def test_only_missing_figures_are_measured():
     kept = {"a": {"commit": "1"}, "b": {"commit": "2"}}
     assert figures.missing(["a", "b", "c"], kept, "2", again=False) == ["c"]
     assert figures.missing(["a", "b", "c"], kept, "2", again=True) == ["a", "c"]
 
 
-def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
+def test_figure_is_measured_saved_and_shown(checkout, monkeypatch, capsys):
     """Measure, save and render with a small command; a failing command does not stop the others."""
     small = figures.Figure(f"scripts/benchmark.py {DRAFT} {DRAFT} {SMALL}", 1)
     monkeypatch.setattr(
@@ -125,7 +125,7 @@ def test_a_figure_is_measured_kept_and_shown(checkout, monkeypatch, capsys):
     assert figures.main() == 0
 
 
-def test_ctrl_c_keeps_what_was_measured(checkout, monkeypatch):
+def test_ctrl_c_keeps_measured_figures(checkout, monkeypatch):
     def interrupted(command):
         if "first" in command:
             return ["a table", '{"program": "x"}']
@@ -139,7 +139,7 @@ def test_ctrl_c_keeps_what_was_measured(checkout, monkeypatch):
 
 
 @pytest.mark.posix("signals")
-def test_at_ctrl_c_the_command_ends_what_it_started(tmp_path):
+def test_ctrl_c_lets_the_command_end_its_children(tmp_path):
     """The command is interrupted, not killed: a server that it started would be left running."""
     program, ended = tmp_path / "program.py", tmp_path / "ended"
     program.write_text(
@@ -149,7 +149,7 @@ def test_at_ctrl_c_the_command_ends_what_it_started(tmp_path):
         f"pathlib.Path({str(ended)!r}).touch()\n"
         "sys.exit(130)\n"
     )
-    start = f"from scripts import figures; figures.run({str(program)!r})"  # a process that gets the signal for itself
+    start = f"from scripts import figures; figures.run({str(program)!r})"  # a separate process receives the signal
     process = subprocess.run(
         [sys.executable, "-c", start], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300
     )
@@ -163,7 +163,7 @@ ENGINE_IDS = pytest.mark.parametrize(
 
 
 @ENGINE_IDS
-def test_the_table_of_gains_says_what_the_figures_say(genai, native):
+def test_gains_table_matches_the_results(genai, native):
     def method(name, engine, k, speedup, sampled=False):
         row = {"name": name, "engine": engine, "sampled": sampled, "draft_length": k, "speedup": speedup}
         return {**row, "speedup_range": [speedup - 0.1, speedup + 0.1]}
@@ -199,12 +199,12 @@ def test_the_table_of_gains_says_what_the_figures_say(genai, native):
 
 
 @pytest.mark.parametrize(("arguments", "word"), [(["embedded,magic"], "'magic'"), (["--nothing"], "--nothing")])
-def test_bad_input_is_one_sentence(run_here, arguments, word):
+def test_bad_input_gives_one_sentence_error(run_here, arguments, word):
     process = run_here("scripts/figures.py", *arguments)
     assert process.returncode == 2 and word in process.stderr and "Traceback" not in process.stderr
 
 
-def test_the_list_and_make_say_what_there_is(run):
+def test_list_option_and_make_target_name_the_figures(run):
     process = run("scripts/figures.py", "--list")
     assert process.returncode == 0 and [line.split()[0] for line in process.stdout.splitlines()] == list(
         figures.FIGURES
@@ -216,7 +216,7 @@ def test_the_list_and_make_say_what_there_is(run):
 
 
 @ENGINE_IDS
-def test_the_summary_has_one_number_and_one_range_a_row(genai, native):
+def test_summary_has_one_number_and_range_per_row(genai, native):
     found = [(genai, False, 4, 2.5), (native, False, 8, 3.0), (native, False, "adaptive", 2.9)]
     found.append((native, True, "adaptive", 2.2))
     rows = [
@@ -236,7 +236,7 @@ def test_the_summary_has_one_number_and_one_range_a_row(genai, native):
     assert "Not measured yet" in gains_table.summary({})
 
 
-def test_the_overview_has_a_row_a_result_with_its_machine_and_section():
+def test_overview_has_one_row_per_result_with_machine_and_section():
     def row(sampled, k, speedup, bounds):
         return {"engine": "native", "sampled": sampled, "name": "", "draft_length": k, "speedup": speedup,
                 "speedup_range": bounds}  # fmt: skip

@@ -15,23 +15,23 @@ TOPICS = (
 )
 
 
-def missing(wanted, there):
-    """Where `there`, as read by the model, lacks something of `wanted`."""
+def missing(wanted, actual):
+    """The paths of values in `wanted` that differ in `actual`, the dashboard as parsed by the model."""
     if isinstance(wanted, dict):
-        return [f"{key}.{place}" for key in wanted for place in missing(wanted[key], there.get(key))]
+        return [f"{key}.{place}" for key in wanted for place in missing(wanted[key], actual.get(key))]
     if isinstance(wanted, list):
-        pairs = zip(wanted, there, strict=True)
+        pairs = zip(wanted, actual, strict=True)
         return [f"{i}.{place}" for i, pair in enumerate(pairs) for place in missing(*pair)]
-    return [] if wanted == there else [""]
+    return [] if wanted == actual else [""]
 
 
-def test_grafanas_own_types_know_all_that_is_in_the_dashboard():
+def test_dashboard_is_valid_for_grafana_types():
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     read = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
     assert missing(dashboard, read) == []
 
 
-def test_panels_do_not_overlap_and_share_no_id():
+def test_panels_do_not_overlap_or_share_ids():
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     cells = [
         (at["x"] + i, at["y"] + j) for at in (panel["gridPos"] for panel in panels)
@@ -41,6 +41,6 @@ def test_panels_do_not_overlap_and_share_no_id():
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_the_dashboard_shows_what_an_operator_watches():
+def test_dashboard_shows_operator_metrics():
     shown = {name for expression in expressions() for name in metrics_in(expression)}
     assert not [topic for topic in TOPICS if not any(name.endswith(topic) for name in shown)]

@@ -1,8 +1,7 @@
 """Every command in README and docs runs in a copy of the checkout, in the shell it is written for; links resolve.
 
-A command that gives a program nothing but words, which a shell would not change, runs in this process.
-Of commands that measure for long, and whose programs run in their own tests, only the arguments are parsed, without
---long.
+A command whose arguments need no shell runs in this process. Without --long, only the arguments are parsed of commands
+that measure for long and whose programs run in their own tests.
 """
 
 import importlib
@@ -145,7 +144,7 @@ def run(command, checkout):
 
 
 def words_of(command):
-    """The words of a command that runs a program, if a shell has nothing to do but split it; else None."""
+    """The words of a command that runs a program if a shell would only split it, else None."""
     bare = re.sub(r"""'[^']*'|"[^"$`!\\\\]*\"""", "", command)
     return shlex.split(command) if re.fullmatch(r"python \w+/[\w ./,:=+-]+", bare) else None
 
@@ -167,7 +166,7 @@ def test_command(command, checkout, run_here):
 @pytest.mark.parametrize(
     "command", [one for kind in every("bash") for one in kind if LONG.search(one) and ".venv" not in one]
 )
-def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch):
+def test_long_command_is_parsed(command, kept_signals, tmp_path, monkeypatch):
     program, *arguments = shlex.split(re.sub(r"^(taskset -c \d+ )?python ", "", command))
     module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
     (tmp_path / "docs/capacity").mkdir(parents=True)
@@ -184,8 +183,8 @@ def test_long_command_is_understood(command, kept_signals, tmp_path, monkeypatch
 
 
 @posix
-def test_the_installation_is_what_make_does():
-    """And what CI does, in a fresh clone; with --long, the commands run."""
+def test_installation_commands_match_make():
+    """CI runs the same steps in a fresh clone; with --long, the commands run."""
     shown = list(commands("bash"))
     dry_run = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
     made = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True)
@@ -203,7 +202,7 @@ def test_python_block(program, checkout):
 def at_server(shared_server):
     """A function that replaces the documented ports in a text by those of a running server."""
     server = shared_server()
-    wait_until(server.metrics, "metrics come")
+    wait_until(server.metrics, "metrics are exported")
     return lambda text: text.replace(":8000", f":{server.port}").replace(":8001", f":{server.metrics_port}")
 
 
@@ -233,7 +232,7 @@ def test_serving_python_block(program, checkout, at_server):
     assert len(run([sys.executable, "-c", at_server(program)], checkout)) > 100
 
 
-def test_powershell_says_the_same():
+def test_powershell_commands_match_bash():
     bash = {command.replace(".venv/bin/", ".venv/Scripts/") for command in commands("bash")}
     shown = list(commands("powershell"))
     assert shown
@@ -256,13 +255,13 @@ def test_linked_files_and_headings_exist(page):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise from Python 3.13 on")
-def test_the_generated_pages_are_up_to_date(run_here):
+def test_generated_pages_are_up_to_date(run_here):
     """The command line, the Python API, and the architecture page with its list of files."""
     process = run_here("docs/generate.py", "--check")
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_properties_are_shown_without_a_call():
+def test_properties_are_documented_without_parentheses():
     page = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
     properties = [
         name for kind in (Decoder, BatchDecoder) for name, of in vars(kind).items() if isinstance(of, property)
@@ -271,7 +270,7 @@ def test_properties_are_shown_without_a_call():
     assert all(f"\n{name}: " in page for name in properties if not name.startswith("_"))
 
 
-def test_the_readme_is_a_landing_page():
+def test_readme_is_a_landing_page():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
@@ -281,7 +280,7 @@ def shape(output):
     return [line.rstrip() for line in re.sub(r"\d[\d,.]*", "N", words).splitlines() if line.strip()]
 
 
-def test_the_demo_prints_what_the_readme_shows():
+def test_demo_prints_what_the_readme_shows():
     """The text may differ in a near-tie on another processor; it is compared in exact arithmetic by other tests."""
     shown = re.search(r"^```bash\nmake demo\n```\n+```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1]
     recipe = re.search(r"^demo:.*\n\t\$\(PY\) (.*)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1]
