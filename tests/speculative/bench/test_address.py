@@ -39,20 +39,20 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def machines(cluster):
-    """A function of a number: so many nodes of the cluster, by name, some of them those of earlier tests."""
+    """A function that returns the given number of cluster nodes by name; nodes of earlier tests are reused."""
     names = iter(("one", "two", "three", "four", "five", "six"))
-    there = {}
+    nodes = {}
 
     def machines(number):
-        for name, one in list(there.items()):
-            if one not in cluster.worker_nodes:  # removed by a test
-                del there[name]
-            elif len(there) > number:
-                cluster.remove_node(there.pop(name))
-        while len(there) < number:
+        for name, node in list(nodes.items()):
+            if node not in cluster.worker_nodes:  # removed by a test
+                del nodes[name]
+            elif len(nodes) > number:
+                cluster.remove_node(nodes.pop(name))
+        while len(nodes) < number:
             name = next(names)
-            there[name] = cluster.add_node(num_cpus=1, node_name=name, **ROOM)
-        return dict(there)
+            nodes[name] = cluster.add_node(num_cpus=1, node_name=name, **ROOM)
+        return dict(nodes)
 
     return machines
 
@@ -106,7 +106,7 @@ def running(program, node):
 # ---- device_swap.py -------------------------------------------------------------------------------------------------
 
 
-def test_the_machines_share_the_cells(cluster, machines, tmp_path):
+def test_machines_share_the_cells(cluster, machines, tmp_path):
     names = set(machines(2))
     asked = ["--address", cluster.address, "--devices", "GPU,CPU", "--results", tmp_path / "cells.jsonl"]
     result, stderr = finish(start(SWAP, *asked, *QUICK))
@@ -124,7 +124,7 @@ def test_the_machines_share_the_cells(cluster, machines, tmp_path):
     assert any(line.startswith("GPU is absent: there is no GPU") for line in result["summary"])
 
 
-def test_ctrl_c_ends_what_runs_on_the_machines(cluster, machines, tmp_path):
+def test_ctrl_c_ends_remote_processes(cluster, machines, tmp_path):
     two, results = machines(2), tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_what_runs_on_the_machines(cluster, machines, tmp_path):
     assert psutil.wait_procs([cell], timeout=PATIENCE)[1] == []
 
 
-def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, machines, tmp_path):
+def test_cell_of_a_lost_node_is_retried_on_another_machine(cluster, machines, tmp_path):
     two, results = machines(2), tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "CPU", "--results", results]
     process = start(SWAP, *asked, *QUICK, "--max-new-tokens", 400)
@@ -150,7 +150,7 @@ def test_a_lost_node_costs_its_cell_a_retry_elsewhere(cluster, machines, tmp_pat
     assert sorted(kept) == sorted(cell["machine"] for cell in cells.values())
 
 
-def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, machines, tmp_path):
+def test_losing_all_machines_is_reported_and_next_run_resumes(cluster, machines, tmp_path):
     one, results = machines(1), tmp_path / "cells.jsonl"
     asked = ["--address", cluster.address, "--devices", "CPU", "--results", results, *QUICK]
     process = start(SWAP, *asked, "--max-new-tokens", 401)
@@ -169,7 +169,7 @@ def test_when_no_machine_is_left_it_is_said_and_a_second_run_goes_on(cluster, ma
     assert new["machine"] == other != name
 
 
-def test_models_have_to_be_on_each_machine(cluster, machines, tmp_path):
+def test_missing_model_on_a_machine_is_an_error(cluster, machines, tmp_path):
     (name,) = machines(1)
     folders = [DRAFT, tmp_path / "elsewhere"]
     missing = rf"machine {name} has no model in .*elsewhere: copy it to the same path there"
@@ -185,14 +185,14 @@ def test_models_have_to_be_on_each_machine(cluster, machines, tmp_path):
     ],
 )
 @pytest.mark.parametrize("program", [SWAP, TUNE])
-def test_a_wrong_address_is_one_sentence(run_here, program, address, words):
+def test_invalid_address_gives_one_sentence_error(run_here, program, address, words):
     done = run_here(program, DRAFT, DRAFT, "--address", address)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert all(word in done.stderr.splitlines()[-1] for word in words)
 
 
 @pytest.mark.parametrize("program", [SWAP])
-def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
+def test_ray_is_not_imported_without_an_address(run, tmp_path, program):
     """The import fails, as if the package were not installed."""
     (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')\n", encoding="utf-8")
     here = {"env": {"PYTHONPATH": str(tmp_path)}}
@@ -206,7 +206,7 @@ def test_without_an_address_ray_is_not_imported(run, tmp_path, program):
 # ---- tune.py --------------------------------------------------------------------------------------------------------
 
 
-def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluster, machines, tmp_path):
+def test_equal_machines_share_candidates_and_survive_a_lost_node(cluster, machines, tmp_path):
     two = machines(2)
     kept, lost = two
     prompts = tmp_path / "prompts.txt"
@@ -230,14 +230,14 @@ def test_equal_machines_share_the_candidates_and_a_lost_one_costs_a_retry(cluste
     rows = {row["name"]: row["speedup"] for row in result["rows"]}
     alone = {name: speedup for name, speedup in rows.items() if name.startswith("GenAI, main alone, default")}
     schedulers = [name for name in alone if name.endswith("max_num_batched_tokens=2147483648")]
-    assert not any("draft: " in name for name in alone)  # not with what only a draft is told
+    assert not any("draft: " in name for name in alone)  # not with options of a draft
     assert {name: alone[name] for name in set(alone) - {*schedulers}} == {"GenAI, main alone, default properties": 1}
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["measured_on"].keys() == {"openvino_genai", "CPU"}
     assert psutil.wait_procs([worker], timeout=PATIENCE)[1] == []
 
 
-def test_tuning_is_for_equal_machines_only():
+def test_tuning_uses_equal_machines_only():
     server = [place("server", "CPU"), place("server", "CPU")]
     laptop = place("laptop", "CPU", "GPU")
     assert hosts.equal_machines([laptop, *server], None) == server
@@ -246,14 +246,14 @@ def test_tuning_is_for_equal_machines_only():
         hosts.equal_machines([laptop, *server], "desk")
 
 
-# ---- which machine measures what ------------------------------------------------------------------------------------
+# ---- assignment of cells to machines --------------------------------------------------------------------------------
 
 
 def place(kind, *devices):
     return Place({name: Device(name, name) for name in devices}, None, ["1", "CPU"], kind, SimpleNamespace(name=kind))
 
 
-def test_a_cell_goes_to_a_machine_with_both_devices_and_to_as_few_kinds_as_possible():
+def test_cells_are_assigned_to_few_machine_kinds_with_both_devices():
     laptop, server, stick = place("laptop", "CPU", "GPU"), place("server", "CPU"), place("stick", "CPU", "NPU")
     devices = [Device(name) for name in ("CPU", "GPU", "NPU")]
     cells = [Cell(main, draft) for main in devices for draft in (None, *devices)]
@@ -265,7 +265,7 @@ def test_a_cell_goes_to_a_machine_with_both_devices_and_to_as_few_kinds_as_possi
     assert "server" not in where.values()
 
 
-def test_a_node_has_the_devices_it_was_started_with():
+def test_node_offers_only_the_devices_it_declares():
     found = {
         "devices": [
             {"name": name, "full_name": name, "missing": "", "stands_for": stands_for}

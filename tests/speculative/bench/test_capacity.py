@@ -59,7 +59,7 @@ def alone(costs, request, with_draft=False, policy=None):
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def test_one_request_takes_the_sum_of_its_costs():
+def test_request_takes_the_sum_of_its_costs():
     """600 prompt tokens are read in passes over 256, 256 and 88 tokens; only the last has logits, of one token."""
     main = ModelCosts({1: 0.011, 256: 0.266}, 0.0001, change=0.002, context=1e-5, attention=1e-6)
     got = alone(Costs(main, outside=Outside(0.003, 0.0005, 9.0, 9.0, 0.02)), SimulatedRequest(600, 10))
@@ -72,9 +72,9 @@ def test_one_request_takes_the_sum_of_its_costs():
     assert got.first == pytest.approx(ttft) and got.end == pytest.approx(ttft + decoding)
 
 
-def test_one_request_with_a_draft_takes_the_sum_of_its_costs():
-    """1 token by the prompt's pass, then three times 2 of 3 draft tokens are accepted: 1 + 3 * 3 tokens. The draft's
-    forward passes are over 22 tokens, and then over 1 each."""
+def test_request_with_a_draft_takes_the_sum_of_its_costs():
+    """Prefill yields 1 token; then 2 of 3 draft tokens are accepted three times: 1 + 3 * 3 tokens. The draft's forward
+    passes are over 22 tokens, and then over 1 each."""
     costs = Costs(
         ModelCosts({1: 0.11, 64: 0.74}), ModelCosts({1: 0.02, 64: 0.65}, change=0.004, further={1: 0.011, 64: 0.641}),
         Outside(0.001, 0.01, 0.0002, 0.0001),
@@ -91,7 +91,7 @@ def test_one_request_with_a_draft_takes_the_sum_of_its_costs():
     assert (got.proposed, got.accepted, got.iterations) == (9, 6, 4)
 
 
-def test_the_pass_after_full_acceptance_has_two_tokens_for_the_draft():
+def test_draft_pass_after_full_acceptance_has_two_tokens():
     costs = Costs(ModelCosts({1: 0.1}), ModelCosts({1: 0.01, 64: 0.64}))
     read = []
     recorded = dataclasses.replace(costs, draft=recording(costs.draft, read))
@@ -109,7 +109,7 @@ def recording(model, into):
 # ---- the engine -----------------------------------------------------------------------------------------------------
 
 
-def test_its_passes_are_those_of_the_batch_decoder():
+def test_simulated_passes_match_the_batch_decoder():
     """Four requests, two at a time, with prompts that do not fit in one pass, and three draft tokens each."""
     models = [BatchModel(cached_model.load(ModelSpec(one), capacity=2048), share=False) for one in (MAIN, DRAFT)]
     decoder = BatchDecoder(*models, Always(COSTS, 3))
@@ -135,7 +135,7 @@ def test_its_passes_are_those_of_the_batch_decoder():
     environment = simpy.Environment()
     replica = Replica(environment, costs, Settings(max_num_seqs=2), Always(COSTS, 3))
     done = [
-        replica.submit(SimulatedRequest(prompt, output, judged=told(result)))
+        replica.submit(SimulatedRequest(prompt, output, judged=judged_of(result)))
         for (prompt, output), result in zip(sizes, results, strict=True)
     ]
     environment.run(simpy.AllOf(environment, done))
@@ -144,8 +144,8 @@ def test_its_passes_are_those_of_the_batch_decoder():
     assert len(set(main)) > 5 and sum(map(sum, (result.accepted for result in results)))
 
 
-def told(result):
-    """What became of a draft token at each position of an answer; no other draft token was ever asked for."""
+def judged_of(result):
+    """The verdict on a draft token at each position of the output; no other draft tokens are needed."""
     judged = [WRONG]  # the token of the prompt's forward pass
     for gained, accepted in zip(result.gained, result.accepted, strict=True):
         judged += [RIGHT] * accepted + [WRONG] * (gained - accepted)
@@ -166,7 +166,7 @@ WORKLOADS = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(WORKLOADS, st.integers(1, 3), st.sampled_from(["balanced", "prefix"]), st.booleans(), st.integers(0, 99))
-def test_every_request_is_answered_or_refused(workload, replicas, router, with_draft, seed):
+def test_every_request_is_answered_or_rejected(workload, replicas, router, with_draft, seed):
     tight = Settings(with_draft, max_num_seqs=2, max_queue=3, cache_tokens=640)
     served = serve(COSTS, tight, replicas, workload, 8.0, 30, router, seed)
     assert len(served.requests) == 21  # without the first and the last ones
@@ -190,18 +190,18 @@ def test_more_replicas_do_not_raise_the_ttft(seed, with_draft):
     assert all(more <= 1.15 * fewer for fewer, more in itertools.pairwise(p95)), p95
 
 
-def test_the_same_seed_gives_the_same_and_another_one_does_not():
+def test_same_seed_gives_same_result_and_another_seed_does_not():
     runs = [serve(COSTS, Settings(), 2, SHORT, 2.0, 30, "balanced", seed).ttft() for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_full_queue_refuses_and_refused_requests_miss_the_goals():
+def test_full_queue_rejects_requests_which_miss_the_goals():
     planner = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60)
     row = planner.row(100.0, Settings(max_num_seqs=1, max_queue=1), 1)
     assert row["refused"] > 0.7 * row["requests"] and row["ttft_percentile"] is None and not row["holds"]
 
 
-def test_refused_requests_add_no_throughput():
+def test_rejected_requests_add_no_throughput():
     planner, settings = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=60), Settings(max_num_seqs=1, max_queue=1)
     row = planner.row(2.0, settings, 1)
     full = planner.closed_loop(settings, [1], "").rounds[1][0].throughput
@@ -223,7 +223,7 @@ def test_drafts_that_are_never_accepted_do_not_help():
     assert next(row for row in always if row["speedup"])["speedup"] > 2
 
 
-def test_the_load_at_which_a_draft_stops_helping_is_in_requests():
+def test_break_even_load_is_in_requests():
     alone = [{"clients": n, "throughput": 48.0 * n, "speedup": None} for n in (1, 2, 4)]
     draft = [{"clients": n, "throughput": 0.0, "speedup": speedup} for n, speedup in ((1, 1.5), (2, 1.0), (4, 0.8))]
     assert breaking_even(alone + draft, output=24) == (2, 4.0)
@@ -239,19 +239,19 @@ def test_measured_draft_tokens_keep_their_order():
     assert np.mean([right for _, right in judge(0.3, 20_000, random)]) == pytest.approx(0.3, abs=0.02)
 
 
-def test_a_measured_text_is_that_of_its_prompt():
+def test_measured_text_belongs_to_its_prompt():
     texts = [[(0.5, True), (0.4, False)], [(0.9, True)] * 9]
     workload, random = Workload([20, 30], lengths("6"), texts), np.random.default_rng(0)
     for number, prompt in ((4, 20), (7, 30)):
         request = workload.numbered(number, random)
-        told = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
-        assert request.prompt == prompt and request.judged[: len(told)] == told and len(request.judged) == 6
+        judged_of = [texts[number % 2][0], *texts[number % 2]][:6]  # the first token of an answer is not drafted
+        assert request.prompt == prompt and request.judged[: len(judged_of)] == judged_of and len(request.judged) == 6
 
 
 # ---- prefixes -------------------------------------------------------------------------------------------------------
 
 
-def test_cached_beginnings_shorten_the_ttft_and_a_router_by_prefix_finds_them():
+def test_cached_prefixes_shorten_ttft_and_prefix_routing_finds_them():
     chats = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75, turns=8)
     cold = Planner(COSTS, dataclasses.replace(chats, cached=0.0), Goals(9, 9), count=200)
     found = {name: Planner(COSTS, chats, Goals(9, 9), name, count=200) for name in ("balanced", "prefix")}
@@ -263,19 +263,19 @@ def test_cached_beginnings_shorten_the_ttft_and_a_router_by_prefix_finds_them():
     assert many[0] < 0.6 * rows["balanced"]["cached"] and many[1] == pytest.approx(rows["prefix"]["cached"], abs=0.1)
 
 
-def test_a_beginning_that_all_requests_have_is_found_everywhere():
+def test_prefix_shared_by_all_requests_is_found_on_every_replica():
     same = Workload(lengths("512"), lengths("8"), 0.5, cached=0.75)
     row = Planner(COSTS, same, Goals(9, 9), count=50).row(4.0, Settings(), MOST_SIMULATED + 4)
     assert row["cached"] == pytest.approx(0.75)
 
 
-def test_a_shared_block_counts_once_and_stays_while_it_is_used():
+def test_shared_block_counts_once_and_stays_while_in_use():
     """As in the engine's pool of blocks: 12 blocks for each request, of which all but 8 are shared."""
     environment = simpy.Environment()
     replica = Replica(environment, COSTS, Settings(with_draft=False, cache_tokens=30 * 32))
     pool, tokens = BlockPool(30, 32), np.arange(320)
     fitting, tables = [], []
-    for seconds in (4.0, 1.0, 1.0, 1.0):  # in which a request reads its prompt
+    for seconds in (4.0, 1.0, 1.0, 1.0):  # time for a prefill
         fitting.append(pool.has_room(384))
         if fitting[-1]:
             tables.append(pool.reserve(384))
@@ -290,7 +290,7 @@ def test_a_shared_block_counts_once_and_stays_while_it_is_used():
     assert fitting == [True, True, True, False]
 
 
-def test_without_a_beginning_in_common_a_router_by_prefix_balances():
+def test_prefix_routing_balances_without_common_prefixes():
     rows = [Planner(COSTS, SHORT, Goals(9, 9), name, count=200).row(9.0, Settings(), 8) for name in ROUTINGS]
     assert rows[0] == rows[1]
 
@@ -300,7 +300,7 @@ def test_without_a_beginning_in_common_a_router_by_prefix_balances():
 SERVER = ServerCosts(cores=2.0, threads=2, idle=0.1, request=0.02, piece=0.001, latency=0.015)
 
 
-def test_server_costs_are_found_from_processor_times():
+def test_server_costs_are_fitted_from_processor_times():
     rows = []
     for seconds, requests, pieces in ((10, 20, 400), (10, 60, 900), (20, 30, 2000), (10, 90, 2500)):
         used = 0.2 * seconds + 0.02 * requests + 0.001 * pieces
@@ -315,7 +315,7 @@ def test_server_costs_are_found_from_processor_times():
         ServerCosts.of({"environment": {"cores": 4}, "rows": rows})
 
 
-def test_no_server_costs_are_negative():
+def test_server_costs_are_never_negative():
     """Least squares alone would find -0.1 processor seconds for each request."""
     rows = [
         {"processor_time": {"seconds": 1, "requests": n, "pieces": 10 * n, "servers": 5 - 0.1 * n, "clients": 0}}
@@ -325,7 +325,7 @@ def test_no_server_costs_are_negative():
     assert found.idle == pytest.approx(4.3) and found.request == found.piece == 0
 
 
-def test_work_of_the_server_slows_busy_replicas_down():
+def test_server_work_slows_down_busy_replicas():
     environment = simpy.Environment()
     cores = SharedCores(environment, SERVER, replicas=2)
     assert cores.slowdown("one") == cores.slowdown("one") == 1.0  # 2 of 4 cores
@@ -340,17 +340,17 @@ def test_work_of_the_server_slows_busy_replicas_down():
     assert cores.slowdown("other") == pytest.approx(5)
 
 
-def test_a_request_takes_longer_on_shared_cores_and_through_a_server():
+def test_request_takes_longer_on_shared_cores_and_through_a_server():
     slow = dataclasses.replace(COSTS, server=dataclasses.replace(SERVER, idle=1.0, request=0, piece=0))  # half the time
-    there, own = (ClosedLoop(costs, Settings(False), SHORT, 0).run(1, 20.0, 0) for costs in (slow, COSTS))
-    assert there.answers[0].ttft == pytest.approx(0.015 + 2 * own.answers[0].ttft)
-    assert there.answers[0].tpot == pytest.approx(2 * own.answers[0].tpot)
-    assert there.throughput < 0.52 * own.throughput
+    shared, own = (ClosedLoop(costs, Settings(False), SHORT, 0).run(1, 20.0, 0) for costs in (slow, COSTS))
+    assert shared.answers[0].ttft == pytest.approx(0.015 + 2 * own.answers[0].ttft)
+    assert shared.answers[0].tpot == pytest.approx(2 * own.answers[0].tpot)
+    assert shared.throughput < 0.52 * own.throughput
     open_loop = serve(slow, Settings(False), 1, SHORT, 0.0001, 5, "balanced", 0)
-    assert open_loop.ttft() == pytest.approx([there.answers[0].ttft] * len(open_loop.requests))
+    assert open_loop.ttft() == pytest.approx([shared.answers[0].ttft] * len(open_loop.requests))
 
 
-def test_text_is_streamed_in_as_many_pieces_as_by_the_server():
+def test_text_is_streamed_in_as_many_chunks_as_by_the_server():
     assert PIECE_SECONDS == SENT_TOGETHER
     environment = simpy.Environment()
     cores = SharedCores(environment, dataclasses.replace(SERVER, request=0.0), replicas=1)
@@ -366,7 +366,7 @@ def test_text_is_streamed_in_as_many_pieces_as_by_the_server():
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_is_the_smallest_number_of_replicas():
+def test_plan_is_the_smallest_number_of_replicas():
     planner = Planner(COSTS, SHORT, Goals(1.5, 0.25), count=80)
     for with_draft in (False, True):
         plan = planner.plan(2.0, Settings(with_draft))
@@ -375,8 +375,8 @@ def test_the_plan_is_the_smallest_number_of_replicas():
         assert n == 1 or not planner.row(2.0, Settings(with_draft), n - 1)["holds"]
 
 
-def test_a_plan_has_the_throughput_of_its_load_however_short_the_simulation():
-    """Requests that arrive within a moment have no time to miss their goal, however few the replicas."""
+def test_plan_sustains_its_load_even_in_a_short_simulation():
+    """In a very short simulation, requests have no time to miss their goal, however few the replicas are."""
     planner, settings = Planner(COSTS, SHORT, Goals(20.0, 9.0), count=50), Settings(with_draft=False, max_num_seqs=4)
     full = planner.closed_loop(settings, [4], "").rounds[4][0].throughput
     for rate in (10.0, 60.0):
@@ -388,12 +388,12 @@ def test_a_plan_has_the_throughput_of_its_load_however_short_the_simulation():
     assert overloaded["throughput"] == pytest.approx(full, rel=0.1) and not overloaded["holds"]
 
 
-def test_a_plan_that_needs_too_many_replicas_says_so():
+def test_plan_that_needs_too_many_replicas_reports_it():
     plan = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=20).plan(1e8, Settings(False))
     assert plan.choice is None and "more than 1,000,000" in plan.why_not
 
 
-def test_a_percentile_that_only_some_requests_miss_ends_the_search():
+def test_unreachable_percentile_ends_the_search():
     """With the goal between the percentile of a lone request and that of the load, no number of replicas helps."""
     workload = Workload(lengths("lognormal:40:1"), lengths("8"), 0.7)
     planner, settings = Planner(COSTS, workload, Goals(9.0, 9.0), count=40), Settings(with_draft=False)
@@ -404,7 +404,7 @@ def test_a_percentile_that_only_some_requests_miss_ends_the_search():
         assert plan.choice or ("TTFT" in plan.why_not and len(plan.rows) < 60)
 
 
-def test_each_of_the_goals_has_to_be_met():
+def test_every_goal_has_to_be_met():
     planner = Planner(COSTS, SHORT, Goals(9.0, 9.0), count=500)
     row = planner.row(1.0, Settings(with_draft=False), 1)
     assert row["holds"]
@@ -413,28 +413,28 @@ def test_each_of_the_goals_has_to_be_met():
         assert not planner.row(1.0, Settings(with_draft=False), 1)["holds"]
 
 
-def test_between_two_requests_a_percentile_is_that_of_the_slower_one():
+def test_percentile_between_two_requests_is_that_of_the_slower_one():
     assert percentiles([1.0, 2.0, 3.0, 4.0], 95) == (3.0, 4.0)
 
 
-def test_goals_that_no_number_of_replicas_meets_are_named():
+def test_unreachable_goals_are_named():
     why = [Planner(COSTS, SHORT, goals).plan(1.0, Settings()).why_not for goals in (Goals(0.1, 9), Goals(9, 0.01))]
     assert "TTFT" in why[0] and "TPOT" in why[1]
     assert "do not fit" in Planner(COSTS, SHORT, Goals(9, 9)).plan(1.0, Settings(cache_tokens=30)).why_not
 
 
-def test_requests_that_do_not_fit_have_no_load_at_which_drafting_helps():
+def test_requests_that_do_not_fit_have_no_break_even_load():
     assert Planner(COSTS, SHORT, Goals(9, 9)).drafting(Settings(cache_tokens=30)) == []
     assert Planner(COSTS, SHORT, Goals(9, 9)).drafting(Settings(max_num_seqs=2)) != []
 
 
-def test_a_cache_that_is_no_multiple_of_a_block_has_room_for_whole_blocks():
+def test_cache_size_is_rounded_to_whole_blocks():
     workload = Workload(lengths("900"), lengths("100"), 0.7)
     [plan] = [Planner(COSTS, workload, Goals(99, 9)).plan(0.01, Settings(cache_tokens=1000))]
     assert plan.rows and not plan.why_not
 
 
-def test_clients_of_a_closed_loop_send_the_same_requests_whatever_the_settings():
+def test_closed_loop_clients_send_same_requests_for_any_settings():
     workload = Workload(lengths("lognormal:40:1"), lengths("uniform:8:60"), 0.7)
     sent = []
     for setting in (Settings(False), Settings(True, max_num_seqs=2)):
@@ -447,7 +447,7 @@ def test_clients_of_a_closed_loop_send_the_same_requests_whatever_the_settings()
     assert sent[0][0] != sent[0][1]
 
 
-def test_clients_of_a_closed_loop_wait_for_their_answers():
+def test_closed_loop_clients_wait_for_their_responses():
     loop = ClosedLoop(COSTS, Settings(), SHORT, 0)
     span = loop.run(3, 20.0, 7)
     assert (
@@ -458,7 +458,7 @@ def test_clients_of_a_closed_loop_wait_for_their_answers():
         assert sum(answer.sent <= at < answer.end for answer in span.answers) <= 3
 
 
-def test_without_latency_the_next_request_of_a_client_joins_the_next_iteration():
+def test_without_latency_a_clients_next_request_joins_next_iteration():
     """As in benchmark_batching.py, which adds a request as soon as one has ended; each iteration takes 0.1 s."""
     costs, workload = Costs(ModelCosts({1: 0.1, 256: 0.1})), Workload(lengths("8"), lengths("uniform:2:9"), 0.0)
     answers = ClosedLoop(costs, Settings(with_draft=False), workload, 0).run(4, 5.0, 0).answers
@@ -468,7 +468,7 @@ def test_without_latency_the_next_request_of_a_client_joins_the_next_iteration()
 # ---- costs and workloads --------------------------------------------------------------------------------------------
 
 
-def test_what_iterations_take_beyond_their_passes_is_found():
+def test_overheads_are_fitted_from_iterations():
     random, found = np.random.default_rng(0), []
     for i, (requests, rounds) in enumerate(random.integers((1, 0), (16, 4), (400, 2)).tolist()):
         prompts = i % 3 % 2
@@ -482,7 +482,7 @@ def test_what_iterations_take_beyond_their_passes_is_found():
     assert dataclasses.astuple(outside) == pytest.approx(dataclasses.astuple(all_costs), rel=0.05)
 
 
-def test_without_passes_of_a_kind_their_factor_is_one():
+def test_factor_of_a_pass_kind_without_measurements_is_one():
     found = [Iteration(0.001, 1, 0, 0, 0, 0.012, 0.01)] * 5 + [
         Iteration(0.001, 1, 0, 0, 1, 0.5 * i, 0.01) for i in (1, 2)
     ]
@@ -492,7 +492,7 @@ def test_without_passes_of_a_kind_their_factor_is_one():
     assert outside_of([types.SimpleNamespace(iterations=nothing, arrivals=[0.001])]).plain_factor == 1.0
 
 
-def test_prompts_and_slower_passes_between_other_work_take_longer():
+def test_prompts_and_slow_pass_factors_lengthen_a_request():
     """Two requests: a pass of their prompts, and one for their second tokens, of 0.1 s each."""
     outside = Outside(prompt=0.01, sequence=0.003, plain_factor=1.2, prompt_factor=1.5)
     environment = simpy.Environment()
@@ -503,7 +503,7 @@ def test_prompts_and_slower_passes_between_other_work_take_longer():
     assert [(got.first, got.end) for got in requests] == [pytest.approx((first, first + 0.12 + 0.003))] * 2
 
 
-def test_what_a_draft_takes_longer_while_decoding_is_found():
+def test_slower_draft_passes_while_decoding_are_fitted():
     alone, passes = ModelCosts({1: 0.001, 64: 0.064}, further={1: 0.0005, 64: 0.032}), []
     for n, changed, further in itertools.product((1, 2, 7, 40), (False, True), (False, True)):
         longer = 0.0002 + 0.0001 * further + 0.003 * changed
@@ -514,7 +514,7 @@ def test_what_a_draft_takes_longer_while_decoding_is_found():
     assert found.further == pytest.approx({1: 0.0008, 64: 0.0323})
 
 
-def test_several_starts_count_by_their_medians():
+def test_several_starts_are_combined_by_medians():
     def start(seconds):
         main = ModelCosts({1: seconds, 4: 2 * seconds}, sequence=seconds / 10)
         return Costs(main, SMALL, Outside(seconds), [[RIGHT]], [8], outside_alone=Outside(seconds / 2))
@@ -525,7 +525,7 @@ def test_several_starts_count_by_their_medians():
     assert median([dataclasses.replace(start(1.0), draft=None)]).draft is None
 
 
-def test_the_main_model_alone_takes_no_time_for_a_draft():
+def test_main_model_alone_has_no_draft_overhead():
     costs = Costs(ModelCosts({1: 0.1}), SMALL, Outside(0.05), [[WRONG] * 9], [9], outside_alone=Outside(0.01))
     found = alone(costs, SimulatedRequest(1, 4))
     assert found.end == pytest.approx(4 * 0.11)
@@ -561,7 +561,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("kind", TRACES)
-def test_traces_of_each_kind_are_read(kind, tmp_path):
+def test_traces_of_each_format_are_read(kind, tmp_path):
     (tmp_path / "trace").write_text(TRACES[kind], encoding="utf-8")
     requests = read_trace(tmp_path / "trace")
     assert [tuple(one) for one in requests] == [(0.0, 10, 2), (1.5, 7, 1)]

@@ -26,10 +26,10 @@ def method(*rounds, engine=NATIVE):
     return Method("a method", engine, 4, 0.0, None, rounds=[list(runs) for runs in rounds])
 
 
-# ---- turns ----------------------------------------------------------------------------------------------------------
+# ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_ways_changes_and_each_has_its_turn():
+def test_methods_alternate_in_changing_order():
     asked = []
     methods = [Method(name, NATIVE, 0, 0.0, lambda ids, name=name: asked.append(name) or run_of(1)) for name in "abc"]
     assert interleave(methods, [np.arange(3)] * 4, rounds=5, warm_up=1)
@@ -44,7 +44,7 @@ def test_the_order_of_the_ways_changes_and_each_has_its_turn():
 # ---- ratios ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_ratio_has_a_range_over_rounds_and_an_interval_over_prompts():
+def test_ratio_has_range_over_rounds_and_interval_over_prompts():
     ours = method([run_of(1), run_of(2)], [run_of(1), run_of(1)])
     other = method([run_of(2), run_of(2)], [run_of(1), run_of(2)])
     fact = ratio("x", ours, other)
@@ -54,7 +54,7 @@ def test_a_ratio_has_a_range_over_rounds_and_an_interval_over_prompts():
     assert ratio("x", method([run_of(1, gained=(1, 1, 1, 1))]), method([run_of(1)]), units=iterations)["ratio"] == 2
 
 
-def test_an_answer_of_one_token_is_no_prompt_of_the_interval():
+def test_single_token_output_is_left_out_of_the_interval():
     """It takes no time to decode."""
     one = run_of(0, tokens=(1,), gained=())
     fact = ratio("x", method([one, run_of(1), run_of(2)]), method([one, run_of(2), run_of(2)]))
@@ -62,7 +62,7 @@ def test_an_answer_of_one_token_is_no_prompt_of_the_interval():
     assert ratio("x", method([one, run_of(1)]), method([one, run_of(2)]))["interval"] is None
 
 
-def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
+def test_interval_over_prompts_shows_variance_hidden_in_rounds():
     """Ten prompts, three times as fast on one, a tenth slower on nine, the same in every round."""
     ours = [[run_of(3 if i == 0 else 1.1) for i in range(10)]] * 5
     other = [[run_of(9 if i == 0 else 1.0) for i in range(10)]] * 5
@@ -71,7 +71,7 @@ def test_the_interval_over_prompts_tells_what_the_rounds_do_not():
     assert fact["interval"][0] < 1 < fact["interval"][1]
 
 
-def test_texts_that_differ_stand_apart():
+def test_differing_texts_are_compared_separately():
     other_text = run_of(0.1, tokens=(1, 2, 3, 4, 9))
     ours = method([run_of(1), other_text], [run_of(1), run_of(1)])
     genai = method([run_of(2), run_of(1)], [run_of(2), run_of(1)], engine=GENAI)
@@ -93,7 +93,7 @@ def test_texts_that_differ_stand_apart():
         ([0.90, 0.98], None, "level: alone"),
     ],
 )
-def test_who_is_faster_is_said_plainly(range_, interval, words):
+def test_verdict_names_the_faster_engine(range_, interval, words):
     fact = {"what": "x", "where": "alone", "ratio": sum(range_) / 2, "range": range_, "interval": interval}
     sentences = verdict([fact, {"what": "x, per iteration"}], starts=3)
     assert len(sentences) == 1 and f": {words}" in sentences[0]
@@ -105,7 +105,7 @@ def test_who_is_faster_is_said_plainly(range_, interval, words):
 
 
 class Metrics:
-    """As GenAI gives them: time points in ms, here with three of an earlier call."""
+    """As GenAI reports them: time points in ms, here with three of an earlier call."""
 
     def __init__(self, times):
         self.m_new_token_times = times
@@ -117,13 +117,13 @@ class Metrics:
         return self
 
 
-def test_genais_seconds_end_with_its_last_token():
+def test_genai_seconds_end_with_its_last_token():
     first, last = genai_runs.seconds(Metrics([1.0, 2.0, 3.0, 1000.0, 1100.0, 1250.0]), 2)
     assert (first, last) == (0.05, pytest.approx(0.3))
 
 
 @pytest.mark.parametrize("draft", [None, DRAFT])
-def test_genais_decode_seconds_leave_out_what_comes_behind_the_last_token(draft):
+def test_genai_decode_seconds_exclude_work_after_the_last_token(draft):
     pipe = genai_runs.load(ModelSpec(DRAFT), draft and ModelSpec(draft))
     ids, found = np.arange(5, 25), []
     generate = pipe.generate
@@ -143,13 +143,13 @@ class Asked(Exception):
 
 
 class Pipe:
-    """Tells what it is asked for instead of answering."""
+    """Raises the requested lookup settings instead of generating."""
 
     def generate(self, inputs, config):
         raise Asked(config.num_assistant_tokens, config.max_ngram_size)
 
 
-def test_genai_looks_up_five_tokens_behind_matches_of_at_most_three():
+def test_genai_lookup_uses_five_tokens_after_ngrams_of_three():
     with pytest.raises(Asked) as asked:
         genai_method("GenAI, lookup", Pipe(), "lookup 5", 8).decode(np.arange(3))
     assert asked.value.args == (5, 3)
@@ -158,7 +158,7 @@ def test_genai_looks_up_five_tokens_behind_matches_of_at_most_three():
 # ---- starts ---------------------------------------------------------------------------------------------------------
 
 
-def test_starts_alternate_after_the_files_were_read(monkeypatch):
+def test_starts_alternate_after_files_are_read(monkeypatch):
     done = []
     monkeypatch.setattr(startup, "read_files", lambda *folders: done.append(folders))
     monkeypatch.setattr(startup, "run", lambda asked: done.append(asked) or {"seconds": len(done), "peak_bytes": 1})
@@ -181,11 +181,11 @@ def test_files_are_read(tmp_path):
         startup.read_files(tmp_path / "nothing")
 
 
-# ---- processes of their own -----------------------------------------------------------------------------------------
+# ---- separate processes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_COLLAPSE, reason="Linux has MADV_COLLAPSE since 6.1")
-def test_both_engines_have_processes_of_their_own_and_the_same_pages():
+def test_engines_run_in_own_processes_with_the_same_huge_pages():
     from speculative.bench.decoding_process import Closing, DecodingProcess, ProcessJob, measure
 
     genai = ProcessJob("GenAI", GENAI, ModelSpec(MAIN), None, 8, (("GenAI, main alone", 0, 0.0),), huge_pages=True)

@@ -1,4 +1,4 @@
-"""Results of runs: texts of a single token, arguments that are not UTF-8, and the view of a text token by token."""
+"""Results of runs: single-token outputs, arguments that are not UTF-8, and the token view."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def method(*runs):
     return Method("a", "native", 1, 0, decode=len, rounds=[[*runs]])
 
 
-def test_an_answer_of_one_token_has_no_time_per_token():
+def test_single_token_output_has_no_time_per_token():
     mixed = method(LONG, SHORT)
     assert row(mixed, mixed)["tpot"] == pytest.approx(0.1) and row(mixed, mixed)["throughput"] == pytest.approx(10)
     assert mixed.decodes([0, 1]) and not mixed.decodes([1])
@@ -37,7 +37,7 @@ def test_an_answer_of_one_token_has_no_time_per_token():
         row(method(SHORT), method(SHORT))
 
 
-def test_arguments_that_are_not_utf_8_are_written_with_escapes(tmp_path, capsys):
+def test_arguments_not_in_utf_8_are_escaped(tmp_path, capsys):
     arguments = argparse.Namespace(json=tmp_path / "out.json", csv=None, html=None)
     write_outputs(arguments, {"command": "caf\udce9"})
     written = (tmp_path / "out.json").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def test_arguments_that_are_not_utf_8_are_written_with_escapes(tmp_path, capsys)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_one_sentence(tmp_path):
+def test_full_disk_gives_one_sentence_error(tmp_path):
     """The files are written in any case."""
     code = f"""
 import argparse, pathlib
@@ -63,7 +63,7 @@ write_outputs(arguments, {{"a": 1}}, "table")
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": 1}
 
 
-def test_the_token_view_shows_each_rejected_token_beside_an_accepted_leaf(tmp_path):
+def test_token_view_shows_rejected_token_next_to_accepted_leaf(tmp_path):
     exact = {"EXECUTION_MODE_HINT": "ACCURACY"}
     main, draft = (cached_model.load(ModelSpec(one, "CPU", exact)) for one in (DRAFT, save_noisy_draft(tmp_path)))
     tokenizer, chain_and_leaves = openvino_genai.Tokenizer(str(DRAFT)), FixedDraftLength(2, 6)

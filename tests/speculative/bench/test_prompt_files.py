@@ -16,14 +16,14 @@ FOLDER = ROOT / "scripts/prompts"
 BUNDLED = {path.name: read_prompts(path) for path in sorted(FOLDER.glob("*.jsonl"))}
 
 
-def test_there_are_more_than_a_hundred_unlike_any_other():
+def test_bundled_prompts_are_many_and_distinct():
     prompts = [prompt for file in BUNDLED.values() for prompt in file]
     assert len(prompts) >= 100
     assert len({prompt.id for prompt in prompts}) == len({prompt.text for prompt in prompts}) == len(prompts)
     assert all(prompt.category for prompt in prompts)
 
 
-def test_the_readme_counts_what_is_there():
+def test_readme_statistics_match_the_bundled_prompts():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|(?: `(\S+)`)? \| ([\w -]+) \| (\d+) \| ([\d,]+) \(([\d,]+)-([\d,]+)\)", readme, re.MULTILINE)
     documented, file = {}, ""
@@ -46,27 +46,27 @@ def test_conversations_have_turns():
     assert others == {1: 70}
 
 
-def test_long_prompts_are_long_and_no_loops():
+def test_long_prompts_are_long_and_not_repetitive():
     tokenizer = openvino_genai.Tokenizer(str(MAIN))
     for prompt in BUNDLED["long.jsonl"]:
         assert 1000 <= tokenizer.encode(prompt.text).input_ids.shape[1] <= 4000
         assert repetition(prompt.text.split()) < 0.35, prompt.id
 
 
-def test_prompts_that_answers_repeat_are_many_of_every_category_and_no_loops():
+def test_repeats_prompts_are_many_in_each_category_and_not_loops():
     prompts = BUNDLED["repeats.jsonl"]
     assert len(prompts) >= 60 and min(Counter(prompt.category for prompt in prompts).values()) >= 12
     assert max(repetition(prompt.text.split()) for prompt in prompts) < 0.35
 
 
-def test_the_answers_of_structured_prompts_follow_valid_schemas():
+def test_structured_prompts_have_valid_json_schemas():
     prompts = BUNDLED["structured.jsonl"]
     assert len(prompts) == 16 and not any(prompt.json_schema for prompt in BUNDLED["repeats.jsonl"])
     for prompt in prompts:
         jsonschema.validators.validator_for({}).check_schema(json.loads(prompt.json_schema))
 
 
-def test_text_files_have_a_prompt_a_line(tmp_path):
+def test_text_files_have_one_prompt_per_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffdef größe(x):\r\n\r\n  class A:\u2028 pass\n".encode())
     first, second = read_prompts(path)
@@ -75,7 +75,7 @@ def test_text_files_have_a_prompt_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.json", "PROMPTS.JSONL"])
-def test_json_lines_are_read_whatever_the_case_of_the_suffix_and_nulls_are_missing_values(tmp_path, name):
+def test_json_lines_allow_any_suffix_case_and_nulls(tmp_path, name):
     rows = [
         {"prompt": "a", "category": "x", "id": 7, "turns": None},
         {"prompt": None, "turns": ["b", "c"], "category": None, "id": None, "json_schema": None},
@@ -99,7 +99,7 @@ def test_json_lines_are_read_whatever_the_case_of_the_suffix_and_nulls_are_missi
         (b'{"prompt": "\xff"}', "line 2 .* is not UTF-8"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, line, reason):
+def test_invalid_line_is_named(tmp_path, line, reason):
     path = tmp_path / "broken.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(json.dumps({"prompt": "first"}).encode() + b"\n" + line + b"\n")
@@ -109,7 +109,7 @@ def test_a_broken_line_is_named(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_a_file_without_prompts_is_refused(tmp_path, content):
+def test_file_without_prompts_is_rejected(tmp_path, content):
     path = tmp_path / "empty.txt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="has no prompts"):
@@ -117,19 +117,19 @@ def test_a_file_without_prompts_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "none", "no/such/folder", "some where", ":", ""])
-def test_what_is_neither_file_nor_data_set_is_refused(source):
+def test_source_that_is_neither_file_nor_data_set_is_rejected(source):
     with pytest.raises(ValueError, match="is not a file"):
         read_prompts(source)
 
 
-def test_prompts_are_taken_evenly():
+def test_limited_prompts_are_taken_evenly_from_categories():
     prompts = read_prompts(FOLDER / "instructions.jsonl", 12)
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys({p.category for p in prompts}, 2)
     assert len({prompt.category for prompt in prompts}) == 6
     assert len(read_prompts(FOLDER / "long.jsonl", 1000)) == len(BUNDLED["long.jsonl"])
 
 
-def test_several_files_are_read_one_after_another():
+def test_several_files_are_read_in_order():
     names = ["repeats.jsonl", "instructions.jsonl"]
     several = ",".join(str(FOLDER / name) for name in names)
     assert read_prompts(several) == [prompt for name in names for prompt in BUNDLED[name]]
@@ -138,19 +138,19 @@ def test_several_files_are_read_one_after_another():
         read_prompts(f"{several},none.jsonl")
 
 
-def test_a_prompt_repeated_in_another_file_is_refused():
+def test_prompt_repeated_in_another_file_is_rejected():
     first, second = FOLDER / "repeats.jsonl", FOLDER / "../prompts/repeats.jsonl"
     with pytest.raises(ValueError, match=r"line 1 of .*\.\./prompts/repeats.jsonl repeats the prompt of line 1 of"):
         read_prompts(f"{first},{second}")
 
 
-def test_a_prompt_beyond_the_context_is_named():
+def test_prompt_beyond_context_is_named():
     assert len(token_ids(BUNDLED["embedded_code.jsonl"], MAIN, 100)) == 20
     with pytest.raises(ValueError, match=r"prompt long-summary has [\d,]+ tokens, .* context of 1,024"):
         token_ids(BUNDLED["long.jsonl"], MAIN, 100)
 
 
-def test_without_the_package_a_data_set_is_refused_in_one_sentence(run, tmp_path):
+def test_missing_datasets_package_gives_one_sentence_error(run, tmp_path):
     (tmp_path / "datasets.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
     process = run(
         "scripts/benchmark.py", MAIN, DRAFT, "--prompts", "owner/name:prompt", env={"PYTHONPATH": str(tmp_path)}
@@ -176,7 +176,7 @@ def data_set(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("named", ["", ":question", ":question:test"])
-def test_a_data_set_has_a_prompt_a_row(data_set, named):
+def test_data_set_has_one_prompt_per_row(data_set, named):
     first, second = read_prompts(f"{data_set}{named}")  # no empty one, none twice
     assert (first.text, first.category, first.id) == ("What is a stack?", "a", "0")
     assert (second.text, second.category, second.id) == ("What is a queue?", "b", "2")
@@ -191,7 +191,7 @@ def test_a_data_set_has_a_prompt_a_row(data_set, named):
         ("@other:question", "cannot read the data set .*other"),
     ],
 )
-def test_what_a_data_set_lacks_is_named(data_set, named, reason):
+def test_missing_parts_of_a_data_set_are_named(data_set, named, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         read_prompts(f"{data_set}{named}")
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The types of the results: what is recorded and what the code makes has them, and nothing else passes."""
+"""The types of results: recorded results and those of the code match them, and other values do not."""
 
 import argparse
 import json
@@ -37,15 +37,15 @@ def as_json(value):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_result_has_its_programs_type(name):
+def test_recorded_result_matches_its_programs_type(name):
     recorded = RECORDED[name]
     assert problems(recorded["result"], type_of(recorded["command"])) == []
     assert problems(recorded, result.RecordedResult) == []
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_no_object_of_a_recorded_result_may_lack_a_key_or_have_another_or_another_value(name):
-    """Of each list, the first item is tried."""
+def test_recorded_objects_reject_missing_extra_and_wrong_values(name):
+    """Only the first item of each list is checked."""
     parts = list(objects_in(RECORDED[name]["result"], type_of(RECORDED[name]["command"])))
     assert len(parts) > 2
     for part, expected in parts:
@@ -70,7 +70,7 @@ def objects_in(value, expected):
         yield from objects_in(value[0], get_args(expected)[0])
 
 
-def test_every_program_whose_result_is_recorded_has_a_type():
+def test_every_recorded_program_has_a_result_type():
     assert all(type_of(figure.command) for figure in figures.FIGURES.values())
     assert all((ROOT / "scripts" / f"{program}.py").is_file() for program in result.RESULTS)
     for program, expected in result.RESULTS.items():
@@ -90,20 +90,20 @@ def method(name="a method", draft_length=0, temperature=0.0, seconds=1.0):
 
 
 @pytest.mark.parametrize(("draft_length", "temperature"), [(0, 0.0), (4, 0.0), ("adaptive", 0.7), ("lookup 5", 0.0)])
-def test_the_rows_of_decoding_methods_have_their_types(draft_length, temperature):
+def test_method_rows_match_their_type(draft_length, temperature):
     one = method("a draft", draft_length, temperature)
     assert problems(as_json(harness.row(one, method())), result.MethodRow) == []
     assert problems(as_json(harness.iteration_split(one)), result.IterationSplit) == []
 
 
-def test_comparisons_have_their_type():
+def test_comparisons_match_their_type():
     found = ratios.engines("K = 4", method(draft_length=4), method(draft_length=4, seconds=2.0))
     assert problems(as_json(found), list[result.Ratio]) == []
     assert ["where" in fact for fact in found] == [True, False]
     assert problems(as_json(ratios.ratio("x", method(), method(), [0])), result.Ratio) == []  # without an interval
 
 
-def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
+def test_environment_has_pair_keys_only_with_a_pair():
     given = [("INFERENCE_NUM_THREADS", 1), ("EXECUTION_MODE_HINT", "ACCURACY")]
     pair = argparse.Namespace(main=MAIN, draft=DRAFT, device="CPU", draft_device="CPU", property=given)
     facts = as_json(harness.environment(pair, harness.BackgroundLoad()))
@@ -117,13 +117,13 @@ def test_an_environment_has_the_keys_of_a_pair_if_there_is_one():
     assert problems(facts, result.PairEnvironment) == ["result['properties']['EXECUTION_MODE_HINT'] is 1.5, not str"]
 
 
-def test_an_environment_names_no_memory_if_the_system_does_not_tell_it(monkeypatch):
+def test_environment_memory_is_unknown_if_the_system_does_not_report_it(monkeypatch):
     monkeypatch.setattr(harness.devices, "main_memory", lambda: harness.devices.Memory(None, None))
     assert harness.environment(argparse.Namespace())["memory"] == "unknown"
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_the_rows_of_methods_under_load_have_their_type(answered):
+def test_load_rows_match_their_type(answered):
     outcome = {"accepted": 2, "rejected": 1, "finish_reason": "length", "whole": True} if answered else {"cut": True}
     load = Load("a method", None, {4: [Span([RequestRecord(0, 0.0, 0.1, 1.0, "t", 6, **outcome)], 0.0, 1.0)] * 2})
     alone = Load("alone", None, load.rounds)
@@ -131,7 +131,7 @@ def test_the_rows_of_methods_under_load_have_their_type(answered):
     assert problems(as_json(row(load, 4, None, "text")), result.LoadRow) == []
 
 
-def test_the_cells_of_a_matrix_have_their_type():
+def test_matrix_cells_match_their_type():
     rows = [harness.row(one, method()) for one in (method(), method("K = 4", 4))]
     facts = {"load_seconds": 1.0, "other_load": 0.0, "main_precision": "int8"}
     alone = {"rows": rows[:1], "tokens": [[[1, 2]]], **facts}
@@ -140,13 +140,13 @@ def test_the_cells_of_a_matrix_have_their_type():
 
     cpu, gpu = Device("CPU", "a processor"), Device("GPU", missing="there is no GPU")
     tried = {"job": {"main_properties": {"A": 1}, "draft_properties": {}, "prompts": [[7]]}, "measured": "now"}
-    there = {"machine": "one", "machine_kind": "a kind"}
+    machine = {"machine": "one", "machine_kind": "a kind"}
     cells = [
         Cell(cpu, None, status="ok", answer=alone, **tried),
-        Cell(cpu, cpu, status="emulated", answer=drafted, **tried, **there),
-        Cell(cpu, cpu, status="failed", reason="a crash", **tried, **there),
+        Cell(cpu, cpu, status="emulated", answer=drafted, **tried, **machine),
+        Cell(cpu, cpu, status="failed", reason="a crash", **tried, **machine),
         Cell(gpu, cpu, status="absent", reason=gpu.missing),
-        Cell(cpu, cpu, **there),
+        Cell(cpu, cpu, **machine),
     ]
     matrix.compare(cells, ["1"], SimpleNamespace(decode=str))
     described = as_json([matrix.described(cell) for cell in cells])
@@ -158,7 +158,7 @@ def test_the_cells_of_a_matrix_have_their_type():
 
 
 @pytest.mark.parametrize("draft_length", [0, 4, 0.4, "adaptive"])
-def test_the_settings_of_a_method_have_their_type(draft_length):
+def test_method_settings_match_their_type(draft_length):
     models = PropertySet("CPU", "CPU", (("A", 1), ("B", "c")))
     setting = Setting(models, "an engine", DRAFT if draft_length else None, draft_length, (("cache_size", 1),))
     assert problems(as_json(setting.as_dict()), result.MethodSettings) == []
@@ -196,10 +196,10 @@ def test_the_settings_of_a_method_have_their_type(draft_length):
         ),
     ],
 )
-def test_a_value_of_another_type_is_named(value, expected, problem):
+def test_value_of_wrong_type_is_named(value, expected, problem):
     assert problems(value, expected) == ([problem] if problem else [])
 
 
-def test_a_type_that_cannot_be_checked_is_an_error():
+def test_unsupported_type_is_an_error():
     with pytest.raises(TypeError, match="bytes"):
         problems(1, bytes)

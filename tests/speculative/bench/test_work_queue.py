@@ -11,7 +11,7 @@ def anything(job, machine):
     return True
 
 
-def test_each_job_is_done_once_by_a_machine_that_can():
+def test_each_job_is_done_once_by_a_suitable_machine():
     done = []
     left = spread(
         list(range(20)),
@@ -23,7 +23,7 @@ def test_each_job_is_done_once_by_a_machine_that_can():
     assert left == [] and sorted(done) == [(i, "odd" if i % 2 else "even", -i) for i in range(20)]
 
 
-def test_the_job_of_a_lost_machine_goes_to_another():
+def test_job_of_a_lost_machine_goes_to_another():
     machines, done, lost = ["first", "second"], [], threading.Event()
 
     def work(job, machine):
@@ -36,7 +36,7 @@ def test_the_job_of_a_lost_machine_goes_to_another():
     assert left == [] and machines == ["second"] and sorted(done) == [("a", "second"), ("b", "second")]
 
 
-def test_a_machine_waits_for_a_job_that_may_come_back():
+def test_idle_machine_waits_for_a_job_that_may_return():
     queue, found = WorkQueue(["a"], anything, print), []
     assert queue.take("first") == "a"
     other = threading.Thread(target=lambda: found.append(queue.take("second")))
@@ -58,7 +58,7 @@ def test_jobs_without_a_machine_are_returned_with_the_reason():
     assert machines == []
 
 
-def test_an_error_ends_all_work_and_is_raised():
+def test_error_ends_all_work_and_is_raised():
     done = []
     with pytest.raises(ZeroDivisionError):
         spread([0, 1], ["only"], anything, lambda job, _: 1 // job, lambda job, *_: done.append(job))

@@ -38,7 +38,7 @@ PROGRAMS = {  # a parser that reads sys.argv, or a list; its positional argument
         ("model server", "--draft-length", "--num-assistant-tokens", "3"),
     ],
 )
-def test_a_former_name_means_the_same(program, former, present, value, monkeypatch):
+def test_former_option_name_is_an_alias(program, former, present, value, monkeypatch):
     parse, positional = PROGRAMS[program]
 
     def parsed(*options):
@@ -49,7 +49,7 @@ def test_a_former_name_means_the_same(program, former, present, value, monkeypat
     assert parsed(former, value) == parsed(present, value) != parsed()
 
 
-def test_help_lists_the_present_name_only():
+def test_help_lists_the_current_name_only():
     parser = argparse.ArgumentParser()
     former_options.accept(parser, parser.add_argument("--present", type=int, default=5), "--former")
     assert "--former" not in parser.format_help() and "--former" not in parser.format_usage()

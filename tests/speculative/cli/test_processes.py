@@ -56,7 +56,7 @@ def start(program):
 
 
 @pytest.mark.parametrize("end", [terminate_group, kill_group])
-def test_a_group_ends_with_all_that_it_started(end):
+def test_process_group_ends_with_all_its_children(end):
     with start(START_ANOTHER) as leader:
         other = psutil.Process(int(leader.stdout.readline()))
         end(leader)
@@ -65,10 +65,10 @@ def test_a_group_ends_with_all_that_it_started(end):
         end(leader)  # nothing is left: no error
 
 
-def test_ctrl_c_waits_until_what_is_started_is_known(kept_signals):
+def test_ctrl_c_is_deferred_until_children_are_registered(kept_signals):
     signal.signal(signal.SIGINT, usual := signal.default_int_handler)  # a program imported before may have set another
     started = []
-    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():
+    with pytest.raises(KeyboardInterrupt), ctrl_c_waits():  # deferred until the block ends
         _thread.interrupt_main()  # a signal's stack is too small in a process with torch, AMX and faulthandler
         started.append(1)
     assert started and signal.getsignal(signal.SIGINT) is usual
@@ -76,7 +76,7 @@ def test_ctrl_c_waits_until_what_is_started_is_known(kept_signals):
         pass
 
 
-def test_a_group_can_be_interrupted_and_this_program_is_not():
+def test_group_can_be_interrupted_without_this_program():
     with start(WAIT_FOR_CTRL_C) as leader:
         assert leader.stdout.readline() == "ready\n"
         interrupt_group(leader)
@@ -85,7 +85,7 @@ def test_a_group_can_be_interrupted_and_this_program_is_not():
 
 
 @pytest.mark.parametrize("prepared", ["utf8_output", "prepare_output"])
-def test_output_is_utf_8_at_a_console_of_another_code_page(prepared):
+def test_output_is_utf_8_on_a_console_of_another_code_page(prepared):
     console = {**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
     command = [sys.executable, "-c", PRINT.format(prepared)]
     process = subprocess.run(command, capture_output=True, cwd=ROOT, env=console, timeout=PATIENCE)
@@ -94,7 +94,7 @@ def test_output_is_utf_8_at_a_console_of_another_code_page(prepared):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
-def test_a_full_disk_is_one_sentence():
+def test_full_disk_gives_one_sentence_error():
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", PRINT.format("prepare_output")]
     with Path("/dev/full").open("w") as full:
@@ -105,7 +105,7 @@ def test_a_full_disk_is_one_sentence():
 
 @pytest.mark.posix("Windows has no SIGPIPE")
 @pytest.mark.parametrize(("prepared", "quiet"), [("prepare_output", True), ("utf8_output", False)])
-def test_a_reader_that_goes_away_ends_a_program_that_leaves_nothing_half_written(prepared, quiet):
+def test_closed_pipe_ends_only_prepared_programs_quietly(prepared, quiet):
     command = [sys.executable, "-c", PRINT_MUCH.format(prepared)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, bufsize=0) as process:
         process.stdout.read(1)
@@ -115,7 +115,7 @@ def test_a_reader_that_goes_away_ends_a_program_that_leaves_nothing_half_written
     assert (stderr == b"") == quiet and (b"BrokenPipeError" in stderr) == (not quiet)
 
 
-def test_nothing_else_knows_what_windows_does_otherwise():
+def test_platform_specific_code_is_in_one_module():
     of_a_system = re.compile(r"0x200\b|CREATE_NEW_PROCESS_GROUP|start_new_session|killpg|CTRL_BREAK|SIGPIPE")
     found = {path.name for path in SOURCES if of_a_system.search(path.read_text(encoding="utf-8"))}
     assert found == {"processes.py", "speculative_decoding_lm.py"}  # the latter imports nothing of ours
@@ -123,7 +123,7 @@ def test_nothing_else_knows_what_windows_does_otherwise():
 
 @pytest.mark.posix("signals")
 @pytest.mark.parametrize(("before", "status"), [("SIG_DFL", 129), ("SIG_IGN", 0)])
-def test_a_closed_terminal_ends_a_program_once_and_not_after_nohup(before, status):
+def test_hangup_ends_a_program_once_and_is_ignored_under_nohup(before, status):
     """The terminal and its shell may both send the signal."""
     command = [sys.executable, "-c", HANG_UP_TWICE, before]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENCE, cwd=ROOT)

@@ -10,18 +10,18 @@ def exit_on(kept_signals):
     return exit_on
 
 
-def test_an_expected_error_is_one_line_and_the_status(exit_on, capsys):
+def test_expected_error_is_one_line_with_its_exit_status(exit_on, capsys):
     with pytest.raises(SystemExit) as stop, exit_on(ValueError, KeyError, status=2):
         raise ValueError("first line\n  second line")
     assert stop.value.code == 2 and capsys.readouterr() == ("", "error: first line second line\n")
 
 
-def test_ctrl_c_is_quiet(exit_on, capsys):
+def test_ctrl_c_prints_nothing(exit_on, capsys):
     with pytest.raises(SystemExit) as stop, exit_on(ValueError):
         raise KeyboardInterrupt
     assert stop.value.code == 130 and capsys.readouterr() == ("", "")
 
 
-def test_another_error_is_not_hidden(exit_on):
+def test_unexpected_error_is_not_hidden(exit_on):
     with pytest.raises(ZeroDivisionError), exit_on(ValueError):
         _ = 1 / 0

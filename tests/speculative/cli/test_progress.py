@@ -25,7 +25,7 @@ def printed(seconds: float) -> str:
     return done.stderr.decode()
 
 
-def test_a_log_gets_whole_lines_and_few_of_them():
+def test_log_receives_few_complete_lines():
     assert printed(seconds=30) == ""
     often = printed(seconds=0.05)
     lines = often.splitlines()
@@ -34,7 +34,7 @@ def test_a_log_gets_whole_lines_and_few_of_them():
 
 
 @pytest.mark.posix("a pseudo-terminal")
-def test_a_terminal_gets_a_bar():
+def test_terminal_receives_a_bar():
     import fcntl
     import pty
     import struct
